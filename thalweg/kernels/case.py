@@ -1,4 +1,6 @@
-"""A case of a kernel: inputs, the exact result, a tolerance, and the cost. Tests, benchmarks and rooflines read cases."""
+"""A case of a kernel: inputs, the exact result, a tolerance, and the cost. Tests, benchmarks and rooflines read
+cases.
+"""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ PREPARE, COPIES, SMALL, CHOICES, DRAFTING = "prepare", "copies", "small operatio
 # the roles of a product; "products" is undecided
 PROJECTIONS, MLP, HEAD, PRODUCTS = "projections", "mlp", "head", "products"
 
-# (pattern of the whole short name, what it is)
+# (pattern of the whole short name, role)
 KERNELS: tuple[tuple[str, str], ...] = (
     (r"_mla_absorb|_merge_up|_merge_up_many|_expand_latents", LATENT),
     (r"_prefill|_merge|_merge_state|.*flash.*|.*fmha.*|.*attention.*|.*mla_metadata.*", ATTENTION),
@@ -28,8 +28,9 @@ KERNELS: tuple[tuple[str, str], ...] = (
     (r"_silu_mul|_silu_mul_quantize", ACTIVATION),
     (r"_quantize", QUANTIZE),
     (r"_carry|_conclude|_advance|_best", DRAFTING),
-    (r"_follow|_spread|_climb|_best_of_parts|_border|_keep|_raced|_settle|_adjust|_penalise|_forbid|_report|_show", SAMPLING),
-    (r"_race|_pick|_finish|_walk|_verify|_kth", SAMPLING),
+    (r"_follow|_spread|_climb|_best_of_parts|_border|_keep", SAMPLING),
+    (r"_raced|_settle|_adjust|_penalise|_forbid|_report|_show", SAMPLING),
+    (r"_race|_pick|_finish|_walk|_verify|_verify_drafts|_kth", SAMPLING),
     (r"Mem(cpy|set).*", COPIES),
     (r"_gemv|_linear|_linear_fp8|_matmul_fp8|_small_batch_gemm|_split_k_gemm|_add_partials|_product", PRODUCT),
     (r"nvjet.*|.*gemm.*|.*gemv.*|.*cutlass.*|.*splitK.*|.*cublas.*", PRODUCT),
@@ -79,7 +80,8 @@ def role_of_operator(name: str) -> str:
 
 
 def forward_roles(names: Sequence[str]) -> list[str]:
-    """The role of each kernel of one step's forward, in the order in which the device ran them. Products are told apart.
+    """The role of each kernel of one step's forward, in the order in which the device ran them. Products are told
+    apart.
 
     A layer is projections, attention, one product (output), then either a router with its experts or two products
     (MLP), which end at the next layer's projections. So attentions with fewer than four products between them, and no

@@ -1,11 +1,11 @@
-"""GEMM for deterministic mode: y = x Wᵀ, bit for bit the same for a row whatever stands beside it.
+"""GEMM for deterministic mode: y = x Wᵀ. A row has the same bits whatever other rows are in the batch.
 
-What a row's bits depend on is the order in which K is summed and the instruction that sums a step of it. Both are
-fixed: all of K in one block, in steps of BLOCK_K, nothing split, by `wgmma`, whose 64 rows are computed whether one of
-them is real or all. How many rows and columns a tile has changes neither, so tiles grow with the number of rows
+A row's bits depend on the order in which K is summed, and on the instruction that sums a step of it. Both are fixed:
+all of K in one program, in steps of BLOCK_K, nothing split, by `wgmma`, whose 64 rows are computed whether one of them
+is real or all. The number of rows and columns of a tile changes neither, so tiles grow with the number of rows
 (tests/gpu/test_moe.py compares the bits over 1 … 300 and 4,096 rows). cuBLAS and the kernels for few rows choose splits
-and instructions by it. The price: at one row each block multiplies 63 rows of nothing, which the tensor cores do while
-the weight arrives (64 FLOP a byte of it, a fifth of what they could).
+and instructions by it. The price: at one row each program multiplies 63 empty rows, while the weight arrives (64 FLOP a
+byte of it, a fifth of what the tensor cores could do).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ BAND = 16  # row blocks that run together, so that both operands stay in L2
 
 
 def tiles(m: int, n: int, fp8: bool) -> tuple[int, int, int, int, int]:
-    """→ BLOCK_M (64, or of many rows 128: multiples of what a warp group multiplies at once), BLOCK_N, BLOCK_K, stages,
-    warps. Narrow weights are cut finer, so that a single row still reads with many blocks.
+    """→ BLOCK_M (64, or 128 for many rows: multiples of the rows of a warp group), BLOCK_N, BLOCK_K, stages, warps.
+    Narrow weights are cut finer, so that a single row still reads with many programs.
     """
     block_k = 128 if fp8 else 64
     if m > 256:

@@ -15,11 +15,11 @@ from thalweg.kernels.experts.triton import ExpertWeights
 from thalweg.kernels.norm.triton import LazyNorm, rows_of
 from thalweg.kernels.router.triton import RouterOutput
 
-MOST_TOKENS = 16384  # at a time: what lies between the products takes 0.4 MB a token of V3
+MOST_TOKENS = 16384  # at a time: the activations between the products take 0.4 MB a token of V3
 
 
-# (out, x, routed, weights, accumulate=True): out[t] += Σ_k weight_k · expert_k(x[t]), in place, or = without accumulate.
-# out, x: bf16 [T, H], or x a norm of such; routed: the result of `route` for the same x
+# (out, x, routed, weights, accumulate=True): out[t] += Σ_k weight_k · expert_k(x[t]), in place, or = without
+# accumulate. out, x: bf16 [T, H], or x a norm of such; routed: the result of `route` for the same x
 RunExperts = Callable[..., None]
 
 
@@ -46,7 +46,8 @@ RUNNERS: dict[str, RunExperts] = {
 
 
 def _in_pieces(
-    run: RunExperts, out_TH: Tensor, x: Tensor | LazyNorm, routed: RouterOutput, weights: ExpertWeights, accumulate: bool = True
+    run: RunExperts, out_TH: Tensor, x: Tensor | LazyNorm, routed: RouterOutput, weights: ExpertWeights,
+    accumulate: bool = True,
 ) -> None:  # fmt: skip
     """MOST_TOKENS at a time."""
     if len(x) <= MOST_TOKENS:

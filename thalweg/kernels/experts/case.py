@@ -140,7 +140,8 @@ def run_deep_gemm(out_TH: Tensor, x_TH: Tensor, **inputs: Any) -> tuple[Tensor]:
 
 
 def _run_kernels(
-    run_experts: Run, out_TH: Tensor, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, accumulate: bool = True, shared: int = 0, **stacks: Tensor
+    run_experts: Run, out_TH: Tensor, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, accumulate: bool = True,
+    shared: int = 0, **stacks: Tensor,
 ) -> tuple[Tensor]:  # fmt: skip
     from thalweg.kernels.experts.triton import ExpertWeights
     from thalweg.kernels.router.triton import RouterOutput

@@ -1,5 +1,5 @@
 """Experts with FP8 block weights in plain torch: the oracle of the kernels that compute in FP8. Activations are rounded
-to e4m3 in groups of 128, before each product; what lies between the products is rounded to bf16 first.
+to e4m3 in groups of 128, before each product. The activations between the products are rounded to bf16 first.
 """
 
 from __future__ import annotations

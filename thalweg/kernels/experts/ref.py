@@ -7,31 +7,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def _add_one_token_(
-    out_1H: Tensor,
-    x_1H: Tensor,
-    ids_1K: Tensor,
-    weights_1K: Tensor,
-    gate_up_HI: List[Tensor],
-    down_IH: List[Tensor],
-    memory: List[Tensor],
-    sink: Tensor,
-) -> Tensor:
-    """Every expert has the one row: nothing to sort."""
-    chosen: List[int] = ids_1K.view(-1).tolist()
-    hidden: List[Tensor] = []
-    for expert in chosen:
-        if len(memory) > 0:
-            torch.sum(memory[expert], [0], dtype=torch.float32, out=sink)
-        hidden.append(torch.mm(x_1H, gate_up_HI[expert]))
-    gate, up = torch.cat(hidden).chunk(2, -1)
-    inner = F.silu(gate).mul_(up)
-    y: List[Tensor] = []
-    for i, expert in enumerate(chosen):
-        y.append(torch.mm(inner[i : i + 1], down_IH[expert]))
-    return out_1H.addmm_(weights_1K, torch.cat(y).float())
-
-
 def add_experts_(
     out_TH: Tensor,
     x_TH: Tensor,
@@ -45,33 +20,39 @@ def add_experts_(
     """out[t] += Σ_k weights[t, k] · down(silu(gate(x[t])) · up(x[t])) of expert ids[t, k]; in place, returns out.
 
     out and weights: float32. Weights are transposed: gate_up_HI: gate columns, then up columns of each expert [H, 2 I];
-    down_IH: [I, H]. Tokens are sorted by expert, then one GEMM pair for each expert that has some, at most min(E, T ·
-    K): on a CPU, reading only the weights that are used is all that counts, and counts cost nothing to read there.
-    memory: of each expert the memory that holds both weights, to be read ahead into sink (`gemm/prefetch.py`); empty:
-    nothing is read ahead.
+    down_IH: [I, H]. Tokens are sorted by expert, then one GEMM pair runs for each expert that has some, at most min(E,
+    T · K): on a CPU only the weights that are read count, and counts cost nothing to read there. memory: for each
+    expert the memory that holds both weights, to be read ahead into sink (`gemm/prefetch.py`); empty: nothing is read
+    ahead.
     """
-    if x_TH.size(0) == 1:
-        return _add_one_token_(out_TH, x_TH, ids_TK, weights_TK, gate_up_HI, down_IH, memory, sink)
     pairs = ids_TK.reshape(-1)
-    order = pairs.argsort()
-    counts: List[int] = torch.bincount(pairs, minlength=len(down_IH)).tolist()
     chosen: List[int] = []
     sizes: List[int] = []
-    for expert, count in enumerate(counts):
-        if count > 0:
-            chosen.append(expert)
-            sizes.append(count)
-    tokens = order // ids_TK.size(1)
-    rows = torch.split_with_sizes(x_TH.index_select(0, tokens), sizes)
+    order, tokens = pairs, pairs
+    if x_TH.size(0) == 1:  # every expert has the one row: nothing to sort
+        experts: List[int] = pairs.tolist()  # TorchScript wants a type here
+        chosen = experts
+        sizes = [1] * len(chosen)
+        rows = [x_TH] * len(chosen)
+    else:
+        order = pairs.argsort()
+        counts: List[int] = torch.bincount(pairs, minlength=len(down_IH)).tolist()
+        for expert, count in enumerate(counts):
+            if count > 0:
+                chosen.append(expert)
+                sizes.append(count)
+        tokens = order // ids_TK.size(1)
+        rows = list(torch.split_with_sizes(x_TH.index_select(0, tokens), sizes))
     hidden: List[Tensor] = []
     for i, expert in enumerate(chosen):
         if len(memory) > 0:
             torch.sum(memory[expert], [0], dtype=torch.float32, out=sink)
         hidden.append(torch.mm(rows[i], gate_up_HI[expert]))
     gate, up = torch.cat(hidden).chunk(2, -1)
-    inner = F.silu(gate).mul_(up)
-    rows = torch.split_with_sizes(inner, sizes)
+    rows = list(torch.split_with_sizes(F.silu(gate).mul_(up), sizes))
     y: List[Tensor] = []
     for i, expert in enumerate(chosen):
         y.append(torch.mm(rows[i], down_IH[expert]))
+    if x_TH.size(0) == 1:
+        return out_TH.addmm_(weights_TK, torch.cat(y).float())
     return out_TH.index_add_(0, tokens, torch.cat(y) * weights_TK.reshape(-1).index_select(0, order).unsqueeze(1))

@@ -1,28 +1,27 @@
-"""SwiGLU experts, shared ones too, added into the residual: out[t] += Σ_k weight[t, k] · down(silu(gate(x[t])) ·
+"""SwiGLU experts, shared ones too, added to the residual: out[t] += Σ_k weight[t, k] · down(silu(gate(x[t])) ·
 up(x[t])) (as `ref.py`).
 
 T tokens, K experts a token (topk + shared), P = T · K pairs, N experts in the stack, H hidden, I inner. Shared experts
-are the last of the stack and chosen by every token with weight 1; expert N is none (padding).
+are the last of the stack; every token chooses them with weight 1. Expert N is none (padding).
 
-Floor: the weights of the experts that are chosen, 3 · H · I each, read once: 17.3 MB in bf16 for V2-Lite, 44.0 MB in
-FP8 for V3, so for one token (8 and 9 experts) 138 MB, 45 µs, and 396 MB, 128 µs at 3.1 TB/s; for 1,024 tokens of
-V2-Lite all 66, 1.14 GB, 368 µs.
+Floor: the weights of the chosen experts, 3 · H · I each, read once: 17.3 MB in bf16 for V2-Lite, 44.0 MB in FP8 for V3.
+For one token (8 and 9 experts) that is 138 MB, 45 µs, and 396 MB, 128 µs at 3.1 TB/s; for 1,024 tokens of V2-Lite all
+66, 1.14 GB, 368 µs.
 
-- One or two tokens in bf16: no sorting. `_up_pairs` is a matrix-vector product for each pair; `_down_tokens` takes all
-  of the token's K experts in one program for each block of H, which sums them in float32 and adds the residual. Two
-  launches of programs that only stream weights, and the norm before them costs none: 51 µs with norm and router for one
-  token of V2-Lite on an H100, whose weights take 44.
+- One or two tokens in bf16: no sorting. `_up_pairs` is a matrix-vector product for each pair. `_down_tokens` takes all
+  of the token's K experts in one program for each block of H, sums them in float32 and adds the residual. The norm
+  before them costs no launch: 51 µs with norm and router for one token of V2-Lite on an H100, whose weights take 44.
 - Up to four tokens in FP8: `_up` and `_down` with a tile for each pair, then `combine`. A tile of 16 rows is mostly
-  empty, but unpacking e4m3 for FMAs takes four instructions an element, of which a multiprocessor has no more than the
-  memory wants (measured: 0.41 of the floor).
-- More: pairs are sorted by expert (`permute/`), and `_up`, `_down` are grouped GEMMs over tiles of BLOCK_M pairs of one
-  expert, on a grid for the worst case whose idle programs leave at once; `combine` sums each token's rows. No atomics:
-  bitwise repeatable. Up to SHARED_FIRST tokens the shared experts, whose tokens are known, are under way while router
-  and sort are at work. Beyond, their many tiles, which compute, are spread among those of the others, which wait for
-  weights (`_spread`): 640 tokens of V2-Lite take 302 and 157 µs so, else 320 and 163.
+  empty, but unpacking e4m3 for FMAs takes four instructions an element, more than a multiprocessor has time for
+  (measured: 0.41 of the floor).
+- More: pairs are sorted by expert (`moe_align/`), and `_up`, `_down` are grouped GEMMs over tiles of BLOCK_M pairs of
+  one expert. The grid is for the worst case; idle programs leave at once. `combine` sums each token's rows. There are
+  no atomics: results repeat bit by bit. Up to SHARED_FIRST tokens the shared experts run while router and sort still
+  work, because their tokens are known. Beyond, their many tiles, which compute, are spread among those of the others,
+  which wait for weights (`_spread`): 640 tokens of V2-Lite take 302 and 157 µs so, otherwise 320 and 163.
 
-FP8: weights are e4m3 with a scale for each 128 × 128 block; x comes quantised (the router does it), the inner
-activations are rounded to bf16 and quantised in the kernel that makes or reads them.
+FP8: weights are e4m3 with a scale for each 128 × 128 block. The router quantizes x. The inner activations are rounded
+to bf16 and quantized in the kernel that writes or reads them.
 """
 
 from __future__ import annotations
@@ -150,7 +149,7 @@ def run_experts(
     elif codes is None or scales is None:
         codes, scales = quantize(rows_of(x))
         routed = routed._replace(shared=0)  # x is not there yet when the next kernel starts
-    # shared experts start before the choice is made, where x was there before that was asked for
+    # shared experts start before the choice is made, if x was complete when the router started
     early = by == "direct" or tokens <= SHARED_FIRST and not deterministic and not isinstance(x, LazyNorm)
     spread = routed.shared if tokens > SHARED_FIRST else 0
     routed = routed._replace(codes_TH=codes, scales_TG=scales, shared=routed.shared if early else 0)
@@ -166,7 +165,8 @@ def coverage(ids_TK: Tensor, experts: int) -> Tensor:
 
 
 def _pairs(
-    out_TH: Tensor, x: Tensor | LazyNorm, routed: RouterOutput, weights: ExpertWeights, tiles: ExpertTiles, accumulate: bool
+    out_TH: Tensor, x: Tensor | LazyNorm, routed: RouterOutput, weights: ExpertWeights, tiles: ExpertTiles,
+    accumulate: bool,
 ) -> None:  # fmt: skip
     x_TH, norm_H, eps = deferred_norm(x)
     tokens, columns = routed.ids_TK.shape
@@ -205,8 +205,8 @@ def _grouped(
     stride, scales_stride = (0 if each is None else each.stride(1) for each in (inner_scales, scales))
     sizes = experts, hidden, inner, columns, shared, spread, direct
     _up[((count + ahead) * triton.cdiv(inner, up.n),)](
-        inner_PI, inner_scales, x_TH, scales, weights.w13_NIH, weights.s13, *table, tokens, stride, scales_stride, *sizes,
-        up.m, up.n, up.k, up.stages, **launch_config(x_TH, up.warps),
+        inner_PI, inner_scales, x_TH, scales, weights.w13_NIH, weights.s13, *table, tokens, stride, scales_stride,
+        *sizes, up.m, up.n, up.k, up.stages, **launch_config(x_TH, up.warps),
     )  # fmt: skip
     _down[(count * triton.cdiv(hidden, down.n),)](
         y_PH, inner_PI, inner_scales, weights.w2_NHI, weights.s2, *table, tokens, stride, *sizes,
@@ -260,9 +260,9 @@ def _down_tokens(
     BLOCK_H: constexpr, BLOCK_I: constexpr, AHEAD: constexpr, STAGES: constexpr,
     ACCUMULATE: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    """out[token] (+)= Σ_k weight_k · (w2 of expert k) · inner_k for BLOCK_H of H, in steps of BLOCK_I columns of all the
-    token's experts. The choice was there when the kernel before this one passed its wait and let this one start: so the
-    last AHEAD steps' weights are loaded before the wait for that kernel's results.
+    """out[token] (+)= Σ_k weight_k · (w2 of expert k) · inner_k for BLOCK_H of H, in steps of BLOCK_I columns of all
+    the token's experts. The choice was there when the kernel before this one passed its wait and let this one start: so
+    the last AHEAD steps' weights are loaded before the wait for that kernel's results.
     """
     token, k = tl.program_id(0), tl.arange(0, BLOCK_K)
     h, i = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_I)
@@ -308,8 +308,8 @@ def _up(
     """inner[position] = silu(gate(x)) · up(x) of one tile, BLOCK_I columns of gate and the same of up; columns run
     fastest, so that an expert's weights are read by programs that run together. Direct: a tile is a pair, its position
     the pair's number, tile_expert the ids. The SHARED experts come first and do not wait for the choice, as in
-    `_up_pairs`; where pairs are sorted, their rows stand behind all positions, one for each token, and the tiles that
-    the sort gives them stay idle.
+    `_up_pairs`. Where pairs are sorted, their rows follow all positions, one for each token, and the tiles that the
+    sort gives them stay idle.
     """
     BLOCKS: constexpr = (INNER + BLOCK_I - 1) // BLOCK_I
     EVEN: constexpr = HIDDEN % BLOCK_H == 0 and INNER % BLOCK_I == 0
@@ -391,9 +391,9 @@ def _sorted_tile(
 
 @triton.jit
 def _spread(total, end_N, N: constexpr, SPREAD: constexpr, BLOCKS: constexpr, BLOCK_M: constexpr):
-    """→ tile and block of this program: behind every so many programs of the routed experts, tile by tile, stand those
-    of one block of columns of a shared expert, of which every token has made `each` tiles, the last in use: they read
-    its weights together.
+    """→ tile and block of this program. After every so many programs of the routed experts, tile by tile, come those of
+    one block of columns of a shared expert, which read its weights together. A shared expert has `each` tiles, the last
+    in use.
     """
     each = tl.cdiv(tl.load(end_N + N - 1) - tl.load(end_N + N - 2), BLOCK_M)
     units: constexpr = SPREAD * BLOCKS
@@ -408,8 +408,8 @@ def _spread(total, end_N, N: constexpr, SPREAD: constexpr, BLOCKS: constexpr, BL
 
 @triton.jit
 def _load(at, rows, columns, EVEN: constexpr):
-    """A tile of an operand, masked unless its blocks divide the array: of x rows past the end read row 0, but where
-    there may be many of them.
+    """A tile of an operand, masked unless its blocks divide the array. Rows of x past the end read row 0, unless there
+    may be many of them.
     """
     if EVEN:
         return tl.load(at)

@@ -34,8 +34,7 @@ def quantize_rows(x_TK: Tensor, group: int, power_of_two: bool) -> tuple[Tensor,
     """Activations: float8_e4m3fn [T, K] and float32 scales [T, K / group], dynamic, one scale for each token and
     `group` channels.
     """
-    q, scale = quantize(x_TK, (1, group), power_of_two)
-    return q, scale
+    return quantize(x_TK, (1, group), power_of_two)
 
 
 def scales_of(amax: Tensor, power_of_two: bool) -> Tensor:

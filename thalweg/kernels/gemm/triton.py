@@ -1,16 +1,18 @@
-"""Few-row GEMM for decode: y = x Wᵀ, the weight read once at the speed of memory.
+"""GEMM with few rows, for decode: y = x Wᵀ, the weight read once at the speed of memory.
 
-Floor: N · K bytes (FP8) or 2 · N · K (bf16) over the read bandwidth; V2-Lite's fused projection (3648 × 2048 bf16, 15
-MB) 4.8 µs on an H100, V3's (2112 × 7168 FP8, 15 MB) the same. A block owns BLOCK_N rows of the weight and all of K, so
-that nothing is summed across blocks and a row's result depends on nothing but the row.
+Floor: N · K bytes (FP8) or 2 · N · K (bf16) over the read bandwidth. V2-Lite's fused projection (3648 × 2048 bf16, 15
+MB) is 4.8 µs on an H100, V3's (2112 × 7168 FP8, 15 MB) the same. A program owns BLOCK_N rows of the weight and all of
+K: nothing is summed across programs, and a row's result depends on nothing but the row.
 
-`thin`, up to 16 rows: weights depend on no kernel, so a block has its first ones, for small K all of them, under way
-before it waits for its predecessor; what is left on the critical path is x. A chain of dependent products over K would
-take longer than the weights (K = 2048: 128 of 33 cycles): K is cut into parts, one or more a warp, whose sums are added
+`gemv`, up to 16 rows. Weights depend on no kernel, so a program loads its first ones, for small K all of them, before
+it waits for its predecessor. Only x is left on the critical path. A chain of dependent products over K would take
+longer than the weights (K = 2048: 128 of 33 cycles), so K is cut into parts, one or more a warp, whose sums are added
 at the end. One row is multiplied without tensor cores, and then nothing passes through shared memory. RMSNorm costs a
-pass over x that each block makes anyway: x times the norm's weight is multiplied, the sum scaled at the end. `linear`
-beyond: a pipeline over K. FP8: codes become bf16 in registers and activations stay bf16: quantizing them would cost
-each block more than it saves where the weight's bytes are all that counts, and precision besides.
+pass over x, which each program makes in any case: x times the norm's weight is multiplied, and the sum is scaled at the
+end.
+
+`linear` beyond 16 rows: a pipeline over K. FP8: codes become bf16 in registers and activations stay bf16. Quantizing
+them would cost each program more than it saves where only the weight's bytes count, and precision besides.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ def _linear(
     w_ptr = w_NK + tl.where(columns, n_B, 0).to(tl.int64)[:, None] * K + k_B[None, :]
     x_ptr = x_MK + tl.where(rows, m_B, 0)[:, None] * stride_x + k_B[None, :]
     if K % BLOCK_K == 0:
-        # weights depend on nothing in the step: the first are under way while the kernel before this one ends
+        # weights depend on nothing in the step: the first are loaded while the kernel before this one ends
         w = tl.load(w_ptr, eviction_policy="evict_first")
         pdl_wait(PDL)
         sums = tl.dot(tl.load(x_ptr), w.T)
@@ -75,7 +77,7 @@ def _linear(
 
 @triton.jit
 def _add_product(acc_PNM, square_M, w_PNC, x_ptr, norm_PC, scale_ptr, live_M, BLOCK_M: constexpr):
-    """One step of K: adds the product of each part's columns, and the squares of x where a norm is asked for."""
+    """One step of K: adds the product of each part's columns, and the squares of x if there is a norm."""
     x_PMC = tl.load(x_ptr, mask=live_M[None, :, None], other=0.0)
     if norm_PC is not None:
         wide = x_PMC.to(tl.float32)
@@ -195,7 +197,7 @@ def tabled(m: int, n: int, k: int, itemsize: int, normed: bool = False) -> GemvT
         return GemvTile(rows, 32, 4, 128, 1, 3, 4)
     if k % 1024 == 0 and k <= 2048:
         return GemvTile(1 if normed and m == 1 else rows, 16, 4, 256, k // 1024, 1, 4)
-    if m == 1 and k <= 4096:  # no tensor cores: 5.4 us less of a layer of Qwen2.5-7B behind a norm, 1.4 else
+    if m == 1 and k <= 4096:  # no tensor cores: 5.4 us less of a layer of Qwen2.5-7B after a norm, 1.4 otherwise
         return GemvTile(1, 16, 4, 128, 2 if normed else 1, 3, 4)
     return GemvTile(rows, 16, 4, 128, 2, 3, 4)
 

@@ -47,7 +47,7 @@ def way_of(pairs: int) -> str:
 
 def sort(ids_TK: Tensor, experts: int, block_m: int, aligned: bool = False) -> SortedPairs:
     """Sorts pairs by expert, stably; expert `experts` comes last and gets no tile. aligned: each expert's first
-    position is a multiple of block_m (what lies between is undefined), else experts are packed.
+    position is a multiple of block_m (the places between are undefined). Otherwise experts are packed.
     """
     pairs = ids_TK.numel()
     way = way_of(pairs)
@@ -110,7 +110,7 @@ def _count(counts_CB, ids_P, pairs, CHUNK: constexpr, BINS: constexpr, PDL: cons
     """Pairs of each expert in each chunk."""
     chunk = tl.program_id(0)
     at = chunk * CHUNK + tl.arange(0, CHUNK)
-    pdl_launch(PDL)  # what comes next may have to do before the order is there
+    pdl_launch(PDL)  # the next kernel may have work that needs no order
     pdl_wait(PDL)
     ids = tl.load(ids_P + at, mask=at < pairs, other=0)
     tl.store(counts_CB + chunk * BINS + tl.arange(0, BINS), tl.histogram(ids, BINS, mask=at < pairs))
@@ -118,7 +118,7 @@ def _count(counts_CB, ids_P, pairs, CHUNK: constexpr, BINS: constexpr, PDL: cons
 
 @triton.jit(do_not_specialize=["chunks"])
 def _sum(counts_CB, chunks, BINS: constexpr, PDL: constexpr):
-    """Each chunk's counts become the sums of the chunks before it, and the row behind the last those of all."""
+    """Each chunk's counts become the sums of the chunks before it, and the row after the last the sums of all."""
     bins, c = tl.program_id(0) * 4 + tl.arange(0, 4), tl.arange(0, 256)
     pdl_wait(PDL)
     pdl_launch(PDL)
@@ -144,7 +144,7 @@ def _place(
     chunk, bins = tl.program_id(0), tl.arange(0, BINS)
     i = tl.arange(0, CHUNK)
     inside = chunk * CHUNK + i < pairs
-    pdl_launch(PDL)  # what comes next may have to do before the order is there
+    pdl_launch(PDL)  # the next kernel may have work that needs no order
     pdl_wait(PDL)
     ids = tl.load(ids_P + chunk * CHUNK + i, mask=inside, other=N)
     if WAY == "alone":

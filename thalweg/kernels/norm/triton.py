@@ -1,6 +1,6 @@
-"""RMSNorm, one block a row; alone, or with its result in e4m3 for a product that takes such.
+"""RMSNorm, one program a row; alone, or with its result in e4m3 for an FP8 product.
 
-Floor: 2 · T · H bytes read, and as many or, of codes, half as many written; at decode it is one launch, and quantising
+Floor: 2 · T · H bytes read, and as many written, or half as many for codes. At decode it is one launch, and quantizing
 in it saves another.
 """
 
@@ -54,8 +54,8 @@ def _rms_norm_quantize(
 
 @dataclass(frozen=True, slots=True)
 class LazyNorm:
-    """RMSNorm of rows that is yet to be computed: a product with few rows computes it as it reads them, without a launch
-    of its own.
+    """RMSNorm of rows that is yet to be computed: a product with few rows computes it as it reads them, without a
+    launch of its own.
     """
 
     x_TH: Tensor  # bf16, rows with any stride, not to change before they are read

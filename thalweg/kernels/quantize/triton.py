@@ -41,7 +41,8 @@ def quantize(x_MK: Tensor) -> tuple[Tensor, Tensor]:
         groups = columns // GROUP
         # one axis: rows beyond 65,535 blocks do not fit the others
         _quantize[(groups * triton.cdiv(rows, ROWS),)](
-            codes, scales, x_MK, rows, x_MK.stride(0), codes.stride(0), scales.stride(1), groups, ROWS, **launch_config(x_MK, 4)
+            codes, scales, x_MK, rows, x_MK.stride(0), codes.stride(0), scales.stride(1), groups, ROWS,
+            **launch_config(x_MK, 4),
         )  # fmt: skip
     return codes, scales
 
@@ -50,7 +51,7 @@ def quantize(x_MK: Tensor) -> tuple[Tensor, Tensor]:
 def encode(x_R128):
     """float32 [R, 128] → e4m3 [R, 128] and scales [R]. Both quotients are rounded as IEEE does, by a reciprocal and one
     correction (Markstein), so that codes are the reference's at a third of a division's instructions: kernels that
-    quantise what they read do it in their inner loop.
+    quantize their inputs do it in their inner loop.
     """
     largest_R = tl.maximum(tl.max(tl.abs(x_R128), 1), FLOOR)
     scale_R = quotient(largest_R, 1.0 / LARGEST, LARGEST)

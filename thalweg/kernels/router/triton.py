@@ -1,12 +1,12 @@
 """Router: logits in float32 without tf32, then the choice, in two launches (semantics: `ref.py`).
 
-Logits: a float32 weight is the sum of three bf16 numbers (24 bits of mantissa), and activations are bf16, so three bf16
-products with float32 accumulation are as exact as float32 FMAs at a tenth of their time; a weight stored in bf16 needs
+Logits: a float32 weight is the sum of three bf16 numbers (24 bits of mantissa), and activations are bf16. So three bf16
+products with float32 accumulation are as exact as float32 FMAs, at a tenth of their time; a weight stored in bf16 needs
 one. H is cut into splits, whose partial logits the choice adds up, so that a single token still fills the machine: V3's
-256 × 7168 float32 are 7.3 MB, 2.4 µs at 3.1 TB/s. One more block of programs writes the activations as e4m3, which FP8
-experts want, at no launch of its own. Few tokens are multiplied by FMAs: all of a program's weights are under way
-before it waits for its predecessor, and a norm before the router costs a second look at the token. From MANY tokens on
-it is a product like any other, for a library where the weight is bf16: 8,192 tokens of V3 are 30 GFLOP and 117 MB.
+256 × 7168 float32 are 7.3 MB, 2.4 µs at 3.1 TB/s. One more block of programs writes the activations as e4m3 for FP8
+experts, without a launch of its own. Few tokens are multiplied by FMAs: a program loads all of its weights before it
+waits for its predecessor, and a norm before the router costs a second look at the token. From MANY tokens on the
+product is a library's where the weight is bf16: 8,192 tokens of V3 are 30 GFLOP and 117 MB.
 """
 
 from __future__ import annotations
@@ -224,8 +224,8 @@ def _logits_few(
 def _choose(
     weights_TK, ids_TK, logits_STE, bias_E, real_T, tokens, scale,
     SPLITS: constexpr, E: constexpr, TOPK: constexpr, SHARED: constexpr, BLOCK_K: constexpr,
-    GROUPS: constexpr, BLOCK_G: constexpr, BLOCK_M: constexpr, TOPK_GROUPS: constexpr, SIGMOID: constexpr, RENORMALIZE: constexpr,
-    EARLY: constexpr, PDL: constexpr,
+    GROUPS: constexpr, BLOCK_G: constexpr, BLOCK_M: constexpr, TOPK_GROUPS: constexpr, SIGMOID: constexpr,
+    RENORMALIZE: constexpr, EARLY: constexpr, PDL: constexpr,
 ):  # fmt: skip
     """One token a program: the whole row lies in the registers of a warp, and each of the chosen is one reduction over
     it. Groups and their members are padded to powers of two, so that a place is group · BLOCK_M + member, in the order

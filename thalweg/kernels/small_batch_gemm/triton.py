@@ -1,14 +1,15 @@
 """bf16 products of 9 to 128 rows that read a weight at the speed of memory, on a Hopper's tensor cores: SwiGLU's gate
-and up projection with what follows it in one launch, heads, and projections back from a wide layer, whose K is cut.
+and up projection with its activation in one launch, heads, and split-K projections back from the inner width.
 
 Floor: 2 · N · K bytes of weights over the read bandwidth. Qwen2.5-7B on an H100, 64 rows: gate and up (37,888 × 3,584,
 272 MB, floor 87 µs) 96 µs, cuBLAS with `silu_mul` 107; the head (152,064 × 3,584, floor 350) 387, cuBLAS 410; down
-(3,584 × 18,944, floor 44) 53, cuBLAS 55. A program owns `big + small` columns of the result, or as many pairs of gate
-and up, and all of K. TMA brings gate and up rows as one box of three dims, [2, columns, K], which is one operand of one
-product. The multiprocessors take a program each, and the last wave should be full: so a program's width is a sum of two
-powers of two (18,944 = 263 · 72 + 8: two waves). Steps of 128 columns of K read 256 neighbouring bytes of a row. From
-some 128 rows on x comes from the second-level cache so often that a library wins, whose multiprocessors share what they
-read.
+(3,584 × 18,944, floor 44) 53, cuBLAS 55.
+
+A program owns `big + small` columns of the result, or as many pairs of gate and up, and all of K. TMA loads gate and up
+rows as one box of three dims, [2, columns, K], which is one operand of one product. Each multiprocessor takes one
+program, and the last wave should be full, so a program's width is a sum of two powers of two (18,944 = 263 · 72 + 8:
+two waves). Steps of 128 columns of K read 256 neighbouring bytes of a row. From some 128 rows on a library wins, whose
+multiprocessors share what they read: x comes from L2 too often here.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ def tile(m: int, n: int, pairs: bool) -> SmallBatchTile:
 
 
 def _waste(n: int, width: int) -> float:
-    """What whole waves of such programs compute, by what is asked for; of equal ones the wider reads x less often."""
+    """Columns that whole waves of such programs compute, over n. Of equal widths the wider reads x less often."""
     return -(-n // width // SMS) * SMS * width / n - width * 1e-6
 
 
@@ -119,8 +120,8 @@ def linear_fits(m: int, w_NK: Tensor) -> bool:
 
 
 def split_k_fits(m: int, w_NK: Tensor) -> bool:
-    """Whether `split_k` is faster than a library's product: few columns, K so long that a part of it is long, and a wave
-    of programs.
+    """Whether `split_k` is faster than a library's product: few columns, K so long that a part of it is long, and a
+    wave of programs.
     """
     n, k = w_NK.shape
     wave = 100 <= SPLITS * triton.cdiv(n, 112) <= SMS
