@@ -12,19 +12,19 @@ from thalweg.config.tree import sections, settings
 HEAD = """\
 # Configuration
 
-*Made from the settings by `make docs`; a test keeps it true.*
+*Generated from the options by `make docs`.*
 
-There is one tree of settings. The command line, YAML and Python are three ways to write it, with the same names, the same checks and the
-same errors. What is not given is decided by the resolver, which says why: `thalweg plan MODEL` prints every choice. What is given is
-never changed: when it cannot be honoured, Thalweg stops and names the nearest that can.
+The command line, YAML and Python set the same options, with the same names, checks and errors. The resolver decides what you leave open
+and says why: `thalweg plan MODEL` prints every decision. It never changes what you set: if an option cannot be honoured, Thalweg stops and
+names an alternative.
 
-On the command line, as SGLang's users know it (underscores work too; boolean flags have a `--no-` form):
+On the command line, with the names of SGLang (underscores work too; boolean flags have a `--no-` form):
 
 ```sh
 thalweg serve models/tiny --max-running-requests 32 --mem-fraction-static 0.5 --disable-radix-cache
 ```
 
-In YAML, flat or in sections, given with `--config serve.yaml`; flags on the command line win:
+In YAML, flat or in sections, with `--config serve.yaml`; flags on the command line win:
 
 ```yaml
 model: models/tiny
@@ -34,7 +34,7 @@ memory:
   radix_cache: false
 ```
 
-In Python, by name or as the dataclasses themselves:
+In Python, by name or as dataclasses:
 
 ```python
 from thalweg.llm import LLM

@@ -1,4 +1,4 @@
-"""What the config.json in the folder of a drafter says. No torch.
+"""The config.json of an EAGLE head. No torch.
 
 EAGLE heads are published in two formats: EAGLE-3 (a layer on three residual streams of the target, with a vocabulary of
 its own), and that of EAGLE and EAGLE-2, which differ in how drafts are searched for and not in their weights.
@@ -21,7 +21,7 @@ HEADER = 100 << 20  # bytes of a safetensors header, at most, as that library ha
 
 
 class WatchedStreams(NamedTuple):
-    """Streams of a target, each by the layer that it enters, and why these."""
+    """Residual streams of the target that a head reads, each by the layer that it enters."""
 
     layers: tuple[int, ...] = ()
     why: str = ""
@@ -29,19 +29,17 @@ class WatchedStreams(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EagleFacts:
-    """facts: of the head's layers; its context is the target's. is_eagle3: whether the format is EAGLE-3's. Of that format:
-    target_hidden: numbers of a stream; draft_vocab: tokens that it can draft; watched: its streams; normed_residual:
-    whether the layer adds to the norm of its state, not to the state. Of the other: bias: whether the projection that
-    joins embedding and hidden state has one.
-    """
+    """What a head's config.json says."""
 
-    facts: ModelFacts
+    facts: ModelFacts  # of the head's layers; its context is the target's
     is_eagle3: bool
-    target_hidden: int
-    draft_vocab: int
+    # of EAGLE-3
+    target_hidden: int  # numbers of a stream
+    draft_vocab: int  # tokens that it can draft
     watched: WatchedStreams = WatchedStreams()
-    normed_residual: bool = False
-    bias: bool = True
+    normed_residual: bool = False  # the layer adds to the norm of its state, not to the state
+    # of EAGLE and EAGLE-2
+    bias: bool = True  # of the projection that joins embedding and hidden state
 
 
 def read_eagle(folder: Path, target: ModelFacts) -> EagleFacts:
@@ -72,9 +70,7 @@ def algorithm_of(folder: Path) -> str:
 
 
 def tensor_names(folder: Path) -> frozenset[str]:
-    """Of the safetensors in this folder, by its index or else their headers; what cannot be read is left to who loads
-    it.
-    """
+    """Names of the tensors in this folder, by its index or their headers. Files that cannot be read are left out."""
     try:
         index = folder / "model.safetensors.index.json"
         if index.is_file():
@@ -85,7 +81,7 @@ def tensor_names(folder: Path) -> frozenset[str]:
 
 
 def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Of the safetensors in this folder, by their headers; what cannot be read is left to who loads it."""
+    """Shapes of the tensors in this folder, by their headers. Files that cannot be read are left out."""
     found: dict[str, tuple[int, ...]] = {}
     try:
         for path in sorted(folder.glob("*.safetensors")):
@@ -99,7 +95,7 @@ def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _check_tensors(given: EagleFacts, shapes: Mapping[str, tuple[int, ...]], folder: Path, target: ModelFacts) -> None:
-    """What the shapes of a head's tensors tell of the model that it was made for. Raises CheckpointError."""
+    """Raises CheckpointError where the shapes of a head's tensors are for another model."""
     fuse, own = shapes.get("fc.weight", shapes.get("model.fc.weight", ())), given.facts.hidden
     streams = len(given.watched.layers) if given.is_eagle3 else 1
     reads = streams * given.target_hidden + (0 if given.is_eagle3 else own)

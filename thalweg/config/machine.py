@@ -1,6 +1,4 @@
-"""What this machine has, asked of the operating system without torch, and within the limits of the container it may
-be.
-"""
+"""What this machine has, by the operating system and the limits of its container. No torch."""
 
 from __future__ import annotations
 
@@ -18,20 +16,16 @@ NO_LIMIT = 1 << 60  # cgroup v1 writes a huge number where there is no limit
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """cores: that this process may use. memory, free: bytes; free counts what the page cache would give back. gpus:
-    names of NVIDIA GPUs that the driver shows; gpu_free: bytes that are free on the first; capability: of the first,
-    such as "9.0". libraries: those of `config.backends` that are installed; whether they run, the engine checks when it
-    starts.
-    """
+    """What a machine has. Whether its libraries run, the engine checks when it starts."""
 
     cpu: str
-    cores: int
-    memory: int
-    free: int
-    gpus: tuple[str, ...] = ()
-    gpu_free: int = 0
-    capability: str = ""
-    libraries: frozenset[str] = frozenset()
+    cores: int  # that this process may use
+    memory: int  # bytes
+    free: int  # bytes, with what the page cache would give back
+    gpus: tuple[str, ...] = ()  # names of the NVIDIA GPUs that the driver shows
+    gpu_free: int = 0  # bytes that are free on the first
+    capability: str = ""  # of the first, such as "9.0"
+    libraries: frozenset[str] = frozenset()  # those of `config.backends` that are installed
 
     @property
     def chip(self) -> str:
@@ -89,9 +83,7 @@ def _cpu_name() -> str:
 
 
 def _gpus() -> tuple[tuple[str, ...], int, str]:
-    """Names, and the free bytes and compute capability of the first, as the driver's own tool tells them; none where
-    there is no driver.
-    """
+    """Names, and the free bytes and compute capability of the first, by the driver's own tool; none without a driver."""
     query = ["nvidia-smi", "--query-gpu=memory.free,compute_cap,name", "--format=csv,noheader,nounits"]
     try:
         told = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout

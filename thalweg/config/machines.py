@@ -24,25 +24,22 @@ HOST_A_GPU = 128 * 10**9  # bytes of main memory, assumed
 
 @dataclass(frozen=True, slots=True)
 class Chip:
-    """A kind of GPU. driver: a part of the name under which the driver shows it. memory: bytes. read: bytes/s of its
-    memory. bf16, fp8: FLOP/s of dense products (fp8 as bf16 where the card has none). link: NVLink bytes/s in one
-    direction. sources: of each figure.
-    """
+    """A kind of GPU."""
 
     name: str
-    driver: str
+    driver: str  # part of the name that the driver shows
     capability: str
-    memory: int
-    read: float
-    bf16: float
-    fp8: float
-    link: float
-    sources: tuple[tuple[str, str], ...]
+    memory: int  # bytes
+    read: float  # bytes a second of its memory
+    bf16: float  # FLOP/s of dense products
+    fp8: float  # as bf16 where the card has none
+    link: float  # NVLink bytes a second in one direction
+    sources: tuple[tuple[str, str], ...]  # of each figure
 
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """So many of a chip in nodes of `A_NODE`."""
+    """GPUs of one kind in nodes of `A_NODE`."""
 
     chip: Chip
     gpus: int
@@ -52,11 +49,11 @@ class Hardware:
         return self.chip.name + (f"x{self.gpus}" if self.gpus > 1 else "")
 
     def link(self, ranks: int) -> float:
-        """Bytes/s that a GPU sends to the others of a group of so many, in one direction."""
+        """Bytes a second that a GPU sends to the others of a group of this size, in one direction."""
         return self.chip.link if ranks <= A_NODE else NETWORK
 
     def machine(self) -> Machine:
-        """As the resolver sees it: nothing of it is in use yet."""
+        """An idle machine, as the resolver sees it."""
         host = self.gpus * HOST_A_GPU
         return Machine(
             cpu="assumed",

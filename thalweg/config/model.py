@@ -46,9 +46,9 @@ class RopeFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MlaFacts:
-    """Multi-head latent attention (DeepSeek-V2 §2.1). q_lora 0: queries come from the hidden state directly."""
+    """Multi-head latent attention (DeepSeek-V2 §2.1)."""
 
-    q_lora: int
+    q_lora: int  # 0: queries come from the hidden state directly
     kv_lora: int
     nope: int
     rope: int
@@ -57,27 +57,24 @@ class MlaFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexerFacts:
-    """DSA's lightning indexer. interleaved: the published weights rotate neighbouring dims (GLM-5), not halves (V3.2).
-    full[i]: layer i has its own indexer; otherwise it uses the choice of the nearest earlier layer that has one."""
+    """DSA's lightning indexer."""
 
     heads: int
     dim: int
     topk: int
-    interleaved: bool
-    full: tuple[bool, ...]
+    interleaved: bool  # the published weights rotate neighbouring dims (GLM-5), not halves (V3.2)
+    full: tuple[bool, ...]  # layers with their own indexer; others use the selection of the last one before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoeFacts:
-    """Mixture of experts. method: "greedy", "group_limited_greedy" (softmax scores) or "noaux_tc" (sigmoid scores and a
-    bias).
-    """
+    """Mixture of experts."""
 
     experts: int
     shared: int
     topk: int
     intermediate: int
-    method: str
+    method: str  # "greedy", "group_limited_greedy" (softmax scores) or "noaux_tc" (sigmoid scores and a bias)
     groups: int
     topk_groups: int
     renormalize: bool
@@ -91,21 +88,18 @@ class MoeFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """head_dim, kv_heads: of dense attention. context: the longest sequence. eos: every id that ends a generation by
-    default. nextn: NextN layers stored behind the main layers. quantization_config: as published, see `quant.catalog`;
-    empty is none. dtype: as published ("bfloat16"); what a model computes in is the caller's choice.
-    """
+    """A model's config.json, under one set of names."""
 
     architecture: str
     vocab: int
     hidden: int
     layers: int
     heads: int
-    kv_heads: int
+    kv_heads: int  # of dense attention, as `head_dim`
     head_dim: int
     intermediate: int
     norm_eps: float
-    context: int
+    context: int  # longest sequence in tokens
     rope: RopeFacts
     tied: bool
     qkv_bias: bool
@@ -114,11 +108,11 @@ class ModelFacts:
     mla: MlaFacts | None
     indexer: IndexerFacts | None
     moe: MoeFacts | None
-    nextn: int
-    quantization_config: dict[str, Any]
-    dtype: str
+    nextn: int  # NextN layers stored after the main layers
+    quantization_config: dict[str, Any]  # as published, see `quant.catalog`; empty: none
+    dtype: str  # as published ("bfloat16")
     bos: int | None
-    eos: tuple[int, ...]
+    eos: tuple[int, ...]  # ids that end a generation by default
 
 
 def read_config(folder: Path, whose: str) -> dict[str, Any]:

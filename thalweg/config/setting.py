@@ -1,12 +1,5 @@
-"""One setting: a dataclass field that carries its help, its other spellings and its limits, so that the command line,
-YAML, Python and the documentation are all made from it.
-
-Metadata of a field: help      what it does, one line aliases   other spellings of its flag, without the dashes;
-    "name=value" is a flag without an argument that sets this value foreign   spellings of other engines: the same, but
-    a notice says what the flag is called here choices   the values it may have least, most   inclusive bounds of a
-    number metavar   what stands for the value in the help auto      in words, what `None` lets the resolver choose
-    secret    True: never printed off       the value without what the setting brings, for `thalweg ablate`; a switch's
-    is False. `on`: one that brings it
+"""One setting: a dataclass field with its help, its other spellings and its limits. The command line, YAML, Python and
+the documentation are all made from it.
 """
 
 from __future__ import annotations
@@ -28,18 +21,18 @@ def setting(
     default: Any,
     help: str,
     *,
-    aliases: tuple[str, ...] = (),
-    foreign: tuple[str, ...] = (),
+    aliases: tuple[str, ...] = (),  # other spellings, without dashes; "name=value" is a flag that sets this value
+    foreign: tuple[str, ...] = (),  # the same of other engines: a notice says what the flag is called here
     choices: tuple[str | int, ...] = (),
-    least: float | None = None,
+    least: float | None = None,  # inclusive bounds of every number in it
     most: float | None = None,
-    metavar: str = "",
-    auto: str = "",
-    secret: bool = False,
-    off: Any = ...,
+    metavar: str = "",  # the value's name in the help
+    auto: str = "",  # what `None` lets the resolver choose, in words
+    secret: bool = False,  # never printed
+    off: Any = ...,  # for `thalweg ablate`: the value without the feature, and one with it
     on: Any = ...,
 ) -> Any:
-    """A dataclass field that is a setting; see the module's docstring. The bounds hold for every number in it."""
+    """A dataclass field that is a setting."""
     metadata = {"help": help, "aliases": aliases, "foreign": foreign, "choices": choices, "least": least, "most": most}
     metadata |= {"metavar": metavar, "auto": auto, "secret": secret, "off": off, "on": on}
     return dataclasses.field(default=default, metadata=metadata)
@@ -47,17 +40,15 @@ def setting(
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A setting as the command line, YAML and the documentation see it. kind: bool, int, float or str; many: a tuple of
-    these; optional: None ("auto") is a value.
-    """
+    """A setting as the command line, YAML and the documentation see it."""
 
     name: str
     section: str
-    kind: type
-    many: bool
-    optional: bool
+    kind: type  # bool, int, float or str
+    many: bool  # a tuple of these
+    optional: bool  # None ("auto") is a value
     default: Any
-    metadata: typing.Mapping[str, Any]
+    metadata: typing.Mapping[str, Any]  # the arguments of `setting`
 
     @property
     def help(self) -> str:
@@ -93,9 +84,7 @@ class Setting:
         return pairs
 
     def parse(self, value: object) -> Any:
-        """The value that text from a command line, or a scalar or list from YAML, stands for. Raises UnsupportedConfig
-        naming the setting.
-        """
+        """The value of a text from a command line, or of a scalar or list from YAML. Raises UnsupportedConfig."""
         if self.optional and (value is None or value == "auto"):
             return None
         if self.many:
@@ -169,7 +158,7 @@ def _setting(field: dataclasses.Field[Any], hint: Any, section: str) -> Setting:
 
 
 def _number(kind: type, text: object) -> object:
-    """The number that stands in `text`, or the text itself where there is none (the caller refuses it by its type)."""
+    """The number that `text` is, or the text itself (which the caller refuses by its type)."""
     try:
         return kind(text)
     except ValueError:
@@ -185,5 +174,5 @@ def _between(least: float | None, most: float | None) -> str:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """The known word that resembles it most, or "" when none does."""
+    """The known word most like it; "" where none is."""
     return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)), "")

@@ -1,4 +1,4 @@
-"""Makes a `Config` from names and values: keyword arguments, a YAML file, or both with the command line on top."""
+"""Makes `Options` from names and values: keyword arguments, a YAML file, or both with the command line on top."""
 
 from __future__ import annotations
 
@@ -131,9 +131,7 @@ def non_defaults(config: Options) -> dict[str, Any]:
 
 
 def as_tree(config: Options) -> dict[str, dict[str, Any]]:
-    """The settings that differ from their defaults, by section, secrets hidden: what is printed and kept beside
-    results.
-    """
+    """The settings that differ from their defaults, by section, with secrets hidden."""
     tree: dict[str, dict[str, Any]] = {}
     for name, value in non_defaults(config).items():
         one = settings()[name]

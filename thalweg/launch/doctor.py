@@ -1,7 +1,7 @@
 """`thalweg doctor`: looks at the machine and says what is missing and the command that mends it.
 
-Two halves: `Environment.look` asks the system, `examine` judges what was found and asks nobody, so that every
-judgement can be tested.
+`Environment.look` asks the system; `examine` judges what it found and asks nothing, so that every judgement can be
+tested.
 """
 
 from __future__ import annotations
@@ -40,48 +40,39 @@ WAIT = 5.0  # seconds for the hub to answer
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """level: ok; note: good to know; warn: works, but not as it should; fail: serving would not start. mend: a command,
-    or "".
-    """
-
     check: str
-    level: str
+    level: str  # ok; note: good to know; warn: works with a drawback; fail: serving would not start
     found: str
-    mend: str = ""
+    mend: str = ""  # a command
 
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """What the doctor looks at. torch: its version, "" where it is missing; torch_error: why it does not import. cuda:
-    that torch was built for, "" for a CPU build; reached: names of the GPUs that torch can use. driver: version of
-    NVIDIA's, "". packages: distribution → version, of what is required or known. shm, room: free bytes, -1 where there
-    is no such place. port_error: why host:port cannot be bound, "". free_port: one that can, 0 for none. hub: what the
-    hub answered, None where it was not asked. model_error: why `model` cannot be served, "".
-    """
+    """What the doctor looks at. An empty text is "none"."""
 
     python: str
     machine: Machine
-    driver: str
-    torch: str
-    torch_error: str
-    cuda: str
-    reached: tuple[str, ...]
+    driver: str  # version of NVIDIA's
+    torch: str  # version
+    torch_error: str  # why it does not import
+    cuda: str  # that torch was built for
+    reached: tuple[str, ...]  # names of the GPUs that torch can use
     requires: tuple[str, ...]
-    packages: Mapping[str, str]
+    packages: Mapping[str, str]  # versions of distributions that are required or known
     compiler: bool
-    shm: int
+    shm: int  # free bytes; -1: there is no such place
     open_files: int
     open_files_most: int
     host: str
     port: int
-    port_error: str
-    free_port: int
+    port_error: str  # why host:port cannot be bound
+    free_port: int  # one that can be; 0: none
     cache: str
     cache_writable: bool
-    room: int
-    hub: str | None
+    room: int  # free bytes of the hub's cache
+    hub: str | None  # what the hub answered; None: it was not asked
     model: str
-    model_error: str
+    model_error: str  # why `model` cannot be served
 
     @property
     def gpus(self) -> tuple[str, ...]:

@@ -1,6 +1,4 @@
-"""What the resolver says: the settings of an engine, and for each choice its source and reason. Plain data; printed,
-logged, served.
-"""
+"""The result of the resolver."""
 
 from __future__ import annotations
 
@@ -18,22 +16,18 @@ from thalweg.text.tokenizer import Tokenizer
 
 
 class Plane(msgspec.Struct, frozen=True):
-    """A kind of KV that the model keeps. bytes_per_token: in all `layers` together."""
+    """A kind of KV that the model keeps."""
 
     name: str
     layers: int
-    bytes_per_token: int
+    bytes_per_token: int  # in all these layers
 
 
 class Sizes(msgspec.Struct, frozen=True):
-    """parameters: how many numbers the weights are. weight_bytes: what they take in memory as loaded. planes: the KV
-    cache's parts. slot_bytes: what drafts add to the state of a running request.
-    """
-
     parameters: int
-    weight_bytes: int
-    planes: tuple[Plane, ...]
-    slot_bytes: int = 0
+    weight_bytes: int  # in memory, as loaded
+    planes: tuple[Plane, ...]  # of the KV cache
+    slot_bytes: int = 0  # that drafts add to the state of a running request
 
     @property
     def kv_bytes(self) -> int:
@@ -43,22 +37,18 @@ class Sizes(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resolved:
-    """path: folder of the checkpoint. names: under which the model is served. vocab: token ids. engine: what an engine
-    is built from. pages, context: the engine's, or an estimate where it measures them. tokenizer: None where the folder
-    has none (a plan needs none). chat: encoder of conversations and parsers of answers. sampling: what a request gets
-    that sets nothing.
-    """
+    """The configuration of an engine, and what its clients need to know of the model."""
 
-    path: Path
-    names: tuple[str, ...]
+    path: Path  # folder of the checkpoint
+    names: tuple[str, ...]  # under which the model is served
     architecture: str
     vocab: int
     engine: EngineConfig
-    pages: int
-    context: int
-    tokenizer: Tokenizer | None
+    pages: int  # of the KV cache; an estimate where start-up measures them
+    context: int  # as `pages`
+    tokenizer: Tokenizer | None  # None where the folder has none
     chat: ChatFormat
-    sampling: SamplingParams
+    sampling: SamplingParams  # defaults of requests
     sizes: Sizes
 
     @property

@@ -1,5 +1,5 @@
-"""Libraries that `thalweg doctor` knows: what they are for, and which release loads on which torch. pip's markers
-cannot say the latter.
+"""Libraries that `thalweg doctor` knows: their use, and which release loads on which torch, which pip's markers cannot
+say.
 """
 
 from __future__ import annotations
@@ -12,19 +12,15 @@ _PART = re.compile(r"(>=|<|==)\s*([\w.*+!-]+)")
 
 @dataclass(frozen=True, slots=True)
 class Wheel:
-    """A library that is never required. title: what it is called here. names: the distributions that bring it, the one
-    to install first. pins: (torch versions, requirement), the first that fits counts. gpu: it is of use on an NVIDIA
-    GPU only. cuda: CUDA major that its binary needs, 0 for any. loose_below: below this torch its metadata asks for
-    more than it needs, so that pip must not look.
-    """
+    """A library that is never required."""
 
     title: str
-    names: tuple[str, ...]
-    pins: tuple[tuple[str, str], ...]
+    names: tuple[str, ...]  # distributions that bring it, the one to install first
+    pins: tuple[tuple[str, str], ...]  # (torch versions, requirement), the first that fits counts
     use: str
-    gpu: bool = True
-    cuda: int = 0
-    loose_below: str = ""
+    gpu: bool = True  # of use on an NVIDIA GPU only
+    cuda: int = 0  # CUDA major that its binary needs; 0: any
+    loose_below: str = ""  # below this torch its metadata asks for more than it needs, so pip must not check it
 
     def requirement(self, torch: str) -> str:
         """What to install beside this torch, "" where no release loads on it."""
