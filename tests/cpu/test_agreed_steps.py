@@ -192,6 +192,27 @@ def test_one_rank_alone_computes_what_it_does_without_agreement() -> None:
     assert alone.passes == agreed.passes and alone.outputs == agreed.outputs and len(alone.outputs) > 20
 
 
+def test_one_record_is_agreed_as_several_like_it() -> None:
+    rng = random.Random(1)
+    for _ in range(200):
+        shapes = [rng.choice(((1, 0), (3, 2), (3, 0), (4, 3))) for _ in range(rng.randrange(4))]
+        rows = tuple(
+            Row(i, i, 9, n, drafts, rng.random() < 0.8, 0, rng.choice((0, 0, 600)))
+            for i, (n, drafts) in enumerate(shapes)
+        )
+        plan = StepPlan(0, 0, rows, num_drafts=rng.randrange(3))
+        record = record_of(plan)._replace(
+            has_drafter=rng.random() < 0.8,
+            leaving=rng.randrange(3),
+            deferred_if_kept=2,
+            deferred_if_extended=rng.randrange(5),
+        )
+        assert agree([record]) == agree([record, record])._replace(ranks=1)
+        assert record.tokens == plan.tokens and record.sampled_per_row == plan.sampled_per_row
+        assert record.is_verify == plan.is_verify
+        assert record.is_uniform == all(row.n == plan.sampled_per_row for row in rows)
+
+
 def test_records_of_another_step_or_of_other_passes_are_refused() -> None:
     plan = StepPlan(3, 0)
     record = record_of(plan)

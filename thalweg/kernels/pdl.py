@@ -18,3 +18,10 @@ def pdl_launch(PDL: tl.constexpr):
     """Lets the next kernel start, once every program has called this or ended."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def pdl_begin(PDL: tl.constexpr):
+    """Lets the next kernel start, and waits for the results of the one before."""
+    pdl_launch(PDL)
+    pdl_wait(PDL)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from thalweg.kernels.build_inputs.ref import InputTensors, SlotTensors
 from thalweg.kernels.launch import launch_options
+from thalweg.kernels.pdl import pdl_begin
 
 ENTRIES = 1024  # of a page table that a program copies
 
@@ -19,9 +20,7 @@ def _decode(
     columns_T, tree_mask_T, L, P, Q, pages, NODES: tl.constexpr, PAGE: tl.constexpr, COLUMNS: tl.constexpr,
     BLOCK_I: tl.constexpr, BLOCK_P: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    pdl_begin(PDL)
     token = tl.program_id(0)
     row = token if nodes_SN3 is None else token // Q
     slot = tl.load(slot_R + row)

@@ -15,6 +15,7 @@ from torch import Tensor
 from thalweg.kernels.build_inputs.ref import SlotTensors
 from thalweg.kernels.build_tree.ref import BuiltTree, LevelInputs, TreeCandidates, TreeLevel, first_candidate
 from thalweg.kernels.launch import launch_options
+from thalweg.kernels.pdl import pdl_begin
 
 PART = 4096  # entries of a row that a program looks at
 BLOCK = 2048  # numbers of a state that one looks at together
@@ -25,9 +26,7 @@ LEAST = tl.constexpr(-3.4028234663852886e38)  # what is impossible and yet one o
 def _best_of_parts(
     logits_TD, top_TPB, id_TPB, most_TP, sum_TP, stride, D, B, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    pdl_begin(PDL)
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     place = token * tl.num_programs(1) + part
     d_B = part * BLOCK + tl.arange(0, BLOCK)
@@ -49,9 +48,7 @@ def _best(
     top_TPB, id_TPB, most_TP, sum_TP, ids_D, score_TB, token_TB, P, B, NAMED: tl.constexpr, BLOCK_P: tl.constexpr,
     BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    pdl_begin(PDL)
     token = tl.program_id(0).to(tl.int64)
     p_B, c_B = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_C)
     most_B = tl.load(most_TP + token * P + p_B, mask=p_B < P, other=LEAST)
@@ -94,9 +91,7 @@ def _advance(
     number_EB, ahead_EB, mask_EB, level_EB, ids_T, positions_T, columns_T, tree_mask_T, write_T, real_T, from_T, M, B, C, first, depth,
     P, stride, PAGE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    pdl_begin(PDL)
     row = tl.program_id(0)
     c_B = tl.arange(0, BLOCK)
     inside, m_B, own = c_B < M * B, row * M + c_B // B, row * M * B
@@ -162,9 +157,7 @@ def _settle(
     sound_E, B, C, K, L, SPAN, W, stride, deepest, NODES: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_C: tl.constexpr,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    pdl_begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     c_B = tl.arange(0, BLOCK_C)
     inside, own = c_B < C, row * C

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from thalweg.kernels.draft_state.ref import DraftChain, DraftedTokens, DraftRows, TokenPlaces
 from thalweg.kernels.launch import launch_options
+from thalweg.kernels.pdl import pdl_begin
 
 PART = 1024  # numbers of a state that a program carries
 BLOCK = 2048  # that one looks at together
@@ -21,9 +22,7 @@ def _carry(
     state_TW, slot_R, n_R, first_R, position_T, write_T, real_T, kept_SW, ends_PW, ints_SI, before_TW, stride_T, stride_P, T, W,
     PAGE: tl.constexpr, COLUMNS: tl.constexpr, PART: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    pdl_begin(PDL)
     row = tl.program_id(0)
     first, slot = tl.load(first_R + row), tl.load(slot_R + row)
     if first < T:
@@ -62,9 +61,7 @@ def _conclude(
     entry_E, logits_ED, ids_D, new_EW, ints_EI, slot_E, ahead_E, state_EW, drafts_EK, sound_E, tokens_SL, ints_SI, D, V, stride_D,
     stride, L, W, NAMED: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    pdl_begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     entry, slot, ahead = tl.load(entry_E + row), tl.load(slot_E + row), tl.load(ahead_E + row)
     there = (entry >= 0) & (entry < D)

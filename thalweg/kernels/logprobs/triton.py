@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from thalweg.kernels.launch import launch_options
+from thalweg.kernels.pdl import pdl_begin
 from thalweg.kernels.topk_topp_threshold.triton import (
     GROUPS,
     LEAST,
@@ -65,9 +66,7 @@ def _report(
     GROUPS: tl.constexpr, RUN: tl.constexpr, RUNS: tl.constexpr, TILE: tl.constexpr, SHORT: tl.constexpr, LIST: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_G: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    pdl_begin(PDL)
     row, g_G = tl.program_id(0), tl.arange(0, BLOCK_G)
     logits_V = logits_NV + row.to(tl.int64) * stride
     largest, total = overall(top_NC, sum_NC, row, parts, BLOCK_C)

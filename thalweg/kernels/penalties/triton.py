@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from thalweg.kernels.launch import launch_options
+from thalweg.kernels.pdl import pdl_begin
 
 BLOCK = 2048  # tokens at a time
 PART = 4096  # ids of a program that forbids
@@ -31,9 +32,7 @@ def _adjust(
     PENALISED: tl.constexpr, BIASED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """D: drafts of a path at most, 0 where rows are no nodes of trees."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    pdl_begin(PDL)
     row = tl.program_id(0)
     slot, ints = tl.load(slot_E + row), ints_EI + row * COLUMNS
     logits_V, length = logits_EV + row.to(tl.int64) * stride, tl.load(ints)
@@ -96,9 +95,7 @@ def _count(
     """A tree's: how often each id stands in the output before the root, and where in all that is before it each stands
     first; of drafts that stand nowhere there 0 and NOWHERE.
     """
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    pdl_begin(PDL)
     tree, i_B = tl.program_id(0), tl.arange(0, BLOCK)
     root = tree * query
     count_V, first_V = count_EV + tree.to(tl.int64) * V, first_EV + tree.to(tl.int64) * V
@@ -155,9 +152,7 @@ def _edit(logits_V, token, count, mine, repetition, frequency, presence):
 
 @triton.jit
 def _forbid(logits_EV, row_G, bits_GW, stride, V, W, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    pdl_begin(PDL)
     row, v_B = tl.load(row_G + tl.program_id(0)), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     word = tl.load(bits_GW + tl.program_id(0) * W + v_B // 32, mask=v_B < V, other=-1)
     forbidden = ((word >> (v_B % 32)) & 1) == 0

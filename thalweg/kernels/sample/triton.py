@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from thalweg.kernels.launch import launch_options
+from thalweg.kernels.pdl import pdl_begin
 
 PART = 4096  # entries a block
 
@@ -90,9 +91,7 @@ def _best_of_parts(
     logits_EV, floats_SF, slot_E, ints_EI, top_EC, id_EC, stride, V,
     F: tl.constexpr, COLUMNS: tl.constexpr, SEED: tl.constexpr, RANDOM: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    pdl_begin(PDL)
     row, part = tl.program_id(0), tl.program_id(1)
     v_B = part * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits_EV + row.to(tl.int64) * stride + v_B, mask=v_B < V, other=float("-inf"))
@@ -111,9 +110,7 @@ def _settle(
     top_EC, id_EC, slot_E, ints_EI, stop_SK, tokens_SL, state_SI, token_E, done_E, live_E, context, L, parts,
     COLUMNS: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    pdl_begin(PDL)
     row = tl.program_id(0)
     c_B = tl.arange(0, BLOCK_C)
     top = tl.load(top_EC + row * parts + c_B, mask=c_B < parts, other=float("-inf"))

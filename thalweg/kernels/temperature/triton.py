@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from thalweg.kernels.launch import launch_options
+from thalweg.kernels.pdl import pdl_begin
 from thalweg.kernels.sample.triton import race, scaled
 from thalweg.kernels.topk_topp.triton import SamplingColumns
 from thalweg.kernels.topk_topp_threshold.triton import (
@@ -101,9 +102,7 @@ def _border(
     TILE: tl.constexpr, SHORT: tl.constexpr, LIST: tl.constexpr, BLOCK: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_G: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    pdl_begin(PDL)
     row, g_G = tl.program_id(0), tl.arange(0, BLOCK_G)
     temperature, k, p, m = asked(row, slot_E, floats_SF, ints_EI, F, COLUMNS, TOP_K)
     border = tl.full((), LEAST, tl.int64)
@@ -187,9 +186,7 @@ def _keep(
     logits_EV, slot_E, floats_SF, border_E, out_EV, stride, V,
     F: tl.constexpr, TRUNCATED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    pdl_begin(PDL)
     row, v_B = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     temperature = tl.load(floats_SF + tl.load(slot_E + row) * F)
     x = tl.load(logits_EV + row.to(tl.int64) * stride + v_B, mask=v_B < V, other=float("-inf"))
@@ -209,9 +206,7 @@ def _keep(
 def _raced(
     score_NV, seed_E, position_E, out_NV, stride, seed_stride, position_stride, V, each, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    pdl_begin(PDL)
     row, v_B = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     seed, position = tl.load(seed_E + row // each * seed_stride), tl.load(position_E + row // each * position_stride)
     x = tl.load(score_NV + row.to(tl.int64) * stride + v_B, mask=v_B < V, other=float("-inf"))

@@ -36,6 +36,7 @@ import triton.language as tl
 from torch import Tensor
 
 from thalweg.kernels.launch import launch_options
+from thalweg.kernels.pdl import pdl_begin
 from thalweg.kernels.sample.triton import race, scaled, settle
 from thalweg.kernels.topk_topp_threshold.triton import (
     GROUPS,
@@ -165,9 +166,7 @@ def _choose(
     RUNS: tl.constexpr, TILE: tl.constexpr, SHORT: tl.constexpr, LIST: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_G: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    pdl_begin(PDL)
     row, g_G = tl.program_id(0), tl.arange(0, BLOCK_G)
     temperature, k, p, m = asked(row, slot_E, floats_SF, ints_EI, F, COLUMNS, TOP_K)
     kind = DRAWN
@@ -229,9 +228,7 @@ def _race(
     """The front of a part: the best score, the best of the ids before that one, and so on. A longer one than FRONT is
     said to have FRONT + 1: what is not shown is worse than the last that is.
     """
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    pdl_begin(PDL)
     row, part = tl.program_id(0), tl.program_id(1)
     if tl.load(state_E4 + row * 4) == MANY:
         low, at = tl.load(bounds_E4 + row * 4), row * parts + part
@@ -263,9 +260,7 @@ def _merge(
     bounds_E4, state_E4, front_EC2F, front_id_ECF, front_len_EC, record_E2R, record_id_ER, parts,
     FRONT: tl.constexpr, RECORDS: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    pdl_begin(PDL)
     row = tl.program_id(0)
     if tl.load(state_E4 + row * 4) == MANY:
         i = tl.arange(0, BLOCK_C * FRONT)
@@ -304,9 +299,7 @@ def _verify(
     F: tl.constexpr, COLUMNS: tl.constexpr, SEED: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr, RUNS: tl.constexpr,
     RECORDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    pdl_begin(PDL)
     row, part = tl.program_id(0), tl.program_id(1)
     if tl.load(state_E4 + row * 4) == MANY:
         at = (row * parts + part) * RECORDS
@@ -336,9 +329,7 @@ def _finish(
     F: tl.constexpr, COLUMNS: tl.constexpr, SEED: tl.constexpr, TOP_K: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK: tl.constexpr, RECORDS: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    pdl_begin(PDL)
     row = tl.program_id(0)
     kind = tl.load(state_E4 + row * 4)
     token = tl.load(state_E4 + row * 4 + 1)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from thalweg.kernels.pdl import pdl_begin
 from thalweg.kernels.sample.triton import marked, race, scaled
 
 PART = 4096  # ids a program
@@ -70,9 +71,7 @@ def scan(
     """RAW: the logits themselves, whatever the row wishes; else a row with a NaN has a largest value of +inf, and no
     other has.
     """
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    pdl_begin(PDL)
     row, part = tl.program_id(0), tl.program_id(1)
     v_B = id_at(tl.arange(0, BLOCK), part, parts, BLOCK, RUNS)
     y = tl.load(logits_EV + row.to(tl.int64) * stride + v_B, mask=v_B < V, other=float("-inf"))

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from thalweg.kernels.build_inputs.ref import InputTensors, SlotTensors
 from thalweg.kernels.launch import launch_options
+from thalweg.kernels.pdl import pdl_begin
 from thalweg.kernels.verify.ref import AcceptedPaths, Verification
 
 
@@ -18,9 +19,7 @@ def _verify_drafts(
     PAGE: tl.constexpr, COLUMNS: tl.constexpr, K: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    pdl_begin(PDL)
     row = tl.program_id(0)
     first = row * Q
     q_B, d_B, k_B = tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_K)
