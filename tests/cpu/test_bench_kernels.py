@@ -14,7 +14,7 @@ import torch
 
 from thalweg.bench import kernels, stopwatch
 from thalweg.bench.errors import ResultError
-from thalweg.bench.kernels import Bench, Work, matches, works
+from thalweg.bench.kernels import KernelBenchmark, KernelWork, matches, works
 from thalweg.kernels.case import Inputs, Run, TimedCase
 from thalweg.kernels.catalog import OPERATIONS
 from thalweg.kernels.quantize import case as quantized
@@ -23,11 +23,11 @@ CPU = torch.device("cpu")
 TOP = {"read": 1e10, "float32": 1e11, "bf16": 1e11}
 
 
-def case(backends: dict[str, Run], tolerance: float = 1e-6) -> Work:
+def case(backends: dict[str, Run], tolerance: float = 1e-6) -> KernelWork:
     def draw(generator: torch.Generator, before: Inputs | None) -> Inputs:
         return {"x": torch.randn(64, generator=generator)}
 
-    return Work(
+    return KernelWork(
         "doubling", TimedCase("64 numbers", draw, backends, lambda given: (64, 512), "float32", tolerance), False
     )
 
@@ -39,7 +39,7 @@ def test_every_operation_of_the_catalog_is_there() -> None:
 @pytest.mark.parametrize(
     "work", [work for work in works(CPU) if not work.small], ids=lambda work: f"{work.operation}-{work.case.name}"
 )
-def test_backends_of_a_size_agree_with_their_reference(work: Work) -> None:
+def test_backends_of_a_size_agree_with_their_reference(work: KernelWork) -> None:
     generator = torch.Generator().manual_seed(3)
     given = work.case.draw(generator, None)
     again = work.case.draw(generator, given)
@@ -66,7 +66,7 @@ def test_a_wrong_or_crashing_backend_is_reported_and_the_others_run() -> None:
         raise RuntimeError("in a kernel\nout of shared memory")
 
     work = case({"ref": lambda x: (x * 2,), "wrong": lambda x: (x * 2.1,), "crash": crash, "good": lambda x: (x + x,)})
-    bench = Bench(CPU, TOP, 0.001)
+    bench = KernelBenchmark(CPU, TOP, 0.001)
     rows = {backend: bench.row(work, backend) for backend in work.case.backends}
     assert rows["wrong"].failed.startswith("wrong by 0.05") and rows["wrong"].us == 0
     assert rows["crash"].failed == "RuntimeError: out of shared memory"
@@ -81,7 +81,7 @@ def test_a_backend_that_writes_into_its_inputs_spoils_no_other(monkeypatch: pyte
         return (x.mul_(2),)
 
     work = case({"ref": lambda x: (x * 2,), "in place": double, "again": double})
-    bench = Bench(CPU, TOP, 0.001)
+    bench = KernelBenchmark(CPU, TOP, 0.001)
     assert [bench.row(work, backend).failed for backend in work.case.backends] == ["", "", ""]
 
 
@@ -137,10 +137,10 @@ def test_a_gpus_time_is_cut_into_rounds(each: float, monkeypatch: pytest.MonkeyP
 
 
 def test_inputs_are_as_many_as_exceed_the_caches() -> None:
-    bench = Bench(CPU, TOP, 0.001)
+    bench = KernelBenchmark(CPU, TOP, 0.001)
     small = case({"ref": lambda x: (x,)})
     assert len(bench._inputs(small)) == kernels.MOST_COPIES
-    large = Work("copy", replace(small.case, cost=lambda given: (1, kernels.RESIDENT["cpu"] / 5)), False)
+    large = KernelWork("copy", replace(small.case, cost=lambda given: (1, kernels.RESIDENT["cpu"] / 5)), False)
     assert len(bench._inputs(large)) == 5
 
 
@@ -173,20 +173,20 @@ def test_the_command_writes_what_it_measured(
     assert all(min(row["rounds_us"]) > 0.99 * row["us"] and 2 <= len(row["rounds_us"]) <= 40 for row in told["rows"])
     assert told["partial"] is False and told["ended"] == ""
     assert kernels.main(["nonesuch", "--device", "cpu"]) == 2
-    assert "--list says what there is" in capsys.readouterr().err
+    assert "--list shows all" in capsys.readouterr().err
 
 
 def test_ctrl_c_keeps_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels.ceilings, "rates", lambda device: TOP)
     calls = iter(range(100))
-    real = stopwatch.took
+    real = stopwatch.time_calls
 
-    def interrupted(*given: object) -> stopwatch.Took:
+    def interrupted(*given: object) -> stopwatch.CallTime:
         if next(calls) == 2:
             raise KeyboardInterrupt
         return real(*given)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(kernels.stopwatch, "took", interrupted)
+    monkeypatch.setattr(kernels.stopwatch, "time_calls", interrupted)
     path = tmp_path / "k.json"
     assert kernels.main(["rope", "--device", "cpu", "--seconds", "0.001", "--result-filename", str(path)]) == 130
     told = json.loads(path.read_text())

@@ -13,8 +13,7 @@ from safetensors.torch import load_file
 
 from tests.cpu import zoo
 from tests.cpu.batches import Bench
-from thalweg.bench.make_checkpoint import main
-from thalweg.bench.published import published
+from thalweg.bench.make_checkpoint import main, published
 from thalweg.models import catalog
 from thalweg.models.catalog import read_facts
 from thalweg.quant.scheme import TensorSpec

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.cpu.plan_models import DEEPSEEK, INDEXER, LITE, QWEN
-from thalweg.bench.plan_check import Part, near
+from thalweg.bench.plan_check import MemoryPart, near
 from thalweg.cli import main
 from thalweg.config.args import options_parser, parse_options
 from thalweg.config.backends import Library
@@ -397,7 +397,7 @@ def test_check_asks_a_server(plan: Run, server: tuple[str, type[Routes]]) -> Non
     done = plan(TINY, *given)
     assert done.status == 2 and "max_running_requests 7 there and 64 here" in done.err
     kind.answer = report(pages=128)
-    assert "does not tell its weights, kv, slots" in plan(TINY, *given).err
+    assert "does not report its weights, kv, slots" in plan(TINY, *given).err
     kind.answer = b"[]"
     assert "no report of a server" in plan(TINY, *given).err
     assert "gives no report" in plan(TINY, "--check", "--server", url).err, "the key was wrong"
@@ -405,9 +405,9 @@ def test_check_asks_a_server(plan: Run, server: tuple[str, type[Routes]]) -> Non
 
 
 def test_forecast_tolerances() -> None:
-    def parts(weights: float, graphs: float) -> list[Part]:
-        made = [Part("weights", weights, 100.0), Part("graphs", graphs, 10.0)]
-        return [*made, Part("total", weights + graphs, 110.0)]
+    def parts(weights: float, graphs: float) -> list[MemoryPart]:
+        made = [MemoryPart("weights", weights, 100.0), MemoryPart("graphs", graphs, 10.0)]
+        return [*made, MemoryPart("total", weights + graphs, 110.0)]
 
     assert near(parts(101.0, 11.0)) and not near(parts(104.0, 7.0)), "weights by themselves"
     assert near(parts(100.0, 13.0)) and not near(parts(99.0, 14.0)), "small parts by what all take"

@@ -14,7 +14,7 @@ import pytest
 
 from tests.configs import changed, config
 from thalweg.bench import replayer
-from thalweg.bench.replayer import Replayer, Verdict
+from thalweg.bench.replayer import Replayer, ReplayReport
 from thalweg.cli import main
 from thalweg.config.engine import EngineConfig
 from thalweg.core.grammar import Grammar
@@ -90,11 +90,11 @@ def turn(one: LocalEngine, steps: int) -> None:
             one.abort((1,))
 
 
-def again(found: Recording, compare: bool = True) -> Verdict:
+def again(found: Recording, compare: bool = True) -> ReplayReport:
     one = Replayer(found, changed(found.head.config, max_steps_in_flight=1, crash_dump_folder=""), compare)
     seen = [verdict.steps for verdict in one.run()]
     assert seen == list(range(1, len(seen) + 1))
-    return one.verdict
+    return one.report
 
 
 def ring(one: LocalEngine) -> StepRecorder:
@@ -195,7 +195,7 @@ def test_another_model_runs_the_same_steps_and_nothing_is_compared(tmp_path: Pat
     found = replace(found, steps=tuple(strange))
     again_on = Replayer(found, changed(SETTINGS, max_steps_in_flight=1), False)
     list(again_on.run())
-    verdict = again_on.verdict
+    verdict = again_on.report
     assert (verdict.steps, verdict.compared, verdict.different, verdict.raised) == (len(found.steps), 0, 0, None)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from thalweg.bench import losses, roofline, timeline, trace
+from thalweg.bench import roofline, step_breakdown, timeline, trace
 from thalweg.core.errors import UnsupportedConfig
 from thalweg.kernels import names
 from thalweg.models.catalog import read_facts
@@ -196,9 +196,11 @@ def gpu_trace(path: Path, steps: int = 3) -> Path:
 def test_a_gpus_steps_add_up(tmp_path: Path) -> None:
     profile = trace.read(gpu_trace(tmp_path / "t.trace.json.gz"))
     assert profile.device == "A GPU" and [step.number for step in profile.steps] == [0, 1, 2]
-    ((kind, mine),) = losses.kinds(profile.steps).items()
+    ((kind, mine),) = step_breakdown.steps_by_kind(profile.steps).items()
     assert kind == (2, 2) and len(mine) == 2  # of the last it is not known when it ended
-    split = losses.split(mine, {"projections": 8e-6, "attention": 4e-6, "head": 21e-6, "index": 1e-6, "mlp": 12e-6})
+    split = step_breakdown.break_down(
+        mine, {"projections": 8e-6, "attention": 4e-6, "head": 21e-6, "index": 1e-6, "mlp": 12e-6}
+    )
     us = {part.operation: part.us for part in split.parts}
     assert split.us == pytest.approx(100.0) and sum(us.values()) + split.gaps.us == pytest.approx(100.0)
     assert us[names.PREPARE] == pytest.approx(2.0)
@@ -209,8 +211,8 @@ def test_a_gpus_steps_add_up(tmp_path: Path) -> None:
     assert split.floor_us == pytest.approx(46.0)
     attention = next(part for part in split.parts if part.operation == A)
     assert attention.floor_us == pytest.approx(5.0) and attention.lost_us == pytest.approx(5.0)
-    told = losses.words(split)
-    assert len(told) == losses.TOP and told[0].startswith(
+    told = step_breakdown.words(split)
+    assert len(told) == step_breakdown.TOP and told[0].startswith(
         "projections: 14.0 µs (14% of the step) above the floor of 8.0 µs"
     )
     assert told[1].startswith(
@@ -269,14 +271,14 @@ def test_a_file_that_is_no_profile_is_refused(tmp_path: Path, capsys: pytest.Cap
 def test_a_cut_trace_and_a_foreign_device_lose_the_floors_only(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (one,), _ = roofline.run([TINY, "--trace", str(gpu_trace(tmp_path / "t.trace.json.gz"))])
-    assert [split.floor_us for split in one.splits] == [None]
+    (one,) = roofline.run([TINY, "--trace", str(gpu_trace(tmp_path / "t.trace.json.gz"))])
+    assert [split.floor_us for split in one.steps] == [None]
     told = capsys.readouterr()
     assert "without floors: this machine has no A GPU" in told.err and "Where most time" in told.out
 
 
 @pytest.mark.parametrize(
-    ("error", "status", "ended"), [(KeyboardInterrupt(), 130, "Ctrl-C"), (UnsupportedConfig("full"), 2, "an error")]
+    ("error", "status", "ended"), [(KeyboardInterrupt(), 130, "Ctrl-C"), (UnsupportedConfig("full"), 2, "full")]
 )
 def test_what_was_measured_is_kept_when_the_next_batch_does_not_end(
     error: BaseException,
@@ -288,8 +290,8 @@ def test_what_was_measured_is_kept_when_the_next_batch_does_not_end(
 ) -> None:
     profile = trace.read(gpu_trace(tmp_path / "t.trace.json.gz"))
 
-    def runs() -> Iterator[roofline.Run]:
-        yield roofline.Run([losses.split(profile.steps[:2], {})], profile, {"batch_size": 1})
+    def runs() -> Iterator[roofline.RooflineRun]:
+        yield roofline.RooflineRun([step_breakdown.break_down(profile.steps[:2], {})], profile, {"batch_size": 1})
         raise error
 
     monkeypatch.setattr(roofline, "of_model", lambda parsed: ({"model": "tiny"}, runs()))
@@ -304,7 +306,7 @@ def test_a_table_is_as_wide_as_the_terminal(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "110")
     profile = trace.read(gpu_trace(tmp_path / "t.trace.json.gz"))
-    roofline.show([losses.split(profile.steps[:2], {})])
+    roofline.show_steps([step_breakdown.break_down(profile.steps[:2], {})])
     table = capsys.readouterr().out.partition("Where most")[0]
     assert max(map(len, table.splitlines())) <= 110 and "projections" in table and "…" not in table
 
@@ -320,7 +322,9 @@ def test_a_cpus_profile_without_shapes_has_one_floor_for_all_products(tmp_path: 
     assert [[span.operation for span in step.spans] for step in profile.steps] == [
         [names.PRODUCTS, names.PRODUCTS, A]
     ] * 3
-    split = losses.split(profile.steps[:2], {"projections": 1e-6, "experts": 2e-6, "head": 3e-6, "attention": 1e-6})
+    split = step_breakdown.break_down(
+        profile.steps[:2], {"projections": 1e-6, "experts": 2e-6, "head": 3e-6, "attention": 1e-6}
+    )
     assert {part.operation: part.floor_us for part in split.parts} == {
         names.PRODUCTS: pytest.approx(6.0),
         A: pytest.approx(1.0),
@@ -330,21 +334,21 @@ def test_a_cpus_profile_without_shapes_has_one_floor_for_all_products(tmp_path: 
 def test_the_bundled_model_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result, line = tmp_path / "r.json", tmp_path / "line.json"
     small = ["--device", "cpu", "--threads", "1", "--context", "96", "--steps", "6", "--batch-size", "1", "3"]
-    runs, ended = roofline.run([TINY, *small, "--perfetto", str(line), "--result-filename", str(result)])
+    runs = roofline.run([TINY, *small, "--perfetto", str(line), "--result-filename", str(result)])
     told = json.loads(result.read_text())
-    assert ended == told["ended"] == "" and told["partial"] is False
-    assert [[(split.rows, split.tokens) for split in one.splits] for one in runs] == [
+    assert told["ended"] == "" and told["partial"] is False
+    assert [[(split.rows, split.tokens) for split in one.steps] for one in runs] == [
         [(1, 1), (1, 96)],
         [(3, 3), (3, 288)],
     ]
     for one, written in zip(runs, told["runs"], strict=True):
-        assert written["batch_size"] == one.splits[0].rows and written["unprofiled_decode_ms"] > 0
-        for split, row in zip(one.splits, written["steps"], strict=True):
+        assert written["batch_size"] == one.steps[0].rows and written["unprofiled_decode_ms"] > 0
+        for split, row in zip(one.steps, written["steps"], strict=True):
             parts = {part.operation: part for part in split.parts}
             assert {P, A, E, M, names.HEAD, names.NORM, names.SAMPLING} <= set(parts)
             assert sum(part.us for part in split.parts) + split.gaps.us == pytest.approx(split.us, rel=1e-6)
             assert all(parts[name].floor_us and parts[name].us > 0 for name in (P, E, M, names.HEAD))
-            assert row["us"] == pytest.approx(split.us) and 1 <= len(row["lost"]) <= losses.TOP
+            assert row["us"] == pytest.approx(split.us) and 1 <= len(row["lost"]) <= step_breakdown.TOP
             assert "mm" in {line.name for line in parts[E].lines}
             assert "mm" not in {line.name for name in (A, names.NORM) for line in parts[name].lines}
     assert told["ceilings"]["read"] > 0 and told["configuration"]["engine"]["device"] == "cpu"

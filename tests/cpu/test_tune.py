@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from thalweg.bench import stopwatch, tune
-from thalweg.bench.tune import Outcome, Shelf, Tuner
+from thalweg.bench.tune import TunedFiles, Tuner, TuningOutcome
 from thalweg.config.args import parse_options
 from thalweg.config.machine import Machine
 from thalweg.config.options import Options
@@ -155,8 +155,8 @@ def machine() -> Machine:
 
 
 def put(folder: Path, choice: int = 0, label: str = "a case") -> Path:
-    outcome = Outcome(search((1, 0), label=label), choice, 5.0, 10.0, 2, 0, "")
-    return Shelf(folder, "A CPU", tuned.versions("cpu"), {"date": "today"}).put(outcome)
+    outcome = TuningOutcome(search((1, 0), label=label), choice, 5.0, 10.0, 2, 0, "")
+    return TunedFiles(folder, "A CPU", tuned.versions("cpu"), {"date": "today"}).put(outcome)
 
 
 def decided(cache: Path, **wishes: Any) -> tuple[tuple[TunedKernel, ...], str]:
@@ -226,14 +226,14 @@ def test_a_search_goes_on_where_it_was_broken_off(
     made = []
     real = Tuner.run
 
-    def run(self: Tuner, one: TuningSearch) -> Outcome:
+    def run(self: Tuner, one: TuningSearch) -> TuningOutcome:
         if len(made) == 2:
             raise KeyboardInterrupt
         made.append(one.label)
         return real(self, one)
 
     monkeypatch.setattr(Tuner, "run", run)
-    monkeypatch.setattr(stopwatch, "took", lambda *given: stopwatch.Took(1.0, (1.0,), "clock"))
+    monkeypatch.setattr(stopwatch, "time_calls", lambda *given: stopwatch.CallTime(1.0, (1.0,), "clock"))
     argv = [TINY, "--device", "cpu", "--threads", "1", "--cache-dir", str(tmp_path)]
     result = tmp_path / "r.json"
     assert tune.main([*argv, "--result-filename", str(result)]) == 130 and len(made) == 2
@@ -259,9 +259,9 @@ def test_what_cannot_be_searched_is_told_by_the_exit_status(
 ) -> None:
     argv = [TINY, "--device", "cpu", "--threads", "1", "--cache-dir", str(tmp_path)]
     assert tune.main([*argv, "--only", "nosuch"]) == 2
-    assert "nothing here has 'nosuch' in its name; --list" in capsys.readouterr().err
+    assert "no case has 'nosuch' in its name; --list" in capsys.readouterr().err
 
-    def fails(self: Tuner, one: TuningSearch) -> Outcome:
+    def fails(self: Tuner, one: TuningSearch) -> TuningOutcome:
         raise RuntimeError("the table's own choice fails")
 
     monkeypatch.setattr(Tuner, "run", fails)
@@ -297,14 +297,14 @@ def test_a_tuned_model_says_the_same_words_and_reads_otherwise(tmp_path: Path) -
     config = Options()
     here = Machine.here()
     folder = tuned.folders(here, "cpu", str(tmp_path))[1]
-    shelf = Shelf(folder, tuned.device_name(here, "cpu"), tuned.versions("cpu"), {})
+    shelf = TunedFiles(folder, tuned.device_name(here, "cpu"), tuned.versions("cpu"), {})
     from thalweg.config.tree import replace as changed
     from thalweg.launch.resolve import resolve
 
     found = tune.searches(resolve(changed(config, model=TINY, device="cpu", threads=1), weights=False))
     assert found
     for one in found:
-        shelf.put(Outcome(one, 1 - one.default, 1.0, 2.0, 2, 0, ""))
+        shelf.put(TuningOutcome(one, 1 - one.default, 1.0, 2.0, 2, 0, ""))
     llm = LLM(**plain)
     assert said(llm) == before
     assert prefetch.prefetch_for(weight) is prefetch.no_prefetch

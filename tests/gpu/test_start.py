@@ -96,7 +96,7 @@ class Plain(Safetensors):
 def test_weights_through_pinned_memory_are_those_of_the_files(shape: str, cuda: torch.device, tmp_path: Path) -> None:
     (tmp_path / "shape").mkdir()
     out, of = tmp_path / "out", facts(shape)
-    make(folder(shape, tmp_path / "shape"), out, 1, False, 500_000_000, cuda, False)
+    make(folder(shape, tmp_path / "shape"), out, 1, False, 500_000_000, cuda)
     pumped, plain = (catalog.assemble(of, kernel_layers(of, cuda)) for _ in range(2))
     for model, kind in ((pumped, Safetensors), (plain, Plain)):
         assert isinstance(model, torch.nn.Module)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from thalweg.bench.kernels import Bench, Work, cloned, difference
+from thalweg.bench.kernels import KernelBenchmark, KernelWork, cloned, difference
 from thalweg.core.kernels import TunedKernel
 from thalweg.kernels.case import TimedCase
 from thalweg.kernels.catalog import OPERATIONS
@@ -80,5 +80,5 @@ def test_backends_of_a_size_agree_with_their_reference(name: str, case: TimedCas
 
 def test_a_backend_is_timed_in_a_graph() -> None:
     case = next(case for case in OPERATIONS["norm"].sizes(CUDA))
-    row = Bench(CUDA, TOP, 0.01).row(Work("norm", case, False), "triton")
+    row = KernelBenchmark(CUDA, TOP, 0.01).row(KernelWork("norm", case, False), "triton")
     assert not row.failed and row.how == "graph" and 0 < row.share < 1

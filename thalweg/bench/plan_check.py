@@ -1,18 +1,16 @@
-"""`thalweg plan --check`: the memory that was forecast against the memory that an engine has taken."""
+"""`thalweg plan --check`: the forecast of memory against the memory that an engine has allocated."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.console import Console
-from rich.table import Table
 
+from thalweg.bench.display import make_table
 from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.format import format_bytes
 from thalweg.core.plan import PAGE
@@ -22,8 +20,15 @@ if TYPE_CHECKING:
 
 NEAR = 0.03  # of what was measured
 SECONDS = 10.0  # that a server has to answer
-# what a start draws or measures itself, and what does not change its memory
-FREE = {
+COLUMNS = {
+    "memory": "{name}",
+    "forecast": lambda row: format_bytes(round(row["forecast"])),
+    "measured": lambda row: format_bytes(round(row["measured"])),
+    "off by": "{off:+.2%}",
+    "of all": "{share:+.2%}",
+}
+# drawn or measured by a start itself, or without effect on its memory
+MAY_DIFFER = {
     "random_seed",
     "max_total_tokens",
     "context_length",
@@ -33,9 +38,8 @@ FREE = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Bytes of one thing in memory, as forecast and as measured."""
+class MemoryPart(NamedTuple):
+    """Bytes of one thing in memory."""
 
     name: str
     forecast: float
@@ -43,8 +47,8 @@ class Part:
 
     @property
     def off(self) -> float:
-        """By what share of the measured the forecast is wrong."""
-        return (self.forecast - self.measured) / self.measured if self.measured else 0.0 if not self.forecast else 1.0
+        """The forecast's error, as a share of what was measured."""
+        return (self.forecast - self.measured) / self.measured if self.measured else float(bool(self.forecast))
 
 
 def check(made: Forecast, argv: Sequence[str], asked: argparse.Namespace, console: Console) -> int:
@@ -62,19 +66,21 @@ def check(made: Forecast, argv: Sequence[str], asked: argparse.Namespace, consol
 
         result = {
             "near": good,
-            "parts": [asdict(part) | {"off": part.off} for part in parts],
+            "parts": [part._asdict() | {"off": part.off} for part in parts],
             "pages": {"forecast": made.resolved.pages, "measured": report["max_total_tokens"]["value"] // PAGE},
-            **provenance("plan", _open(argv), configuration(made.resolved)),
+            **provenance("plan", _without_keys(argv), configuration(made.resolved)),
         }
         print(json.dumps(result, indent=2))
     else:
-        console.print(_table(parts))
+        total = parts[-1].measured or 1.0
+        rows = [part._asdict() | {"off": part.off, "share": (part.forecast - part.measured) / total} for part in parts]
+        console.print(make_table("", COLUMNS, rows, left=1))
         console.print("within 3 %" if good else "[red]more than 3 % apart[/]")
     return 0 if good else 1
 
 
-def compare(made: Forecast, measured: Mapping[str, Any]) -> list[Part]:
-    """Part by part, their sum last. measured: the report of an engine by name."""
+def compare(made: Forecast, measured: Mapping[str, Any]) -> list[MemoryPart]:
+    """MemoryPart by part, their sum last. measured: the report of an engine by name."""
     pages = (made.resolved.pages + 1) * made.resolved.sizes.kv_bytes * PAGE
     forecast = {"weights": float(made.resolved.sizes.weight_bytes), "kv": float(pages), "slots": made.slots}
     if made.room is not None:
@@ -82,13 +88,13 @@ def compare(made: Forecast, measured: Mapping[str, Any]) -> list[Part]:
     missing = [name for name in forecast if f"memory_{name}" not in measured]
     if missing:
         raise UnsupportedConfig(
-            f"--check: the engine does not tell its {', '.join(missing)}: it is another version; start one of this"
+            f"--check: the engine does not report its {', '.join(missing)}: it is another version; start one of this"
         )
-    parts = [Part(name, value, float(measured[f"memory_{name}"])) for name, value in forecast.items()]
-    return [*parts, Part("total", sum(part.forecast for part in parts), sum(part.measured for part in parts))]
+    parts = [MemoryPart(name, value, float(measured[f"memory_{name}"])) for name, value in forecast.items()]
+    return [*parts, MemoryPart("total", sum(part.forecast for part in parts), sum(part.measured for part in parts))]
 
 
-def near(parts: Sequence[Part]) -> bool:
+def near(parts: Sequence[MemoryPart]) -> bool:
     """Whether the total, weights and KV cache are within 3 %, and no other part is off by more than 3 % of the
     total.
     """
@@ -115,7 +121,7 @@ def _ask(url: str, key: str) -> dict[str, Any]:
     try:
         with urllib.request.urlopen(request, timeout=SECONDS) as answer:
             found = json.loads(answer.read())
-    except (OSError, ValueError, urllib.error.HTTPError) as error:
+    except (OSError, ValueError) as error:
         raise UnsupportedConfig(
             f"--server {url}: {where} gives no report ({error}); is it a server of Thalweg that is ready, and does it"
             " want --api-key?"
@@ -127,7 +133,7 @@ def _ask(url: str, key: str) -> dict[str, Any]:
 
 def _same(made: Forecast, report: Mapping[str, Any]) -> None:
     """Raises UnsupportedConfig where the server was started with other settings than were planned for."""
-    planned = {one.name: one.value for one in made.resolved.decisions if one.name not in FREE}
+    planned = {one.name: one.value for one in made.resolved.decisions if one.name not in MAY_DIFFER}
     other = [
         f"{name} {report[name]['value']} there and {value} here"
         for name, value in planned.items()
@@ -140,25 +146,10 @@ def _same(made: Forecast, report: Mapping[str, Any]) -> None:
         )
 
 
-def _open(argv: Sequence[str]) -> list[str]:
-    """The words of the command without keys."""
+def _without_keys(argv: Sequence[str]) -> list[str]:
     hidden = ("--api-key", "--hf-token")
-    before = ["", *argv]
-    return [
-        "***" if last in hidden else word
-        for last, word in zip(before, argv, strict=False)
-        if "=" not in word or word.partition("=")[0] not in hidden
+    shown = [
+        word.partition("=")[0] + "=***" if word.startswith(tuple(f"{flag}=" for flag in hidden)) else word
+        for word in argv
     ]
-
-
-def _table(parts: Sequence[Part]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    table.add_column("memory")
-    for head in ("forecast", "measured", "off by", "of all"):
-        table.add_column(head, justify="right")
-    total = parts[-1].measured
-    for part in parts:
-        apart = (part.forecast - part.measured) / total if total else 0.0
-        shown = (format_bytes(round(value)) for value in (part.forecast, part.measured))
-        table.add_row(part.name, *shown, f"{100 * part.off:+.2f} %", f"{100 * apart:+.2f} %")
-    return table
+    return ["***" if before in hidden else word for before, word in zip(["", *shown], shown, strict=False)]

@@ -1,6 +1,4 @@
-"""`thalweg replay FILE`: runs the last steps of an engine again, from the recording that it left, and says where they
-come out differently.
-"""
+"""`thalweg replay FILE`: runs the recorded last steps of an engine again, and reports where their output differs."""
 
 from __future__ import annotations
 
@@ -15,10 +13,10 @@ from pathlib import Path
 import msgspec
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from thalweg.bench.command import CommandParser
-from thalweg.bench.replayer import Replayer, Verdict
+from thalweg.bench.command import CommandParser, add_flags
+from thalweg.bench.display import progress_bar
+from thalweg.bench.replayer import Replayer, ReplayReport
 from thalweg.config.engine import EngineConfig
 from thalweg.core.errors import UnsupportedConfig
 from thalweg.engine.recording import Recording, RecordingHeader, fingerprint, read, versions
@@ -32,11 +30,16 @@ examples:
 
 exit status: 0 every output equals the recorded one; 1 one does not, or a step raised something; 2 the file cannot be run."""
 
+FLAGS = """
+--model   folder  of the checkpoint; default: the recorded one
+--device  device  compute there in plain torch, float32; default: the recorded one
+--until   whole   the last step to run; default: all
+--json    switch  print the result as a JSON object
+"""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Raises UnsupportedConfig for what is no recording or cannot be run here, CheckpointError for a checkpoint that is
-    not there.
-    """
+    """Raises UnsupportedConfig for a file that is no recording or cannot be run here, CheckpointError."""
     parser = CommandParser(
         "thalweg replay",
         description="Runs the steps of a recording (--crash-dump-folder) again and compares what comes of them.",
@@ -44,23 +47,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("file", type=Path, metavar="FILE")
-    parser.add_argument("--model", metavar="DIR", help="folder of the checkpoint (default: where it was then)")
-    parser.add_argument("--device", choices=("cpu",), help="compute there in plain torch, float32 (default: as then)")
-    parser.add_argument("--until", type=int, metavar="STEP", help="the last step to run (default: all)")
-    parser.add_argument("--json", action="store_true", help="print the result as a JSON object")
-    said = parser.parse_args(argv)
-    recording = read(said.file)
-    if said.until is not None:
-        recording = replace(recording, steps=tuple(s for s in recording.steps if s.plan.step <= said.until))
-    settings, same = _settings(recording, said.model, said.device, progress=not said.json)
+    add_flags(parser, "", FLAGS, device=("cpu",))
+    args = parser.parse_args(argv)
+    recording = read(args.file)
+    if args.until is not None:
+        recording = replace(recording, steps=tuple(s for s in recording.steps if s.plan.step <= args.until))
+    settings, same = _settings(recording, args.model, args.device, progress=not args.json)
     begin = time.perf_counter()
-    verdict = _run(Replayer(recording, settings, same), len(recording.steps), shown=not said.json)
-    if said.json:
-        result = _result(recording, verdict, same, time.perf_counter() - begin)
+    report = _run(Replayer(recording, settings, same), len(recording.steps), shown=not args.json)
+    if args.json:
+        result = _result(recording, report, same, time.perf_counter() - begin)
         print(json.dumps(result, ensure_ascii=False, indent=1))
     else:
-        _tell(Console(highlight=False, soft_wrap=True), recording, verdict, same)
-    return 0 if verdict.raised is None and not verdict.different else 1
+        _print(Console(highlight=False, soft_wrap=True), recording, report, same)
+    return 0 if report.raised is None and not report.different else 1
 
 
 def _settings(recording: Recording, model: str | None, device: str | None, progress: bool) -> tuple[EngineConfig, bool]:
@@ -115,16 +115,14 @@ def _settings(recording: Recording, model: str | None, device: str | None, progr
     return settings, same
 
 
-def _run(replayer: Replayer, steps: int, shown: bool) -> Verdict:
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=Console(stderr=True), disable=not shown) as bar:
-        task = bar.add_task("steps", total=steps)
-        for verdict in replayer.run():
-            bar.update(task, completed=verdict.steps)
-    return replayer.verdict
+def _run(replayer: Replayer, steps: int, shown: bool) -> ReplayReport:
+    with progress_bar("steps", steps, shown) as bar:
+        for _ in replayer.run():
+            bar.advance()
+    return replayer.report
 
 
-def _result(recording: Recording, verdict: Verdict, same: bool, seconds: float) -> dict[str, object]:
+def _result(recording: Recording, report: ReplayReport, same: bool, seconds: float) -> dict[str, object]:
     head = recording.head
     return {
         "recording": {
@@ -140,19 +138,19 @@ def _result(recording: Recording, verdict: Verdict, same: bool, seconds: float) 
         },
         "same_model": same,
         "other_versions": _others(head),
-        "equal": same and not verdict.different and verdict.raised is None,
-        **asdict(verdict),
+        "equal": same and not report.different and report.raised is None,
+        **asdict(report),
         "seconds": seconds,
     }
 
 
 def _others(head: RecordingHeader) -> dict[str, tuple[str, str]]:
-    """What was another version then: name → (then, now)."""
+    """Versions that differ: name → (then, now)."""
     now = versions()
     return {name: (then, now.get(name, "")) for name, then in head.versions.items() if now.get(name, "") != then}
 
 
-def _tell(console: Console, recording: Recording, verdict: Verdict, same: bool) -> None:
+def _print(console: Console, recording: Recording, report: ReplayReport, same: bool) -> None:
     head = recording.head
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(head.at))
     begins = (
@@ -166,23 +164,23 @@ def _tell(console: Console, recording: Recording, verdict: Verdict, same: bool) 
         console.print("the file ends in the middle: its last steps are missing")
     for name, (then, now) in _others(head).items():
         console.print(f"{name} was {then} then, and is {now or 'not there'} now")
-    if verdict.filled:
-        console.print(f"{verdict.filled} tokens were computed first, for what the first steps found in the device")
+    if report.filled:
+        console.print(f"{report.filled} tokens were computed first, for what the first steps found in the device")
     if not same:
-        console.print(f"another model: {verdict.steps} steps ran, their outputs are not compared")
-    elif not verdict.different:
-        console.print(f"all {verdict.compared} tokens of {verdict.steps} steps equal the recorded ones")
+        console.print(f"another model: {report.steps} steps ran, their outputs are not compared")
+    elif not report.different:
+        console.print(f"all {report.compared} tokens of {report.steps} steps equal the recorded ones")
     else:
-        first = verdict.differences[0]
+        first = report.differences[0]
         console.print(
-            f"{verdict.different} of {verdict.rows} rows differ, the first in step {first.step}, slot {first.slot},"
+            f"{report.different} of {report.rows} rows differ, the first in step {first.step}, slot {first.slot},"
             f" request {first.uid}, output token {first.at}: recorded {list(first.recorded)}, now {list(first.now)}",
             markup=False,
         )
-    if verdict.logprobs:
-        console.print(f"{verdict.logprobs} log-probabilities differ by at most {verdict.logprob_gap:.3g}")
-    if verdict.raised is not None:
-        console.print(f"step {verdict.raised.step} raised {verdict.raised.error}\n{verdict.raised.trace}", markup=False)
+    if report.logprobs:
+        console.print(f"{report.logprobs} log-probabilities differ by at most {report.logprob_gap:.3g}")
+    if report.raised is not None:
+        console.print(f"step {report.raised.step} raised {report.raised.error}\n{report.raised.trace}", markup=False)
     elif head.error:
         last = head.error.strip().splitlines()[-1]
         console.print(f"what the engine died of did not come again: {last}", markup=False)

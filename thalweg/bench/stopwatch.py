@@ -1,47 +1,38 @@
-"""How long a call takes on a device: calls in a row, each with inputs of its own, so that none finds what it reads in a
-cache.
-"""
+"""The time of a call on a device: calls in a row, each with inputs of its own, so that none finds them in a cache."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 Call = Callable[[], object]
 MOST_REPEATS = 4096
-SHORTEST = 1e-7  # seconds: what events cannot tell from nothing
-ROUNDS = 5  # at least; rounds differ by what else happens on the machine
+SHORTEST = 1e-7  # seconds: shorter times cannot be told from 0 by events
+ROUNDS = 5  # at least; rounds differ by other work on the machine
 MOST_ROUNDS = 40  # that are kept, and that a GPU's time is cut into
 
 
-@dataclass(frozen=True, slots=True)
-class Took:
-    """seconds of one call: on a GPU the mean, on a CPU the fastest round's, since others may use the machine meanwhile.
-    rounds: the same of each round, at most MOST_ROUNDS of them. how: "graph" (replays of a CUDA graph of all calls),
-    "events" (launched one by one, between CUDA events: what cannot be recorded) or "clock" (a CPU's).
-    """
-
-    seconds: float
-    rounds: tuple[float, ...]
-    how: str
+class CallTime(NamedTuple):
+    seconds: float  # of one call: the mean on a GPU, the fastest round on a CPU, which others may use meanwhile
+    rounds: tuple[float, ...]  # the same of each round, at most MOST_ROUNDS
+    how: str  # "graph": replays of a CUDA graph of all calls; "events": launches between CUDA events; "clock": a CPU's
 
 
-def took(calls: Sequence[Call], device: torch.device, seconds: float, recorded: bool = True) -> Took:
-    """Runs them for about so long. recorded: whether to try a CUDA graph. Raises whatever a call raises."""
-    many = len(calls)
+def time_calls(calls: Sequence[Call], device: torch.device, seconds: float, capture: bool = True) -> CallTime:
+    """Runs them for about so long. capture: try a CUDA graph. Raises whatever a call raises."""
     if device.type != "cuda":
-        rounds = [one / many for one in _clock(calls, seconds)]
-        return Took(min(rounds), thinned(rounds), "clock")
+        rounds = [each / len(calls) for each in _clock(calls, seconds)]
+        return CallTime(min(rounds), thinned(rounds), "clock")
     for call in calls[:2]:
         call()
     torch.cuda.synchronize(device)
-    graph = _recorded(calls) if recorded else None
+    graph = _captured(calls) if capture else None
     run, how = (lambda: [call() for call in calls], "events") if graph is None else (graph.replay, "graph")
-    rounds = [one / many for one in _events(run, seconds)]
-    return Took(sum(rounds) / len(rounds), thinned(rounds), how)
+    rounds = [each / len(calls) for each in _events(run, seconds)]
+    return CallTime(sum(rounds) / len(rounds), thinned(rounds), how)
 
 
 def thinned(rounds: Sequence[float]) -> tuple[float, ...]:
@@ -51,22 +42,24 @@ def thinned(rounds: Sequence[float]) -> tuple[float, ...]:
 
 
 def _clock(calls: Sequence[Call], seconds: float) -> list[float]:
-    """Seconds of all calls, of each round."""
-    for call in calls:
-        call()
-    end, rounds = time.perf_counter() + seconds, list[float]()
-    while len(rounds) < ROUNDS or time.perf_counter() < end:
+    """Seconds of all calls, of each round after the first."""
+    end, rounds = 0.0, list[float]()
+    while True:
         begin = time.perf_counter()
         for call in calls:
             call()
-        rounds.append(time.perf_counter() - begin)
-        if len(rounds) >= 2 and time.perf_counter() > end + 4 * seconds:
-            break  # one round takes longer than all should
-    return rounds
+        now = time.perf_counter()
+        if not end:
+            end = now + seconds
+            continue
+        rounds.append(now - begin)
+        slow = len(rounds) >= 2 and now > end + 4 * seconds  # a round takes longer than all should
+        if slow or (len(rounds) >= ROUNDS and now >= end):
+            return rounds
 
 
-def _recorded(calls: Sequence[Call]) -> torch.cuda.CUDAGraph | None:
-    """None for calls that cannot be recorded, because they ask the device for something."""
+def _captured(calls: Sequence[Call]) -> torch.cuda.CUDAGraph | None:
+    """None for calls that synchronize with the device."""
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph):
@@ -78,8 +71,8 @@ def _recorded(calls: Sequence[Call]) -> torch.cuda.CUDAGraph | None:
     return graph
 
 
-def _events(run: Callable[[], object], seconds: float) -> list[float]:
-    """Seconds of one run, in each of so many rounds of equally many runs that they take about `seconds`."""
+def _events(run: Call, seconds: float) -> list[float]:
+    """Seconds of one run, in rounds of equally many runs that take about `seconds` together."""
     run()
     repeats, each = 1, max(_rounds(run, 1, 1)[0], SHORTEST)
     while repeats * each < seconds / 8 and repeats < MOST_REPEATS:
@@ -89,8 +82,8 @@ def _events(run: Callable[[], object], seconds: float) -> list[float]:
     return _rounds(run, repeats, min(MOST_ROUNDS, max(ROUNDS, int(seconds / (repeats * each)))))
 
 
-def _rounds(run: Callable[[], object], repeats: int, count: int) -> list[float]:
-    """Seconds of one run, in each of `count` rounds of so many runs, all behind each other."""
+def _rounds(run: Call, repeats: int, count: int) -> list[float]:
+    """Seconds of one run, in each of `count` rounds of so many runs, back to back."""
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]  # type: ignore[no-untyped-call]
     marks[0].record()
     for mark in marks[1:]:

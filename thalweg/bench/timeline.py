@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from thalweg.bench.errors import ResultError
-from thalweg.bench.losses import GAPS, additions
-from thalweg.bench.trace import Profile, Step
+from thalweg.bench.step_breakdown import GAPS, additions
+from thalweg.bench.trace import StepProfile, TracedStep
 
 ENGINE, DEVICE = 1, 2
 BETWEEN = "commit, news, plan"  # what the loop does between B of a step and A of the next
@@ -27,7 +27,7 @@ LANES = {
 Event = dict[str, object]
 
 
-def write(path: Path, profile: Profile) -> None:
+def write(path: Path, profile: StepProfile) -> None:
     """Chrome trace events, gzipped where the name ends in .gz. Raises ResultError."""
     text = json.dumps({"traceEvents": list(_events(profile)), "displayTimeUnit": "ns"})
     try:
@@ -40,7 +40,7 @@ def write(path: Path, profile: Profile) -> None:
         raise ResultError(f"cannot write {path} ({error.strerror})") from error
 
 
-def _events(profile: Profile) -> Iterator[Event]:
+def _events(profile: StepProfile) -> Iterator[Event]:
     for process, name in ((ENGINE, "engine"), (DEVICE, profile.device or "CPU")):
         yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}}
     for (process, lane), name in LANES.items():
@@ -56,7 +56,7 @@ def _events(profile: Profile) -> Iterator[Event]:
         yield from _of_step(step)
 
 
-def _of_step(step: Step) -> Iterator[Event]:
+def _of_step(step: TracedStep) -> Iterator[Event]:
     since, last = step.begin, ""
     latest = step.begin
     for span, gap, added in additions(step):

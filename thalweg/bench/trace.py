@@ -1,10 +1,10 @@
-"""Reads a profile (torch's Chrome trace, as `/start_profile` writes it): its steps, and in each what the device did, by
+"""Reads a profile (torch's Chrome trace, as `/start_profile` writes it): its steps, and the device's work in each, by
 operation.
 
-On a GPU a span is a kernel or a copy. It belongs to the step whose A or B launched it, found by the correlation id of
-its launch, so that replays of CUDA graphs are told apart too; what was launched in neither belongs to the step during
-which it began. On a CPU a span is an outermost operator of torch on the thread of the steps. Times are µs of the
-trace's own clock.
+On a GPU a span is a kernel or a copy. It belongs to the step whose forward (A) or sampling (B) launched it, found by the
+correlation id of its launch, which also identifies replays of CUDA graphs; other spans belong to the step during which
+they began. On a CPU a span is an outermost operator of torch on the thread of the steps. Times are µs of the trace's
+clock.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ Dims = tuple[tuple[int, ...], ...]  # of an operator's inputs
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
-    """Something that the device did. operation: a word of `kernels.names`."""
+class DeviceSpan:
+    """A kernel, a copy, or an operator on a CPU."""
 
     name: str
-    operation: str
+    operation: str  # a role of `kernels.names`
     begin: float
     end: float
 
 
 @dataclass(frozen=True, slots=True)
-class Half:
+class StepHalf:
     """A or B of a step on the engine's thread."""
 
     which: str
@@ -55,17 +55,15 @@ class Half:
 
 
 @dataclass(slots=True)
-class Step:
-    """rows, tokens: of its plan. spans: in the order in which they began. begin: of the first; end: where the next
-    step's first begins, or of its own last where none follows at once.
-    """
+class TracedStep:
+    """A step with what the device did."""
 
     number: int
-    rows: int
+    rows: int  # of its plan
     tokens: int
-    spans: list[Span] = field(default_factory=list)
+    spans: list[DeviceSpan] = field(default_factory=list)  # in the order of their begin
     begin: float = 0.0
-    end: float = 0.0
+    end: float = 0.0  # the begin of the next step, or of its own last span where none follows at once
     followed: bool = False
 
     @property
@@ -74,24 +72,23 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Profile:
-    """halves: what the engine did. device: its name, "" for a CPU."""
+class StepProfile:
+    """A profile of an engine."""
 
-    steps: list[Step]
-    halves: list[Half]
-    device: str
+    steps: list[TracedStep]
+    halves: list[StepHalf]  # on the engine's thread
+    device: str  # its name; "" for a CPU
 
 
-class Shapes:
-    """Tells a CPU's products apart by the shapes of the weights they multiply by. by_weight: operation by (inputs,
-    outputs), or by a head's [inner, outer]; by_size: by numbers that are read ahead at once.
-    """
+class WeightShapes:
+    """Tells a CPU's products apart by the shapes of their weights."""
 
     def __init__(self, by_weight: Mapping[tuple[int, int], str], by_size: Mapping[int, str]) -> None:
+        # operations by (inputs, outputs) or a head's (inner, outer), and by numbers that are read ahead at once
         self.by_weight, self.by_size = by_weight, by_size
 
     def operation(self, name: str, dims: Dims) -> str:
-        """Of an operator with inputs of these shapes; what cannot be told goes by its name alone."""
+        """The role of an operator with inputs of these shapes; else by its name alone."""
         what = names.role_of_operator(name)
         if name == "aten::sum" and any(dims):  # a scripted function's own inputs stand before the operator's
             return self._ahead(next(filter(None, dims)), what)
@@ -102,7 +99,7 @@ class Shapes:
         return found[0] if what == names.ATTENTION and "bmm" in name and found else what
 
     def _ahead(self, of: tuple[int, ...], what: str) -> str:
-        """Of a sum over all of a tensor of this shape, which may be a weight that is read before it is multiplied."""
+        """The role of a sum over a whole tensor of this shape, which may be a weight that is prefetched."""
         inputs, outputs = _last(of)
         numbers = math.prod(of)
         known = (
@@ -113,15 +110,15 @@ class Shapes:
 
 
 def _last(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Of a matrix or a stack of such; (0, 0) of what is none."""
+    """The last two dimensions; (0, 0) of a vector."""
     return (shape[-2], shape[-1]) if len(shape) > 1 else (0, 0)
 
 
-NO_SHAPES = Shapes({}, {})
+NO_SHAPES = WeightShapes({}, {})
 
 
-def read(path: Path, shapes: Shapes = NO_SHAPES) -> Profile:
-    """Raises UnsupportedConfig for a file that is none, or has no steps."""
+def read(path: Path, shapes: WeightShapes = NO_SHAPES) -> StepProfile:
+    """Raises UnsupportedConfig for a file that is no profile, or has no steps."""
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             trace = json.load(file)
@@ -137,21 +134,21 @@ def read(path: Path, shapes: Shapes = NO_SHAPES) -> Profile:
     gpu = any(event.get("cat") in ON_GPU for event in events)
     steps = _on_gpu(events, halves) if gpu else _on_cpu(events, halves, shapes)
     devices = trace.get("deviceProperties") or [{}]
-    return Profile(_bounded(steps), halves, str(devices[0].get("name", "GPU")) if gpu else "")
+    return StepProfile(_bounded(steps), halves, str(devices[0].get("name", "GPU")) if gpu else "")
 
 
-def _halves(events: Sequence[Event]) -> Iterator[Half]:
+def _halves(events: Sequence[Event]) -> Iterator[StepHalf]:
     for event in events:
         if event.get("cat") == "user_annotation" and (found := STEP.fullmatch(event["name"])):
             step, rows, tokens = (int(group) for group in found.groups()[1:])
-            yield Half(found[1], step, rows, tokens, event["tid"], event["ts"], event["ts"] + event["dur"])
+            yield StepHalf(found[1], step, rows, tokens, event["tid"], event["ts"], event["ts"] + event["dur"])
 
 
-def _empty(halves: Sequence[Half]) -> dict[int, Step]:
-    return {half.step: Step(half.step, half.rows, half.tokens) for half in halves}
+def _empty(halves: Sequence[StepHalf]) -> dict[int, TracedStep]:
+    return {half.step: TracedStep(half.step, half.rows, half.tokens) for half in halves}
 
 
-def _on_gpu(events: Sequence[Event], halves: Sequence[Half]) -> list[Step]:
+def _on_gpu(events: Sequence[Event], halves: Sequence[StepHalf]) -> list[TracedStep]:
     launched = {
         e["args"]["correlation"]: e for e in events if e.get("cat") in LAUNCHES and "correlation" in e.get("args", {})
     }
@@ -184,12 +181,12 @@ def _on_gpu(events: Sequence[Event], halves: Sequence[Half]) -> list[Step]:
     return found
 
 
-def _span(event: Event, name: str, operation: str) -> Span:
+def _span(event: Event, name: str, operation: str) -> DeviceSpan:
     begin = float(event["ts"])
-    return Span(name, operation, begin, begin + float(event["dur"]))
+    return DeviceSpan(name, operation, begin, begin + float(event["dur"]))
 
 
-def _on_cpu(events: Sequence[Event], halves: Sequence[Half], shapes: Shapes) -> list[Step]:
+def _on_cpu(events: Sequence[Event], halves: Sequence[StepHalf], shapes: WeightShapes) -> list[TracedStep]:
     steps = _empty(halves)
     by_thread: dict[int, list[Event]] = {}
     for event in events:
@@ -221,8 +218,8 @@ def _dims(event: Event) -> Dims:
     return tuple(tuple(one) if all(isinstance(n, int) for n in one) else () for one in given)
 
 
-def _bounded(steps: list[Step]) -> list[Step]:
-    """In their order in time, each with its begin and end."""
+def _bounded(steps: list[TracedStep]) -> list[TracedStep]:
+    """In the order of time, with begin and end."""
     for step in steps:
         step.spans.sort(key=lambda span: span.begin)
         step.begin, step.end = step.spans[0].begin, max(span.end for span in step.spans)

@@ -1,6 +1,4 @@
-"""Where the time of a step goes: by operation, against the floor of each, with the gaps between; and in words where
-most of it is lost.
-"""
+"""The time of a step by operation, against the floor of each, with the idle gaps; and the largest losses in words."""
 
 from __future__ import annotations
 
@@ -9,34 +7,32 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from thalweg.bench.trace import Span, Step
+from thalweg.bench.trace import DeviceSpan, TracedStep
 from thalweg.kernels import names
 
 TOP = 5
 GAPS = "gaps"
-MERGED = {"index": names.ATTENTION}  # phases of the floors that kernels do not show apart
+MERGED = {"index": names.ATTENTION}  # phases of the floors that share kernels with another
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
-    """One kernel of an operation, of a step: how many, µs together."""
+class KernelTime:
+    """One kernel of an operation, in a step."""
 
     name: str
     count: float
-    us: float
+    us: float  # all calls together
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """One operation of a step. us: by how much later it made the step end. floor_us: None where nothing must be read or
-    computed. lines: its kernels, the longest first.
-    """
+class OperationTime:
+    """One operation of a step."""
 
     operation: str
     count: float
-    us: float
-    floor_us: float | None
-    lines: tuple[Line, ...]
+    us: float  # by which it delayed the end of the step
+    floor_us: float | None  # None where nothing must be read or computed
+    lines: tuple[KernelTime, ...]  # its kernels, the longest first
 
     @property
     def lost_us(self) -> float:
@@ -44,28 +40,26 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Gaps:
-    """Times of a step in which nothing ran. before: what came after them, the longest in all first."""
+class IdleGaps:
+    """Times of a step in which nothing ran."""
 
     count: float
     us: float
     longest_us: float
-    before: tuple[Line, ...]
+    before: tuple[KernelTime, ...]  # the kernels after them, the longest gaps first
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
-    """Steps of one kind. us: of a step, the mean; median_us. parts: by operation, the longest first; with the gaps they
-    are the step.
-    """
+class StepBreakdown:
+    """Steps of one kind."""
 
     rows: int
     tokens: int
     steps: int
-    us: float
+    us: float  # mean of a step
     median_us: float
-    parts: tuple[Part, ...]
-    gaps: Gaps
+    parts: tuple[OperationTime, ...]  # the longest first; with the gaps they add up to the step
+    gaps: IdleGaps
 
     @property
     def floor_us(self) -> float | None:
@@ -74,9 +68,9 @@ class Split:
         return sum(known) if known else None
 
 
-def additions(step: Step) -> Iterator[tuple[Span, float, float]]:
-    """(span, gap before it, by how much it moved the end): all gaps and moves together are the time up to the last end.
-    Kernels overlap.
+def additions(step: TracedStep) -> Iterator[tuple[DeviceSpan, float, float]]:
+    """(span, gap before it, µs by which it delayed the end): gaps and delays add up to the time until the last end,
+    also where kernels overlap.
     """
     latest = step.begin
     for span in step.spans:
@@ -84,27 +78,25 @@ def additions(step: Step) -> Iterator[tuple[Span, float, float]]:
         latest = max(latest, span.end)
 
 
-def kinds(steps: Sequence[Step]) -> dict[tuple[int, int], list[Step]]:
-    """Steps by (rows, tokens), the most frequent kind first. Where some are followed at once by another, only those
-    count: of the last one it is not known when it ended for the engine.
+def steps_by_kind(steps: Sequence[TracedStep]) -> dict[tuple[int, int], list[TracedStep]]:
+    """Steps by (rows, tokens), the most frequent kind first. Where some are followed at once by another step, only those
+    count, because the end of the others is not known.
     """
-    found: dict[tuple[int, int], list[Step]] = defaultdict(list)
+    found: dict[tuple[int, int], list[TracedStep]] = defaultdict(list)
     for step in steps:
         found[step.kind].append(step)
     ordered = sorted(found.items(), key=lambda item: -len(item[1]))
     return {kind: [s for s in mine if s.followed] or mine for kind, mine in ordered}
 
 
-def typical(steps: Sequence[Step]) -> list[Step]:
-    """Of steps of one kind the middle half by their time, without the first, when caches were cold: what interrupts one
-    would stand for all.
-    """
+def typical_steps(steps: Sequence[TracedStep]) -> list[TracedStep]:
+    """The middle half of steps of one kind by their time, without the first one, which has cold caches."""
     rest = sorted(steps[1:] if len(steps) > 2 else steps, key=lambda step: step.end - step.begin)
     return rest[len(rest) // 4 : len(rest) - len(rest) // 4]
 
 
-def split(steps: Sequence[Step], floors: Mapping[str, float]) -> Split:
-    """Of steps of one kind. floors: seconds by phase; {} where none are known."""
+def break_down(steps: Sequence[TracedStep], floors: Mapping[str, float]) -> StepBreakdown:
+    """The mean of steps of one kind. floors: seconds by phase; {} where none are known."""
     count = len(steps)
     us: dict[str, float] = defaultdict(float)
     many: Counter[str] = Counter()
@@ -125,20 +117,22 @@ def split(steps: Sequence[Step], floors: Mapping[str, float]) -> Split:
             longest = max(longest, after)
     floor_us = _floors(floors, undecided=names.PRODUCTS in us)
     parts = [
-        Part(name, many[name] / count, us.get(name, 0.0) / count, floor_us.get(name), _lines(lines, name, count))
+        OperationTime(
+            name, many[name] / count, us.get(name, 0.0) / count, floor_us.get(name), _lines(lines, name, count)
+        )
         for name in {*us, *floor_us}
     ]
     times = [step.end - step.begin for step in steps]
-    gaps = Gaps(
+    gaps = IdleGaps(
         sum(map(len, waits.values())) / count, sum(map(sum, waits.values())) / count, longest,
-        tuple(sorted((Line(n, len(g) / count, sum(g) / count) for n, g in waits.items()), key=lambda one: -one.us)[:TOP]),
+        tuple(sorted((KernelTime(n, len(g) / count, sum(g) / count) for n, g in waits.items()), key=lambda one: -one.us)[:TOP]),
     )  # fmt: skip
     ordered = tuple(sorted(parts, key=lambda part: -part.us))
-    return Split(*steps[0].kind, count, sum(times) / count, median(times), ordered, gaps)
+    return StepBreakdown(*steps[0].kind, count, sum(times) / count, median(times), ordered, gaps)
 
 
 def _floors(floors: Mapping[str, float], undecided: bool) -> dict[str, float]:
-    """µs by operation. undecided: products could not be told apart, so their floors are one."""
+    """µs by operation. undecided: the roles of products are unknown, so they share one floor."""
     found: dict[str, float] = {}
     for phase, seconds in floors.items():
         operation = MERGED.get(phase, phase)
@@ -148,26 +142,28 @@ def _floors(floors: Mapping[str, float], undecided: bool) -> dict[str, float]:
     return found
 
 
-def _lines(lines: Mapping[tuple[str, str], list[float]], operation: str, count: int) -> tuple[Line, ...]:
-    mine = [Line(name, len(us) / count, sum(us) / count) for (what, name), us in lines.items() if what == operation]
+def _lines(lines: Mapping[tuple[str, str], list[float]], operation: str, count: int) -> tuple[KernelTime, ...]:
+    mine = [
+        KernelTime(name, len(us) / count, sum(us) / count) for (what, name), us in lines.items() if what == operation
+    ]
     return tuple(sorted(mine, key=lambda line: -line.us))
 
 
-def words(split: Split) -> list[str]:
+def words(split: StepBreakdown) -> list[str]:
     """The five places where most time is lost, in order."""
     told = [(part.lost_us, _of_part(part, split)) for part in split.parts]
     told.append((split.gaps.us, _of_gaps(split)))
     return [text for lost, text in sorted(told, key=lambda one: -one[0])[:TOP] if lost > 0]
 
 
-def _of_part(part: Part, split: Split) -> str:
+def _of_part(part: OperationTime, split: StepBreakdown) -> str:
     share = part.lost_us / split.us
-    most = part.lines[0] if part.lines else Line("", 0, 0.0)
+    most = part.lines[0] if part.lines else KernelTime("", 0, 0.0)
     place = f"{_times(most.count)} `{most.name}` {_us(most.us)}"
     if part.floor_us is None:
         kinds = f", {len(part.lines)} kinds" if len(part.lines) > 1 else ""
         return (
-            f"{part.operation}: {_us(part.us)} ({share:.0%} of the step) that no floor asks for,"
+            f"{part.operation}: {_us(part.us)} ({share:.0%} of the step) without a floor,"
             f" {_times(part.count)}{kinds}; most in {place}"
         )
     return (
@@ -176,7 +172,7 @@ def _of_part(part: Part, split: Split) -> str:
     )
 
 
-def _of_gaps(split: Split) -> str:
+def _of_gaps(split: StepBreakdown) -> str:
     gaps = split.gaps
     before = ", ".join(f"`{line.name}` {_us(line.us)}" for line in gaps.before[:3])
     return (
