@@ -132,7 +132,7 @@ def test_no_minute_has_more_than_its_tokens() -> None:
             if running and rng.random() < 0.5:
                 charge, entry = running.pop(rng.randrange(len(running)))
                 entry[1] = rng.randint(0, charge.tokens)
-                charge.settle(entry[1])
+                tenant.settle(charge, entry[1])
             else:
                 tokens = rng.randint(1, 600)
                 try:

@@ -23,6 +23,7 @@ import re
 import secrets
 import time
 from collections import deque
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -70,6 +71,15 @@ class ApiKeyEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return ""
 
 
+@dataclass(slots=True, eq=False)
+class TokenCharge:
+    """Tokens that a request is charged."""
+
+    tokens: int
+    at: float  # time.monotonic()
+    counts: bool = True  # until it is a minute old
+
+
 class ApiKey:
     """One key and its use, or everyone where there are no keys (not `named`).
 
@@ -93,10 +103,10 @@ class ApiKey:
         """
         limit = self.entry.tokens_per_minute
         while self._charges and self._charges[0].at <= now - MINUTE:
-            self._charged -= self._charges.popleft().close()
-        charge = TokenCharge(self, tokens, now)
+            self._charges[0].counts = False
+            self._charged -= self._charges.popleft().tokens
+        charge = TokenCharge(tokens, now, limit is not None)
         if limit is None:
-            charge.close()
             return charge
         if tokens > limit:
             message = f"with the prompt makes up to {tokens} tokens; this key has tokens_per_minute {limit}: lower it"
@@ -127,8 +137,11 @@ class ApiKey:
             raise _limited(f"{self.running} requests of this key run, which is its limit", "max_concurrency", 1)
         self.running += 1
 
-    def refund(self, tokens: int) -> None:
-        self._charged -= tokens
+    def settle(self, charge: TokenCharge, used: int) -> None:
+        """The charged request has ended."""
+        if charge.counts and used < charge.tokens:
+            self._charged -= charge.tokens - used
+            charge.tokens = used
 
     def _wait(self, missing: int, now: float) -> int:
         """Whole seconds until so many charged tokens are a minute old."""
@@ -137,27 +150,6 @@ class ApiKey:
             if missing <= 0:
                 return max(1, int(charge.at + MINUTE - now) + 1)
         return int(MINUTE)
-
-
-class TokenCharge:
-    """Tokens that one request is charged, from `at` (time.monotonic()) on."""
-
-    __slots__ = ("_api_key", "_open", "at", "tokens")
-
-    def __init__(self, api_key: ApiKey, tokens: int, at: float) -> None:
-        self._api_key, self.tokens, self.at = api_key, tokens, at
-        self._open = True
-
-    def settle(self, used: int) -> None:
-        """The request has ended."""
-        if self._open and used < self.tokens:
-            self._api_key.refund(self.tokens - used)
-            self.tokens = used
-
-    def close(self) -> int:
-        """The charge is a minute old and counts no more. Returns its tokens."""
-        self._open = False
-        return self.tokens
 
 
 class RequestQuota:
@@ -180,7 +172,7 @@ class RequestQuota:
 
     def close(self) -> None:
         if self._charge is not None:
-            self._charge.settle(self.used)
+            self.api_key.settle(self._charge, self.used)
         self.api_key.running -= self._entered
 
 
@@ -209,8 +201,8 @@ class ApiKeys:
         """The key that the headers name, else `anyone`, or None where a key is required."""
         kind, _, bearer = headers.get("authorization", "").partition(" ")
         openai, anthropic = bearer.strip() if kind.lower() == "bearer" else "", headers.get("x-api-key", "")
-        found = [self._keys.get(self._blind(_digest(key))) for key in (openai, anthropic)]
-        return found[0] or found[1] or (None if self.required else self.anyone)
+        keys = [self._keys.get(self._blind(_digest(key))) for key in (openai, anthropic)]
+        return keys[0] or keys[1] or (None if self.required else self.anyone)
 
     def check_admin(self, api_key: ApiKey, path: str) -> None:
         """Raises ApiError (403) if the key may not use the admin route `path`."""

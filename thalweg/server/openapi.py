@@ -84,7 +84,7 @@ class InternalState(TypedDict):
     stats: Stats
 
 
-class ServerInfo(TypedDict):
+class ServerInfoResponse(TypedDict):
     version: str
     status: str
     reason: str

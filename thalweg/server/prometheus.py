@@ -58,7 +58,7 @@ class MetricsSnapshot(NamedTuple):
         }
 
 
-class Row(NamedTuple):
+class MetricRow(NamedTuple):
     """One metric. A name that ends with _total is a counter; a `BucketHistogram` is a histogram; others are gauges."""
 
     name: str
@@ -68,69 +68,71 @@ class Row(NamedTuple):
 
 
 OWN = (
-    Row("thalweg_up", "1 while the engine serves", "serving"),
-    Row("thalweg_build_info", "1, with the version", "version", ("version",)),
-    Row("thalweg_requests_total", "answered requests", "metrics.requests", ("route", "status")),
-    Row("thalweg_choices_total", "outputs that ended, by how", "metrics.finished", ("finish",)),
-    Row("thalweg_running_requests", "sequences that hold a slot", "stats.running"),
-    Row("thalweg_waiting_requests", "sequences that wait for a slot", "stats.waiting"),
-    Row("thalweg_slots", "sequences that can run at a time", "slots"),
-    Row("thalweg_cache_pages", "pages of the cache", "stats.pages"),
-    Row("thalweg_cache_pages_used", "pages that requests hold", "stats.pages_used"),
-    Row("thalweg_cache_pages_cached", "pages that only the prefix cache holds", "stats.pages_cached"),
-    Row("thalweg_token_usage", "share of the pages that requests hold", "token_usage"),
-    Row("thalweg_cache_hit_rate", "share of prompt tokens found in the prefix cache", "hit_rate"),
-    Row("thalweg_decode_tokens_per_second", f"over the last {WINDOW:g} s", "decode_rate"),
-    Row("thalweg_prefill_tokens_per_second", f"over the last {WINDOW:g} s", "prefill_rate"),
-    Row("thalweg_steps_total", "steps of the engine", "stats.steps"),
-    Row("thalweg_step_seconds_total", "seconds in which steps were in flight", "stats.step_seconds"),
-    Row("thalweg_prefill_tokens_total", "prompt tokens computed", "stats.prefill_tokens"),
-    Row("thalweg_decode_tokens_total", "tokens sampled", "stats.decode_tokens"),
-    Row("thalweg_verifications_total", "drafts of a sequence verified in one step", "stats.verifications"),
-    Row("thalweg_drafted_tokens_total", "draft tokens that were verified", "stats.drafted_tokens"),
-    Row("thalweg_accepted_tokens_total", "of these, accepted", "stats.accepted_tokens"),
-    Row("thalweg_rolled_back_tokens_total", "of these, computed and thrown away", "rolled_back"),
-    Row("thalweg_wasted_drafts_total", "draft tokens that were never verified", "stats.wasted_drafts"),
-    Row(
+    MetricRow("thalweg_up", "1 while the engine serves", "serving"),
+    MetricRow("thalweg_build_info", "1, with the version", "version", ("version",)),
+    MetricRow("thalweg_requests_total", "answered requests", "metrics.requests", ("route", "status")),
+    MetricRow("thalweg_choices_total", "outputs that ended, by how", "metrics.finished", ("finish",)),
+    MetricRow("thalweg_running_requests", "sequences that hold a slot", "stats.running"),
+    MetricRow("thalweg_waiting_requests", "sequences that wait for a slot", "stats.waiting"),
+    MetricRow("thalweg_slots", "sequences that can run at a time", "slots"),
+    MetricRow("thalweg_cache_pages", "pages of the cache", "stats.pages"),
+    MetricRow("thalweg_cache_pages_used", "pages that requests hold", "stats.pages_used"),
+    MetricRow("thalweg_cache_pages_cached", "pages that only the prefix cache holds", "stats.pages_cached"),
+    MetricRow("thalweg_token_usage", "share of the pages that requests hold", "token_usage"),
+    MetricRow("thalweg_cache_hit_rate", "share of prompt tokens found in the prefix cache", "hit_rate"),
+    MetricRow("thalweg_decode_tokens_per_second", f"over the last {WINDOW:g} s", "decode_rate"),
+    MetricRow("thalweg_prefill_tokens_per_second", f"over the last {WINDOW:g} s", "prefill_rate"),
+    MetricRow("thalweg_steps_total", "steps of the engine", "stats.steps"),
+    MetricRow("thalweg_step_seconds_total", "seconds in which steps were in flight", "stats.step_seconds"),
+    MetricRow("thalweg_prefill_tokens_total", "prompt tokens computed", "stats.prefill_tokens"),
+    MetricRow("thalweg_decode_tokens_total", "tokens sampled", "stats.decode_tokens"),
+    MetricRow("thalweg_verifications_total", "drafts of a sequence verified in one step", "stats.verifications"),
+    MetricRow("thalweg_drafted_tokens_total", "draft tokens that were verified", "stats.drafted_tokens"),
+    MetricRow("thalweg_accepted_tokens_total", "of these, accepted", "stats.accepted_tokens"),
+    MetricRow("thalweg_rolled_back_tokens_total", "of these, computed and thrown away", "rolled_back"),
+    MetricRow("thalweg_wasted_drafts_total", "draft tokens that were never verified", "stats.wasted_drafts"),
+    MetricRow(
         "thalweg_drafted_by_depth_total",
         "verifications with a draft token at this distance from the known tokens",
         "drafted_by_depth",
         ("depth",),
     ),
-    Row(
+    MetricRow(
         "thalweg_accepted_by_depth_total",
         "verifications that accepted a draft token at this distance",
         "accepted_by_depth",
         ("depth",),
     ),
-    Row(
+    MetricRow(
         "thalweg_steps_by_width_total",
         "steps that sampled, by drafts made of each sequence",
         "steps_by_width",
         ("width",),
     ),
-    Row("thalweg_drafter_failures_total", "drafters switched off for a failure", "stats.drafter_failures"),
-    Row("thalweg_preemptions_total", "sequences that gave their pages back and waited", "stats.preemptions"),
-    Row("thalweg_finished_total", "sequences that ended by themselves", "stats.finished"),
-    Row("thalweg_aborted_total", "sequences that were aborted", "stats.aborted"),
-    Row("thalweg_no_numbers_total", "sequences for which the model computed NaN", "stats.broken"),
-    Row("thalweg_disconnects_total", "requests whose client went away", "metrics.disconnects"),
-    Row("thalweg_prompt_tokens_total", "prompt tokens of ended choices", "metrics.prompt_tokens"),
-    Row("thalweg_generation_tokens_total", "tokens generated", "metrics.generation_tokens"),
-    Row("thalweg_cached_tokens_total", "of the prompt tokens, from the cache", "metrics.cached_tokens"),
-    Row("thalweg_time_to_first_token_seconds", "request read to first token", "metrics.first"),
-    Row("thalweg_inter_token_latency_seconds", "between tokens of a choice", "metrics.between"),
-    Row("thalweg_time_per_output_token_seconds", "mean gap between the tokens of a choice", "metrics.per_token"),
-    Row("thalweg_e2e_request_latency_seconds", "request read to last token", "metrics.whole"),
-    Row("thalweg_queue_time_seconds", "handed to the engine to admitted", "metrics.queued"),
-    Row("thalweg_prefill_time_seconds", "admitted to first token", "metrics.prefill"),
-    Row("thalweg_decode_time_seconds", "first token to last token", "metrics.decode"),
-    Row("thalweg_emit_seconds", "end of an engine step to its token written to the socket", "metrics.emit"),
-    Row("thalweg_prompt_length_tokens", "tokens of a prompt", "metrics.prompt_lengths"),
-    Row("thalweg_output_length_tokens", "tokens of an output", "metrics.output_lengths"),
-    Row("thalweg_accept_length_tokens", "mean tokens of a verification, of each output", "metrics.accept_lengths"),
+    MetricRow("thalweg_drafter_failures_total", "drafters switched off for a failure", "stats.drafter_failures"),
+    MetricRow("thalweg_preemptions_total", "sequences that gave their pages back and waited", "stats.preemptions"),
+    MetricRow("thalweg_finished_total", "sequences that ended by themselves", "stats.finished"),
+    MetricRow("thalweg_aborted_total", "sequences that were aborted", "stats.aborted"),
+    MetricRow("thalweg_no_numbers_total", "sequences for which the model computed NaN", "stats.broken"),
+    MetricRow("thalweg_disconnects_total", "requests whose client went away", "metrics.disconnects"),
+    MetricRow("thalweg_prompt_tokens_total", "prompt tokens of ended choices", "metrics.prompt_tokens"),
+    MetricRow("thalweg_generation_tokens_total", "tokens generated", "metrics.generation_tokens"),
+    MetricRow("thalweg_cached_tokens_total", "of the prompt tokens, from the cache", "metrics.cached_tokens"),
+    MetricRow("thalweg_time_to_first_token_seconds", "request read to first token", "metrics.first"),
+    MetricRow("thalweg_inter_token_latency_seconds", "between tokens of a choice", "metrics.between"),
+    MetricRow("thalweg_time_per_output_token_seconds", "mean gap between the tokens of a choice", "metrics.per_token"),
+    MetricRow("thalweg_e2e_request_latency_seconds", "request read to last token", "metrics.whole"),
+    MetricRow("thalweg_queue_time_seconds", "handed to the engine to admitted", "metrics.queued"),
+    MetricRow("thalweg_prefill_time_seconds", "admitted to first token", "metrics.prefill"),
+    MetricRow("thalweg_decode_time_seconds", "first token to last token", "metrics.decode"),
+    MetricRow("thalweg_emit_seconds", "end of an engine step to its token written to the socket", "metrics.emit"),
+    MetricRow("thalweg_prompt_length_tokens", "tokens of a prompt", "metrics.prompt_lengths"),
+    MetricRow("thalweg_output_length_tokens", "tokens of an output", "metrics.output_lengths"),
+    MetricRow(
+        "thalweg_accept_length_tokens", "mean tokens of a verification, of each output", "metrics.accept_lengths"
+    ),
 )
-# Names of the peers, each with the value of a `Row`. SGLang's are of `sglang.srt.observability.metrics_collector` (0.5.23).
+# Names of the peers, each with the value of a `MetricRow`. SGLang: `sglang.srt.observability.metrics_collector` 0.5.23.
 SGLANG = {
     "sglang:num_running_reqs": "stats.running",
     "sglang:num_queue_reqs": "stats.waiting",
@@ -212,12 +214,12 @@ class _SnapshotCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         derived, helps = self._snapshot.derived, {row.value: row.help for row in OWN}
-        rows: list[tuple[Row, Mapping[str, str]]] = [(row, {}) for row in OWN]
+        rows: list[tuple[MetricRow, Mapping[str, str]]] = [(row, {}) for row in OWN]
         for peer in self._names:
             table, peer_labels = PEERS[peer]
             for name, path in table.items():
                 text = helps.get(path, path.replace("_", " "))
-                rows.append((Row(name, text, path, PEER_LABELS.get(name, ())), peer_labels))
+                rows.append((MetricRow(name, text, path, PEER_LABELS.get(name, ())), peer_labels))
         for row, labels in rows:
             value = derived[row.value] if row.value in derived else attrgetter(row.value)(self._snapshot)
             yield _metric(row, value, {"model_name": self._snapshot.model, **labels})
@@ -226,7 +228,7 @@ class _SnapshotCollector(Collector):
         return ()
 
 
-def _metric(row: Row, value: Any, labels: dict[str, str]) -> Metric:
+def _metric(row: MetricRow, value: Any, labels: dict[str, str]) -> Metric:
     if isinstance(value, BucketHistogram):
         metric = Metric(row.name, row.help, "histogram")
         for bound, count in zip((*map(repr, value.bounds), "+Inf"), accumulate(value.counts), strict=True):

@@ -194,7 +194,7 @@ class ChatOptions:
 
 
 def choose_chat(
-    folder: Path, config: Mapping[str, Any], wish: ChatOptions = ChatOptions(), name: str = ""
+    folder: Path, config: Mapping[str, Any], options: ChatOptions = ChatOptions(), name: str = ""
 ) -> ChatFormat:
     """The encoder of a checkpoint: the user's choice, else its own template, else a built-in one by config and name.
 
@@ -202,19 +202,19 @@ def choose_chat(
     counts too, because V3, R1 and V3.1 share one architecture. Raises UnsupportedConfig for an unknown name,
     CheckpointError for a broken template.
     """
-    if wish.template in BUILTIN_ENCODERS:
-        return _builtin_format(wish.template, "set by the user")
-    if wish.template != "auto":
-        path = Path(wish.template)
+    if options.template in BUILTIN_ENCODERS:
+        return _builtin_format(options.template, "set by the user")
+    if options.template != "auto":
+        path = Path(options.template)
         if not path.is_file():
             known = ", ".join(("auto", *BUILTIN_ENCODERS))
-            raise UnsupportedConfig(f"--chat-template {wish.template}: no such file, nor one of {known}")
+            raise UnsupportedConfig(f"--chat-template {options.template}: no such file, nor one of {known}")
         source = {"default": path.read_text(encoding="utf-8")}
-        return _template_format(source, wish, f"the template {path.name} set by the user")
+        return _template_format(source, options, f"the template {path.name} set by the user")
     templates = read_templates(folder, read_json_object(folder / "tokenizer_config.json"))
     if templates:
         templates.setdefault("default", next(iter(templates.values())))
-        return _template_format(templates, wish, "the checkpoint brings a chat template")
+        return _template_format(templates, options, "the checkpoint brings a chat template")
     builtin = builtin_encoder(config, f"{name} {folder.name}")
     if builtin is None:
         reason = "no chat template in the checkpoint, and no built-in encoder fits its architecture"
@@ -265,8 +265,8 @@ def _builtin_format(name: str, reason: str) -> ChatFormat:
     return ChatFormat(BuiltinEncoder(name), BUILTIN_ENCODERS[name].formats, reason)
 
 
-def _template_format(sources: Mapping[str, str], wish: ChatOptions, reason: str) -> ChatFormat:
-    templates = {name: Template(source, wish.special_tokens) for name, source in sources.items()}
+def _template_format(sources: Mapping[str, str], options: ChatOptions, reason: str) -> ChatFormat:
+    templates = {name: Template(source, options.special_tokens) for name, source in sources.items()}
     return ChatFormat(TemplateEncoder(templates), formats_of(sources["default"]), reason)
 
 
