@@ -118,6 +118,9 @@ def test_one_layer_of_each_kind_runs_every_kind_of_step(monkeypatch: pytest.Monk
     assert isinstance(slim, torch.nn.Module) and isinstance(slim.layers, torch.nn.ModuleList)
     assert len(slim.layers) == 2 < len(model.layers) and slim.layers[0] is model.layers[0]  # type: ignore[arg-type]
     assert [name for name, _ in model.named_parameters()] == names
+    layers_run: list[int] = []
+    for number, layer in enumerate(model.layers):  # type: ignore[arg-type]
+        layer.register_forward_pre_hook(lambda *_, number=number: layers_run.append(number))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     planes, slots = Planes(model.planes(), 1), Slots(5, 128, torch.device("cpu"))
     runner = Runner(slim, slim, planes, slots)
@@ -125,6 +128,7 @@ def test_one_layer_of_each_kind_runs_every_kind_of_step(monkeypatch: pytest.Monk
         made = runner.sample(runner.forward(plan))
         assert made is not None and made.sampled is not None or not any(row.emit for row in plan.rows)
     assert not slots.tokens_SL[:, :128].any(), "padding writes no token"
+    assert len(set(layers_run)) == 2, "the other layers were left out"
     ways: list[int] = []
     warm_up(Runner(model, model, planes, slots), SETTINGS_TINY, 128, lambda done, total: ways.append(total))
     assert len(ways) == ways[0] > 40

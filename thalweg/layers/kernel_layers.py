@@ -142,12 +142,13 @@ class KernelLayers(LayerFactory):
     def _expert_scheme(self, name: str, inner: int, hidden: int, part: range | None) -> Quantized | None:
         up, down = ((inner, hidden), taken(part)), ((hidden, inner), taken(columns=part))
         matrices = {"gate": up, "up": up, "down": down}
-        return _common(
+        scheme = _common(
             [
                 self.held(TensorSpec(f"{name}.{half}_proj.weight", shape, self.published), take)
                 for half, (shape, take) in matrices.items()
             ]
         )
+        return scheme if scheme is not None and scheme.has_expert_kernels else None
 
     def metadata(self, facts: ModelFacts, workspace: WorkspaceNeed) -> PagedMetadataBuilder | ReferenceMetadata:
         kernels, device = self.kernels, self.device

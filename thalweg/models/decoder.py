@@ -7,9 +7,9 @@ hidden states.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -123,8 +123,8 @@ class Decoder(Module):
         self.head: Vocabulary | None = None
         if self.stage.is_first or self.stage.is_last:  # drafters on the last stage embed, too
             self.embedding = factory.vocabulary("model.embed_tokens", facts.vocab, facts.hidden)
-        self._layers = [make_layer(facts, i, factory) for i in range(self.stage.first, self.stage.stop)]
-        self.layers = nn.ModuleList(layer for layer in self._layers if isinstance(layer, nn.Module))
+        layers = [make_layer(facts, i, factory) for i in range(self.stage.first, self.stage.stop)]
+        self.layers = nn.ModuleList(layer for layer in layers if isinstance(layer, nn.Module))
         if self.stage.is_last:
             self.norm = factory.norm("model.norm", facts.hidden, facts.norm_eps)
             self.head = self.embedding if facts.tied else factory.vocabulary("lm_head", facts.vocab, facts.hidden)
@@ -141,8 +141,11 @@ class Decoder(Module):
     def watch(self, layers: Sequence[int]) -> None:
         self.watched = tuple(layers)
 
+    def _decoder_layers(self) -> Iterable[DecoderLayer]:
+        return cast(Iterable[DecoderLayer], self.layers)
+
     def planes(self) -> tuple[PlaneSpec, ...]:
-        return tuple(spec for layer in self._layers for spec in layer.planes())
+        return tuple(spec for layer in self._decoder_layers() for spec in layer.planes())
 
     def embed(self, ids_T: Tensor) -> Tensor:
         return self._embedded(ids_T).value()
@@ -171,7 +174,7 @@ class Decoder(Module):
                 received.selections,
                 list(received.watched),
             )
-        for number, layer in enumerate(self._layers, self.stage.first):
+        for number, layer in enumerate(self._decoder_layers(), self.stage.first):
             if number in self.watched:
                 watched.append(settled_copy(h))
             selections = layer(h, metadata, selections)

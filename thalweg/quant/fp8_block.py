@@ -28,6 +28,7 @@ class Fp8Block(Quantized):
     name = "fp8_block"
     operation = "fp8_gemm"
     quantizes_activations = True
+    has_expert_kernels = True
     code_spread = 64.0  # the largest code is 448
 
     def __init__(self, block: tuple[int, int]) -> None:

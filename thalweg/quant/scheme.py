@@ -96,6 +96,7 @@ class Quantized(Scheme):
     operation: str  # the option that chooses the backend of its products, e.g. "fp8_gemm"
     block: tuple[int, int]  # rows and columns that share a scale
     quantizes_activations: bool  # whether its products multiply quantized activations
+    has_expert_kernels: bool  # whether grouped experts multiply by it, too
 
     @abstractmethod
     def holds(self, take: Take, shape: tuple[int, ...], is_reordered: bool) -> bool:
