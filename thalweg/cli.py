@@ -73,7 +73,8 @@ def usage() -> str:
     return f"""\
 usage: thalweg COMMAND [MODEL] [--flag value ...]
 
-Thalweg {__version__}: an LLM inference engine. MODEL is a folder with config.json and *.safetensors, or org/name on the model hub.
+Thalweg {__version__}: an LLM inference engine. MODEL is a folder with config.json and *.safetensors,
+or org/name on the model hub.
 
 {rows}
 
@@ -114,7 +115,8 @@ examples:
   thalweg serve models/tiny --host 0.0.0.0 --ssl-certfile cert.pem --ssl-keyfile key.pem
   thalweg serve --config serve.yaml --log-level debug
 
-/ready answers 200 once the model is loaded, /health while the server lives. SIGTERM and Ctrl-C let running requests finish."""
+/ready answers 200 once the model is loaded, /health while the server lives. SIGTERM and Ctrl-C let running requests
+finish."""
     parser = options_parser(
         "thalweg serve", "Serves a model over HTTP: OpenAI's routes, its own, and a page to chat on.", epilog
     )
@@ -145,7 +147,7 @@ examples:
   thalweg warmup org/name
   thalweg warmup org/name --max-running-requests 128 --cache-dir /var/cache/thalweg
 
-Takes the flags of `thalweg serve`, so that what it compiles is what serve will run. Weights are not read: config.json is enough."""
+Takes the flags of `thalweg serve` and compiles what it will run. Weights are not read: config.json is enough."""
     parser = options_parser(
         "thalweg warmup",
         "Compiles ahead all kernels that serving with these flags needs, into a folder that stays.",

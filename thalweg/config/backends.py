@@ -1,7 +1,8 @@
-"""The catalogs of kernel backends, in order of measured preference: what each supports, and where its code is. No torch.
+"""The catalogs of kernel backends, in order of measured preference: what each supports, and where its code is. No
+torch.
 
-To add an attention backend: a file with its code, and a row in `DECODE` or `PREFILL`. A capability is a field that every
-row must answer.
+To add an attention backend: a file with its code, and a row in `DECODE` or `PREFILL`. A capability is a field that
+every row must answer.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ C = TypeVar("C", bound=Capabilities)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Backend(Generic[C]):
+class KernelBackend(Generic[C]):
     """A row of a catalog. Code is named by entry points (`config.entry_point`). A check takes (device,
     `core.kernels.CheckCase`) and raises RuntimeError where the library does not run or is wrong.
     """
@@ -159,27 +160,28 @@ _FLASHINFER = replace(  # compiles when first used and plans on the host, so it 
 _CHECK_FLASHINFER = "kernels.gqa.flashinfer:check"
 _TRITON_GQA, _FLASHINFER_GQA = "kernels.gqa.backends:TritonGqa", "kernels.gqa.flashinfer:FlashInferGqa"
 
-DECODE: dict[str, Backend[AttentionCapabilities]] = {
-    "triton": Backend(supports=_TRITON, mla="kernels.mla.backends:TritonMlaDecode", gqa=_TRITON_GQA),
-    # FlashMLA for many rows, Triton for few rows and for trees. Faster than Triton where many heads make attention bound
-    # by the tensor cores (H100, µs a layer, FlashMLA / Triton: 128 heads, 8 x 1,024 tokens 29 / 38, 128 x 1,024 95 / 156,
-    # 64 x 4,096 135 / 270; 64 heads 23 / 29, 72 / 86, 133 / 173; in FP8 from 32 rows on), and no faster with 16.
-    "triton+flashmla": Backend(
+DECODE: dict[str, KernelBackend[AttentionCapabilities]] = {
+    "triton": KernelBackend(supports=_TRITON, mla="kernels.mla.backends:TritonMlaDecode", gqa=_TRITON_GQA),
+    # FlashMLA for many rows, Triton for few rows and for trees. Faster than Triton where many heads make attention
+    # bound by the tensor cores (H100, µs a layer, FlashMLA / Triton: 128 heads, 8 x 1,024 tokens 29 / 38, 128 x 1,024
+    # 95 / 156, 64 x 4,096 135 / 270; 64 heads 23 / 29, 72 / 86, 133 / 173; in FP8 from 32 rows on), and no faster with
+    # 16.
+    "triton+flashmla": KernelBackend(
         supports=replace(_FLASHMLA, trees=BOTH),
         libraries=(TRITON, FLASHMLA),
         mla="kernels.mla.flashmla:by_size",
         check_mla="kernels.mla.flashmla:check",
         preferred_heads=64,
     ),
-    "flashmla": Backend(
+    "flashmla": KernelBackend(
         supports=_FLASHMLA,
         libraries=(TRITON, FLASHMLA),
         mla="kernels.mla.flashmla:FlashMlaDecode",
         check_mla="kernels.mla.flashmla:check",
     ),
-    "torch": Backend(supports=_TORCH),
-    "reference": Backend(supports=_REFERENCE, libraries=()),
-    "flashinfer": Backend(
+    "torch": KernelBackend(supports=_TORCH),
+    "reference": KernelBackend(supports=_REFERENCE, libraries=()),
+    "flashinfer": KernelBackend(
         supports=_FLASHINFER,
         libraries=(TRITON, FLASHINFER),
         mla="kernels.mla.flashinfer:FlashInferMlaDecode",
@@ -188,8 +190,8 @@ DECODE: dict[str, Backend[AttentionCapabilities]] = {
         check_gqa=_CHECK_FLASHINFER,
     ),
 }
-PREFILL: dict[str, Backend[AttentionCapabilities]] = {
-    "fa3": Backend(  # H100, 8,192 tokens of 16 heads: 751 TFLOP/s, Triton 459
+PREFILL: dict[str, KernelBackend[AttentionCapabilities]] = {
+    "fa3": KernelBackend(  # H100, 8,192 tokens of 16 heads: 751 TFLOP/s, Triton 459
         supports=replace(_HOPPER, heads=frozenset({"mla", "gqa"})),
         libraries=(TRITON, FA3),
         mla="kernels.mla.fa3:prefill",
@@ -198,10 +200,10 @@ PREFILL: dict[str, Backend[AttentionCapabilities]] = {
         check_gqa="kernels.gqa.fa3:check",
         gathers_keys=True,
     ),
-    "triton": Backend(supports=_TRITON, mla="kernels.mla.backends:triton_prefill", gqa=_TRITON_GQA),
-    "torch": Backend(supports=_TORCH),
-    "reference": Backend(supports=_REFERENCE, libraries=()),
-    "flashinfer": Backend(
+    "triton": KernelBackend(supports=_TRITON, mla="kernels.mla.backends:triton_prefill", gqa=_TRITON_GQA),
+    "torch": KernelBackend(supports=_TORCH),
+    "reference": KernelBackend(supports=_REFERENCE, libraries=()),
+    "flashinfer": KernelBackend(
         supports=replace(_FLASHINFER, heads=frozenset({"gqa"})),
         libraries=(TRITON, FLASHINFER),
         gqa=_FLASHINFER_GQA,
@@ -221,23 +223,24 @@ _GEMM_HOPPER = replace(_GEMM_TRITON, chip=frozenset({"hopper"}), deterministic=f
 _FP8_HOPPER = replace(_GEMM_HOPPER, weights=frozenset({"fp8_gemm"}))
 _CHECK_EXPERTS, _CHECK_FP8 = "kernels.experts.ext:check", "kernels.gemm.fp8:check"
 
-# Triton is as fast for bf16 experts at any number of tokens (8,192 of V2-Lite on an H100: 2.27 ms a layer, DeepGEMM 2.32)
-EXPERTS: dict[str, Backend[GemmCapabilities]] = {
-    "triton+deep_gemm": Backend(supports=_FP8_HOPPER, libraries=(DEEP_GEMM,), check=_CHECK_EXPERTS),
-    "triton": Backend(supports=_GEMM_TRITON, libraries=()),
-    "deep_gemm": Backend(supports=_GEMM_HOPPER, libraries=(DEEP_GEMM,), check=_CHECK_EXPERTS),
-    "reference": Backend(supports=_GEMM_REFERENCE, libraries=()),
+# Triton is as fast for bf16 experts at any number of tokens (8,192 of V2-Lite on an H100: 2.27 ms a layer, DeepGEMM
+# 2.32)
+EXPERTS: dict[str, KernelBackend[GemmCapabilities]] = {
+    "triton+deep_gemm": KernelBackend(supports=_FP8_HOPPER, libraries=(DEEP_GEMM,), check=_CHECK_EXPERTS),
+    "triton": KernelBackend(supports=_GEMM_TRITON, libraries=()),
+    "deep_gemm": KernelBackend(supports=_GEMM_HOPPER, libraries=(DEEP_GEMM,), check=_CHECK_EXPERTS),
+    "reference": KernelBackend(supports=_GEMM_REFERENCE, libraries=()),
 }
-FP8: dict[str, Backend[GemmCapabilities]] = {
-    "triton+deep_gemm": Backend(supports=_FP8_HOPPER, libraries=(DEEP_GEMM,), check=_CHECK_FP8),
-    "triton": Backend(supports=replace(_GEMM_TRITON, weights=frozenset({"fp8_gemm"})), libraries=()),
-    "deep_gemm": Backend(supports=_FP8_HOPPER, libraries=(DEEP_GEMM,), check=_CHECK_FP8),
-    "cublas": Backend(supports=_FP8_HOPPER, libraries=(), check=_CHECK_FP8),
-    "reference": Backend(supports=replace(_GEMM_REFERENCE, weights=frozenset({"fp8_gemm"})), libraries=()),
+FP8: dict[str, KernelBackend[GemmCapabilities]] = {
+    "triton+deep_gemm": KernelBackend(supports=_FP8_HOPPER, libraries=(DEEP_GEMM,), check=_CHECK_FP8),
+    "triton": KernelBackend(supports=replace(_GEMM_TRITON, weights=frozenset({"fp8_gemm"})), libraries=()),
+    "deep_gemm": KernelBackend(supports=_FP8_HOPPER, libraries=(DEEP_GEMM,), check=_CHECK_FP8),
+    "cublas": KernelBackend(supports=_FP8_HOPPER, libraries=(), check=_CHECK_FP8),
+    "reference": KernelBackend(supports=replace(_GEMM_REFERENCE, weights=frozenset({"fp8_gemm"})), libraries=()),
 }
 
 
-ALL: tuple[Backend[Any], ...] = (*DECODE.values(), *PREFILL.values(), *EXPERTS.values(), *FP8.values())
+ALL: tuple[KernelBackend[Any], ...] = (*DECODE.values(), *PREFILL.values(), *EXPERTS.values(), *FP8.values())
 LIBRARIES = {library.name: library for backend in ALL for library in backend.libraries}
 
 

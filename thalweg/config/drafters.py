@@ -22,7 +22,8 @@ class DrafterEntry:
 
     summary: str  # what it drafts with
     build: str  # makes an empty `spec.drafter.Drafter` of (target, folder, draft_sampling)
-    # checks the folder by (algorithm, folder, target's facts, target's folder); raises CheckpointError, UnsupportedConfig
+    # checks the folder by (algorithm, folder, target's facts, target's folder); raises CheckpointError,
+    # UnsupportedConfig
     inspect: str = ""
     weights: DrafterWeights
     steps: int = 3  # drafts of a chain where the user names no number

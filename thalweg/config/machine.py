@@ -83,7 +83,9 @@ def _cpu_name() -> str:
 
 
 def _gpus() -> tuple[tuple[str, ...], int, str]:
-    """Names, and the free bytes and compute capability of the first, by the driver's own tool; none without a driver."""
+    """Names, and the free bytes and compute capability of the first, by the driver's own tool; none without a
+    driver.
+    """
     query = ["nvidia-smi", "--query-gpu=memory.free,compute_cap,name", "--format=csv,noheader,nounits"]
     try:
         told = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout

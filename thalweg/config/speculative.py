@@ -18,8 +18,8 @@ _STEPS = ", ".join(f"{name} {entry.steps}" for name, entry in DRAFTERS.items())
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculativeOptions:
-    """Tokens that are drafted, and verified several in a step. By default the output is that of plain decoding, seed for
-    seed.
+    """Tokens that are drafted, and verified several in a step. By default the output is that of plain decoding, seed
+    for seed.
     """
 
     speculative_algorithm: str | None = setting(

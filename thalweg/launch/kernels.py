@@ -9,9 +9,9 @@ from thalweg.config import backends
 from thalweg.config.backends import (
     AttentionCapabilities,
     AttentionRequirements,
-    Backend,
     GemmCapabilities,
     GemmRequirements,
+    KernelBackend,
 )
 from thalweg.config.machine import Machine
 from thalweg.config.model import ModelFacts
@@ -93,7 +93,7 @@ def _record(role: str, backend: Selected[C], decisions: Decisions) -> None:
     decisions.add(DECISION_NAMES[role], backend.name, backend.source, reason)
 
 
-def _on(catalog: Mapping[str, Backend[C]], machine: Machine, heads: int = 0) -> dict[str, C]:
+def _on(catalog: Mapping[str, KernelBackend[C]], machine: Machine, heads: int = 0) -> dict[str, C]:
     """The capabilities on this machine, in order of preference for a model with this many heads."""
     names = sorted(catalog, key=lambda name: not 0 < catalog[name].preferred_heads <= heads)
     return {name: catalog[name].on(machine.libraries) for name in names}

@@ -17,8 +17,8 @@ from thalweg.text.messages import read_tools
 from thalweg.text.parser import REASONING_FORMATS, TOOL_FORMATS, AnswerParser
 
 EPILOG = """\
-FILE holds one raw output as the model wrote it, special tokens included (the one that ended it is dropped); - is standard input. Where it
-holds </think>, what stands before that is taken as the thought, unless --reasoning-parser says otherwise.
+FILE holds one raw output of a model with its special tokens (an end token is dropped); - is standard input. Text before
+</think> is the thought, unless --reasoning-parser says otherwise.
 
 examples:
   thalweg parse --format deepseekv32 output.txt

@@ -25,9 +25,9 @@ from thalweg.text.chat import (
 from thalweg.text.tokenizer import Tokenizer
 
 EPILOG = f"""\
-FILE is JSON, - is standard input: a list of messages, or an object with messages and, as it likes, tools, thinking, drop_thinking,
-add_generation_prompt, continue_final_message, response_format, chat_template_kwargs. MODEL is a folder or org/name on the hub; without
-one there are no token ids, and --chat-template names the encoder: {", ".join(BUILTIN_ENCODERS)}, or a Jinja file.
+FILE is JSON, - is standard input: a list of messages, or an object with messages and optionally tools, thinking,
+drop_thinking, add_generation_prompt, continue_final_message, response_format, chat_template_kwargs. MODEL is a folder or
+org/name on the hub; without one there are no token ids, and --chat-template names the encoder: {", ".join(BUILTIN_ENCODERS)}, or a Jinja file.
 
 examples:
   thalweg render models/tiny conversation.json

@@ -1,5 +1,5 @@
-"""What an engine gets: device, types, requests, tokens of a step, and memory. Nothing that the user set is changed: what
-cannot be honoured is an error.
+"""What an engine gets: device, types, requests, tokens of a step, and memory. Nothing that the user set is changed:
+what cannot be honoured is an error.
 """
 
 from __future__ import annotations

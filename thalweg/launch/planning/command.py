@@ -33,10 +33,10 @@ CONTEXTS = (1024, 4096, 16384)
 EPILOG = f"""\
 examples:
   thalweg plan models/tiny                                   what would be chosen here and why, memory, floors
-  thalweg plan org/name --machine h200x8                     the same for eight H200s, and how to lay the model out on them
+  thalweg plan org/name --machine h200x8                     the same for eight H200s, and the best layout
   thalweg plan config.json --machine h100x8 --request-rate 4 --input-len 4000 --output-len 500 --tpot-target 30
   thalweg plan org/name --machine b200x8 --tp-size 8 --dp-size 8 --ep-size 8 --concurrency 1024
-  thalweg plan models/tiny --check                           starts an engine here, compares its memory with the forecast
+  thalweg plan models/tiny --check                           compares the memory of an engine with the forecast
   thalweg plan models/tiny --check --server http://127.0.0.1:30000
 
 MODEL may be a config.json alone. Machines: {", ".join(CHIPS)}, each with x and a number of GPUs. A floor is what no

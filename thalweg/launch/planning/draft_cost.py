@@ -1,4 +1,6 @@
-"""What drafts cost at best: a step verifies them, and each is a forward of the drafter's own weights, where it has any."""
+"""What drafts cost at best: a step verifies them, and each is a forward of the drafter's own weights, where it has
+any.
+"""
 
 from __future__ import annotations
 

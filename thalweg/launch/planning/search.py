@@ -103,8 +103,8 @@ class ServedLayout:
         return self._times(shape, is_paced=False)[0] / (self.layout.dp * self.layout.pp)
 
     def _times(self, shape: StepShape, is_paced: bool) -> tuple[float, float]:
-        """Seconds, and those of them for communication. is_paced: steps follow one another, so that a pipeline's slowest
-        stage counts.
+        """Seconds, and those of them for communication. is_paced: steps follow one another, so that a pipeline's
+        slowest stage counts.
         """
         layout, top = self.layout, self.target.top
         parts = phases(self.model, shape)

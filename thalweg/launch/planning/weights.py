@@ -1,4 +1,6 @@
-"""A model as `plan` sees it: the weights and the KV of one GPU of a layout, counted from its layers on the meta device."""
+"""A model as `plan` sees it: the weights and the KV of one GPU of a layout, counted from its layers on the meta
+device.
+"""
 
 from __future__ import annotations
 
