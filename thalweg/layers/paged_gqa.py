@@ -86,9 +86,9 @@ class PagedGqa(GqaProjections):
         """Rows of one length, split: → [T, H, d]. is_new: their keys are not stored yet."""
         (query, key, value), kv = self._split(qkv_THd), step.kv(self.layer, self.kv_heads)
         if self.is_deterministic:
-            return self.kernels.paged.ragged(query, kv, step.prepared, None)
+            return self.kernels.paged.ragged(query, kv, step.prepared, None)[0]
         new = NewTokens(key, value, step.kv_write(slice(0, step.decode)), self._norms()) if is_new else None
-        return self.kernels.decode.decode(query, kv, step.rows, step.prepared.decode, new)
+        return self.kernels.decode.decode(query, kv, step.rows, step.prepared.decode, new)[0]
 
     def _ragged(self, qkv_THd: Tensor, step: PagedStep, rest: Rest) -> Tensor:
         """Rows of any length: → [T, H, d]."""
@@ -96,7 +96,7 @@ class PagedGqa(GqaProjections):
         contiguous, whole, (table, _, starts, longest, _) = self.kernels.contiguous, step.whole, rest.rows
         if contiguous is None:
             prepared = None if self.is_deterministic else step.prepared.ragged
-            return self.kernels.paged.ragged(query, kv, rest.rows, prepared)
+            return self.kernels.paged.ragged(query, kv, rest.rows, prepared)[0]
         if whole is not None:
             rows = RaggedRows(starts, whole.starts_R1, longest, whole.max_tokens)
             return contiguous(query, *gather(kv, table, whole), rows, scale=self.scale)[0]

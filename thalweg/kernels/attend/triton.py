@@ -140,8 +140,8 @@ def pages_of_split(split, splits, pages, FIXED: tl.constexpr):
 
 @triton.jit
 def first_page(table, rows, first_token, table_row, split, QUERY: tl.constexpr):
-    """→ the page table of a token's row, and the first page of a split that is not of consecutive pages. rows: the row of
-    each token; None is token // QUERY.
+    """→ the page table of a token's row, and the first page of a split that is not of consecutive pages. rows: the row
+    of each token; None is token // QUERY.
     """
     row = (first_token // QUERY if rows is None else tl.load(rows + first_token)).to(tl.int64)
     row_pages = table + row * table_row
@@ -150,8 +150,8 @@ def first_page(table, rows, first_token, table_row, split, QUERY: tl.constexpr):
 
 @triton.jit
 def page_after(row_pages, first, step, count, tile, TILES: tl.constexpr):
-    """The page of the tile after this one, of TILES a page. Kernels read it one tile ahead, so that their loop never waits
-    for it.
+    """The page of the tile after this one, of TILES a page. Kernels read it one tile ahead, so that their loop never
+    waits for it.
     """
     following = tl.minimum((tile + 1) // TILES, count - 1)
     return tl.load(row_pages + first + following * step).to(tl.int32)

@@ -33,8 +33,13 @@ class StepRows(NamedTuple):
     decoding: int  # leading rows that are decode rows
 
 
+States = tuple[Tensor, Tensor | None]  # [T, H, d], and the LSE [T, H] where it is asked for
+
+
 class GqaKernel(Protocol):
-    """Attention over pages. `prepared`: what `prepare` made of the step."""
+    """Attention over pages. prepared: what `prepare` made of the step. with_lse: asks for the LSE, for
+    `merge_states`.
+    """
 
     @property
     def plans(self) -> bool:
@@ -48,21 +53,18 @@ class GqaKernel(Protocol):
         """What all layers of a step share."""
 
     def decode(
-        self, query_THd: Tensor, kv: KvPlanes, rows: DecodeRows, prepared: Any, new: NewTokens | None = None
-    ) -> Tensor:
-        """→ [T, H, d] of decode rows."""
+        self,
+        query_THd: Tensor,
+        kv: KvPlanes,
+        rows: DecodeRows,
+        prepared: Any,
+        new: NewTokens | None = None,
+        with_lse: bool = False,
+    ) -> States:
+        """Decode rows."""
 
-    def decode_with_lse(
-        self, query_THd: Tensor, kv: KvPlanes, rows: DecodeRows, prepared: Any
-    ) -> tuple[Tensor, Tensor]:
-        """The same for `merge_states`: → ([T, H, d], LSE [T, H])."""
-
-    def ragged(self, query_THd: Tensor, kv: KvPlanes, rows: PagedRows, prepared: Any) -> Tensor:
-        """→ [T, H, d] of the other rows."""
-
-    def ragged_with_lse(
-        self, query_THd: Tensor, kv: KvPlanes, rows: PagedRows, prepared: Any
-    ) -> tuple[Tensor, Tensor]: ...
+    def ragged(self, query_THd: Tensor, kv: KvPlanes, rows: PagedRows, prepared: Any, with_lse: bool = False) -> States:
+        """The other rows."""
 
 
 class ContiguousGqa(Protocol):
@@ -87,26 +89,25 @@ class TritonGqa:
         return None
 
     def decode(
-        self, query_THd: Tensor, kv: KvPlanes, rows: DecodeRows, prepared: None, new: NewTokens | None = None
-    ) -> Tensor:
-        return merge(*self._splits(query_THd, kv, rows, new), query_THd.dtype)
-
-    def decode_with_lse(
-        self, query_THd: Tensor, kv: KvPlanes, rows: DecodeRows, prepared: None
-    ) -> tuple[Tensor, Tensor]:
-        return merge_with_lse(*self._splits(query_THd, kv, rows, None), query_THd.dtype)
-
-    def _splits(
-        self, query_THd: Tensor, kv: KvPlanes, rows: DecodeRows, new: NewTokens | None
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        query_THd: Tensor,
+        kv: KvPlanes,
+        rows: DecodeRows,
+        prepared: None,
+        new: NewTokens | None = None,
+        with_lse: bool = False,
+    ) -> States:
         heads, kv_heads, dim = self.shape
         splits = triton.splits_for(len(query_THd), heads, kv_heads, rows.max_kv_len, rows.query)
-        return triton.decode(query_THd, kv, rows, scale=dim**-0.5, splits=splits, new=new)
+        partial, lse = triton.decode(query_THd, kv, rows, scale=dim**-0.5, splits=splits, new=new)
+        if with_lse:
+            return merge_with_lse(partial, lse, query_THd.dtype)
+        return merge(partial, lse, query_THd.dtype), None
 
-    def ragged(self, query_THd: Tensor, kv: KvPlanes, rows: PagedRows, prepared: None) -> Tensor:
-        return triton.prefill(query_THd, kv, rows, scale=self.shape.dim**-0.5)
-
-    def ragged_with_lse(
-        self, query_THd: Tensor, kv: KvPlanes, rows: PagedRows, prepared: None
-    ) -> tuple[Tensor, Tensor]:
-        return triton.prefill_with_lse(query_THd, kv, rows, scale=self.shape.dim**-0.5)
+    def ragged(
+        self, query_THd: Tensor, kv: KvPlanes, rows: PagedRows, prepared: None, with_lse: bool = False
+    ) -> States:
+        scale = self.shape.dim**-0.5
+        if with_lse:
+            return triton.prefill_with_lse(query_THd, kv, rows, scale=scale)
+        return triton.prefill(query_THd, kv, rows, scale=scale), None

@@ -95,7 +95,8 @@ def paged_cases(generator: torch.Generator, dtype: torch.dtype = torch.bfloat16)
         yield KernelCase(
             name=f"{kind}{', e4m3' * fp8}{', fixed' * fixed}",
             inputs={
-                "q_THd": q, "kv": kv, "rows": PagedRows(table, last_positions(lengths), starts_of(queries), max(queries)),
+                "q_THd": q, "kv": kv, "rows": PagedRows(table, last_positions(lengths), starts_of(queries),
+                max(queries)),
                 "splits": splits, "fixed": fixed,
             },
             exact=(out, lse),
@@ -155,8 +156,8 @@ def _timed(name: str, shape: tuple[int, int, int], rows: int, context: int, gpu:
 
         kernel = TritonGqa(GqaShape(*shape))
         if not rows:
-            return (kernel.ragged(q, kv, paged, None),)
-        return (kernel.decode(q, kv, DecodeRows(paged.table_RL, paged.positions_T, 1, context), None),)
+            return kernel.ragged(q, kv, paged, None)[:1]
+        return kernel.decode(q, kv, DecodeRows(paged.table_RL, paged.positions_T, 1, context), None)[:1]
 
     def by_fa3(q: Tensor, kv: KvPlanes, paged: PagedRows) -> tuple[Tensor, ...]:
         """Of contiguous keys and values, which a prompt without cached context has."""

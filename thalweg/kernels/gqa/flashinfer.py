@@ -23,7 +23,7 @@ from thalweg.core.kernels import CheckCase
 from thalweg.kernels.attend.args import DecodeRows, KvPlanes, PagedRows, RowLengths
 from thalweg.kernels.attend.case import last_positions, starts_of
 from thalweg.kernels.attend.check import NVCC, check_ragged
-from thalweg.kernels.gqa.backends import GqaShape, StepRows
+from thalweg.kernels.gqa.backends import GqaShape, States, StepRows
 from thalweg.kernels.gqa.triton import NewTokens
 
 PAGE = 64
@@ -122,30 +122,25 @@ class FlashInferGqa:
         wrapper.plan(*rows, *self.shape, PAGE, **options)
 
     def decode(
-        self, query_THd: Tensor, kv: KvPlanes, rows: DecodeRows, prepared: PlannedStep, new: NewTokens | None = None
-    ) -> Tensor:
-        return _run(prepared.decode, query_THd, kv)
+        self,
+        query_THd: Tensor,
+        kv: KvPlanes,
+        rows: DecodeRows,
+        prepared: PlannedStep,
+        new: NewTokens | None = None,
+        with_lse: bool = False,
+    ) -> States:
+        return _run(prepared.decode, query_THd, kv, with_lse)
 
-    def decode_with_lse(
-        self, query_THd: Tensor, kv: KvPlanes, rows: DecodeRows, prepared: PlannedStep
-    ) -> tuple[Tensor, Tensor]:
-        return _run_with_lse(prepared.decode, query_THd, kv)
-
-    def ragged(self, query_THd: Tensor, kv: KvPlanes, rows: PagedRows, prepared: PlannedStep) -> Tensor:
-        return _run(prepared.ragged, query_THd, kv)
-
-    def ragged_with_lse(
-        self, query_THd: Tensor, kv: KvPlanes, rows: PagedRows, prepared: PlannedStep
-    ) -> tuple[Tensor, Tensor]:
-        return _run_with_lse(prepared.ragged, query_THd, kv)
+    def ragged(
+        self, query_THd: Tensor, kv: KvPlanes, rows: PagedRows, prepared: PlannedStep, with_lse: bool = False
+    ) -> States:
+        return _run(prepared.ragged, query_THd, kv, with_lse)
 
 
-def _run(wrapper: Any, query_THd: Tensor, kv: KvPlanes) -> Tensor:
-    out: Tensor = wrapper.run(query_THd, (kv.key, kv.value))
-    return out
-
-
-def _run_with_lse(wrapper: Any, query_THd: Tensor, kv: KvPlanes) -> tuple[Tensor, Tensor]:
+def _run(wrapper: Any, query_THd: Tensor, kv: KvPlanes, with_lse: bool) -> States:
+    if not with_lse:
+        return wrapper.run(query_THd, (kv.key, kv.value)), None
     out, lse = wrapper.run(query_THd, (kv.key, kv.value), return_lse=True)
     return out, lse * LN2
 
@@ -167,9 +162,10 @@ def check(device: torch.device, case: CheckCase) -> None:
         kernel = FlashInferGqa(GqaShape(heads, kv_heads, dim))
         queries, positions = torch.split(query, [2, len(query) - 2]), last_positions(rows).to(device)
         step = kernel.prepare(StepRows(table, positions, rows.queries, 2))
-        decode = kernel.decode_with_lse(queries[0], kv, DecodeRows(table, positions[:2]), step)
+        decode = kernel.decode(queries[0], kv, DecodeRows(table, positions[:2]), step, with_lse=True)
         rest = PagedRows(table[2:], positions[2:], starts_of(rows.queries[2:]).to(device), len(queries[1]))
-        ragged = kernel.ragged_with_lse(queries[1], kv, rest, step)
+        ragged = kernel.ragged(queries[1], kv, rest, step, with_lse=True)
+        assert decode[1] is not None and ragged[1] is not None
         return torch.cat((decode[0], ragged[0])), torch.cat((decode[1], ragged[1]))
 
     check_ragged(

@@ -111,25 +111,6 @@ def _rotate_queries(
     tl.store(at, x.to(out.dtype.element_ty), mask=real)
 
 
-@triton.jit
-def _write_token(
-    query, out, latent, norm, cos, sin, positions, write, plane, scale, eps, token, block, heads,
-    query_token, query_head, out_token, out_head, latent_token, plane_row,
-    RANK: tl.constexpr, ROPE: tl.constexpr, HEADS: tl.constexpr, SCALED: tl.constexpr, IN_PLACE: tl.constexpr,
-):  # fmt: skip
-    """Block 0: latent and key of a token; 1 + b: the b-th block of its query heads."""
-    if block == 0:
-        _store_latent(
-            latent, norm, cos, sin, positions, write, plane, scale, eps, token, latent_token, plane_row,
-            RANK, ROPE, SCALED, IN_PLACE,
-        )  # fmt: skip
-    else:
-        _rotate_queries(
-            query, out, cos, sin, positions, token, block - 1, heads, query_token, query_head, out_token, out_head,
-            ROPE, HEADS,
-        )  # fmt: skip
-
-
 @triton.jit(do_not_specialize_on_alignment=["positions", "write"])
 def _mla_write(
     query, out, latent, norm, cos, sin, positions, write, plane, scale, eps, heads,
@@ -140,10 +121,16 @@ def _mla_write(
     """Program (t, 0): latent and key of token t; (t, 1 + b): the b-th block of its query heads."""
     token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     wait_for_previous(PDL)
-    _write_token(
-        query, out, latent, norm, cos, sin, positions, write, plane, scale, eps, token, block, heads,
-        query_token, query_head, out_token, out_head, latent_token, plane_row, RANK, ROPE, HEADS, SCALED, IN_PLACE,
-    )  # fmt: skip
+    if block == 0:
+        _store_latent(
+            latent, norm, cos, sin, positions, write, plane, scale, eps, token, latent_token, plane_row,
+            RANK, ROPE, SCALED, IN_PLACE,
+        )  # fmt: skip
+    else:
+        _rotate_queries(
+            query, out, cos, sin, positions, token, block - 1, heads, query_token, query_head, out_token, out_head,
+            ROPE, HEADS,
+        )  # fmt: skip
 
 
 def mla_write(
@@ -194,11 +181,16 @@ def _mla_absorb(
     if program < tokens * parts:
         wait_for_previous(PDL)
         token, block = (program // parts).to(tl.int64), program % parts
-        _write_token(
-            query + NOPE, absorbed + RANK, latent, norm, cos, sin, positions, write, plane, scale, eps, token, block, heads,
-            query_token, query_head, absorbed_token, absorbed_head, latent_token, plane_row,
-            RANK, ROPE, HEADS, SCALED, False,
-        )  # fmt: skip
+        if block == 0:
+            _store_latent(
+                latent, norm, cos, sin, positions, write, plane, scale, eps, token, latent_token, plane_row,
+                RANK, ROPE, SCALED, False,
+            )  # fmt: skip
+        else:
+            _rotate_queries(
+                query + NOPE, absorbed + RANK, cos, sin, positions, token, block - 1, heads, query_token, query_head,
+                absorbed_token, absorbed_head, ROPE, HEADS,
+            )  # fmt: skip
     else:
         program -= tokens * parts
         blocks: tl.constexpr = RANK // COLUMNS
