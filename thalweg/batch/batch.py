@@ -73,29 +73,19 @@ class TreeMask(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The device's inputs of one forward.
+    """The device tensors of one model pass."""
 
-    ids_T int64: token ids; padding is 0. positions_T int64: absolute positions; a token attends to the positions of its
-    row up to its own (but see `tree`); padding is 0. write_T int64: flat index page * PAGE + offset where the token's
-    KV goes; padding goes into the null page. table_RP: the page of each 64 positions of a row (0 beyond its end), in
-    the type of the slots' table. real_T bool: False where a token is padding. emit_N int64: token indices whose logits
-    are sampled, of each emitting row equally many. groups: rectangles that cover all tokens in order. extents: of each
-    row. seam: through which layers that can be recorded in pieces call their attention. tree: None where columns are
-    positions and all before is seen. verifies: the first group's rows have drafts, so that its extents are upper
-    bounds.
-    """
-
-    ids_T: Tensor
-    positions_T: Tensor
-    write_T: Tensor
-    table_RP: Tensor
-    real_T: Tensor
-    emit_N: Tensor
-    groups: tuple[Group, ...]
-    extents: tuple[RowExtent, ...] = ()
-    graph_break: GraphBreak = no_graph_break
-    tree: TreeMask | None = None
-    verifies: bool = False
+    ids_T: Tensor  # int64: token ids; padding is 0
+    positions_T: Tensor  # int64: a token attends to positions of its row up to its own (but see `tree`); padding is 0
+    write_T: Tensor  # int64: flat index page * PAGE + offset where KV is written; padding goes into the null page
+    table_RP: Tensor  # the page of each 64 positions of a row, 0 beyond its end; in the type of the slots' table
+    real_T: Tensor  # bool: False for padding
+    emit_N: Tensor  # int64: tokens whose logits are sampled, equally many of each emitting row
+    groups: tuple[Group, ...]  # rectangles that cover all tokens in order
+    extents: tuple[RowExtent, ...] = ()  # of each row
+    graph_break: GraphBreak = no_graph_break  # through which layers call their attention
+    tree: TreeMask | None = None  # None: columns are positions, and all before is seen
+    verifies: bool = False  # the rows of the first group have drafts, so their extents are upper bounds
 
     @property
     def columns_T(self) -> Tensor:

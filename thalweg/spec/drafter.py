@@ -1,8 +1,8 @@
 """What the runner asks of a drafter.
 
-Whatever it drafts, tokens are those of plain decoding: accept draws each of them from the target with the coins of its
-position, and drafts say only how many can be drawn in one step (`sampling.drafts`). So a drafter may be wrong, late, or
-gone; it can cost time, never a token.
+Tokens are those of plain decoding, whatever is drafted: `accept` samples each from the target with the noise of its
+position, and drafts decide only how many are sampled in one step (`sampling.drafts`). A wrong or failing drafter costs
+time, never a token.
 
 Letters: T tokens of the step, R rows, E emitting rows, K drafts of each, V vocabulary.
 """
@@ -24,38 +24,31 @@ from thalweg.weights.table import WeightTable
 
 @dataclass(frozen=True, slots=True)
 class DraftExtendInput:
-    """A step behind its accept, as a drafter learns from it. batch: the plan's tokens, and maybe padding behind them,
-    in the plan's order. hidden_TH: of the target, after its final norm. Some of the tokens may have been drafts that
-    were not accepted. straight: of trees whose accept moves their paths by itself, the step with these alone.
-    """
+    """A step after its acceptance, by which a drafter extends its KV. Some tokens may be drafts that were refused."""
 
     plan: StepPlan
-    batch: Batch
-    hidden_TH: Tensor
-    compacted: DraftExtendInput | None = None
+    batch: Batch  # the plan's tokens in order; padding may follow
+    hidden_TH: Tensor  # of the target, after its final norm
+    compacted: DraftExtendInput | None = None  # the accepted paths alone, if the acceptance has moved their KV
 
 
 @dataclass(frozen=True, slots=True)
 class DraftRequest:
-    """Whom to draft for: slot_E int64, and an upper bound of their lengths in tokens. needs: what they ask of
-    sampling.
-    """
+    """The slots to draft for."""
 
-    slot_E: Tensor
-    max_kv_len: int
+    slot_E: Tensor  # int64
+    max_kv_len: int  # upper bound of their lengths in tokens
     needs: SamplingNeeds
 
 
 @dataclass(frozen=True, slots=True)
 class DraftOutput:
-    """drafts_EK int64; the first `made_E` int64 of each row are drafts. sound: bool, of each row or of all, False where
-    the drafter computed rubbish. parents_EK int64: of each draft the node before it (`core.tree`); None for chains.
-    """
+    """Drafts of each row."""
 
-    drafts_EK: Tensor
-    made_E: Tensor
-    sound: Tensor
-    parents_EK: Tensor | None = None
+    drafts_EK: Tensor  # int64
+    made_E: Tensor  # int64: the first so many of a row are drafts
+    sound: Tensor  # bool, of each row or of all: False if the drafter computed NaN or no token
+    parents_EK: Tensor | None = None  # int64: the node before each draft (`core.tree`); None for chains
 
     def first(self, rows: int) -> DraftOutput:
         """Of the first rows."""
