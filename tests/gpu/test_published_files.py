@@ -93,6 +93,8 @@ def test_an_engine_starts_from_published_files(family: str, cuda: torch.device, 
     greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     assert [len(ids) for ids in tokens(engine, [PROMPT, PROMPT[:50]], [greedy, greedy])] == [12, 12]
     error = (scores(engine) - reference_logprobs(folder, cuda)).abs()
+    if "index_topk" in config:  # where every token is attended to: beyond, rounding changes the selection
+        error = error[: config["index_topk"] - 1]
     assert error.mean() < 0.1, (family, float(error.mean()), float(error.max()))
     if has_nextn:
         (nextn,) = engine.runner.drafting.drafter.modules()

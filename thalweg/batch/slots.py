@@ -55,8 +55,8 @@ class Slots:
     computed; end: length at which the sequence is full, and 0 once it has ended; min_len: length before which no stop
     id may be sampled; made: drafts, which stand in the tokens plane behind the known ones. extra: the fields that were
     declared, by name. tree: the shape of the drafts. nodes_SN3 int64: of each draft of a tree (`core.tree`) its parent,
-    its depth and its mask (`batch.TreeMask`): 0, 0 and -1 for the root; of those behind `made` anything that such nodes may
-    have. A chain has none.
+    its depth and its mask (`batch.TreeMask`): 0, 0 and -1 for the root; of those behind `made` anything that such nodes
+    may have. A chain has none.
     """
 
     def __init__(

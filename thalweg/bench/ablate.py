@@ -265,8 +265,8 @@ def _short(result: Result) -> str:
 def run(argv: list[str]) -> int:
     """Raises ThalwegError."""
     text = (
-        "Turns features off and on: speed and accuracy of each combination, or why it cannot run. The flags of the engine"
-        " are the base."
+        "Turns features off and on: speed and accuracy of each combination, or why it cannot run. The flags of the"
+        " engine are the base."
     )
     groups = ("model", "load", "memory", "schedule", "sampling", "speculative", "parallel")
     parser = options_parser("thalweg ablate", text, EPILOG, only=groups)

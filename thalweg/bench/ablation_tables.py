@@ -201,8 +201,8 @@ def _noise(rounds: int) -> str:
         else ""
     )
     return (
-        f"In brackets the {CONFIDENCE:.0%} interval over {rounds} rounds, each round's cells against each other; **~ has 1"
-        f" in its interval: it may be noise**. About one in twenty of the others is noise too.{few}"
+        f"In brackets the {CONFIDENCE:.0%} interval over {rounds} rounds, each round's cells against each other; **~"
+        f" has 1 in its interval: it may be noise**. About one in twenty of the others is noise too.{few}"
     )
 
 

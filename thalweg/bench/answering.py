@@ -87,8 +87,8 @@ class EngineAnswerer:
         return self.llm.engine.runner.model.facts.nextn > 0
 
     def select(self, selection: Selection) -> None:
-        """Replaces the indexers' selection of context, and empties the prefix cache. Raises UnsupportedConfig for a model
-        that selects no context.
+        """Replaces the indexers' selection of context, and empties the prefix cache. Raises UnsupportedConfig for a
+        model that selects no context.
         """
         indexers = self.indexers()
         if not indexers:

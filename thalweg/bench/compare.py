@@ -20,18 +20,34 @@ from thalweg.bench.results import provenance, write
 from thalweg.bench.statistics import Floats, Ratio, bootstrap, paired, share_ratio, welch
 
 VERDICTS = {
-    "better": "green", "worse": "red", "same": "dim", "higher": "yellow", "lower": "yellow", "unclear": "yellow", "unknown": "dim"
-}  # fmt: skip
+    "better": "green",
+    "worse": "red",
+    "same": "dim",
+    "higher": "yellow",
+    "lower": "yellow",
+    "unclear": "yellow",
+    "unknown": "dim",
+}
 LARGE = 9.0  # a tenfold change and more is printed as a factor
 FEWEST = {"mean": 30, "median": 30, "p99": 200}  # samples of a bootstrap: with fewer its interval is too narrow
 FEWEST_SECONDS = 8
 ONE_RUN = "of one run"  # ends the source of an interval that does not know the differences between runs
 # fields of a configuration that do not set anything: where a run was written, what the server happened to do
 UNRELATED = (
-    "client.output_file", "client.result_filename", "client.tag", "client.base_url", "client.host", "client.port",
-    "client.disable_tqdm", "client.output_details", "server.internal_states", "server.uptime_seconds", "server.requests", "server.status",
+    "client.output_file",
+    "client.result_filename",
+    "client.tag",
+    "client.base_url",
+    "client.host",
+    "client.port",
+    "client.disable_tqdm",
+    "client.output_details",
+    "server.internal_states",
+    "server.uptime_seconds",
+    "server.requests",
+    "server.status",
     "server.reason",
-)  # fmt: skip
+)
 REASONS = (".reason", ".source")  # why a setting has its value
 SWEPT = {"client.seed", "client.request_rate", "client.max_concurrency"}  # may differ between files of one side
 REPEAT = (

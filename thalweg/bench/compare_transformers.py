@@ -149,7 +149,9 @@ def agreement(ours: Sequence[Tokens], theirs: Sequence[Tokens]) -> float:
 
 
 def judge(batch: int, length: int, runs: dict[str, GenerateRuns]) -> Row:
-    """Median tokens a second of each, and Thalweg's over the fastest other's. Raises UnsupportedConfig without another."""
+    """Median tokens a second of each, and Thalweg's over the fastest other's. Raises UnsupportedConfig without
+    another.
+    """
     rates = {name: batch * length / median(run.seconds) for name, run in runs.items() if run.seconds}
     others = {name: rate for name, rate in rates.items() if name != OURS}
     cannot = {name: run.cannot for name, run in runs.items() if run.cannot}

@@ -25,7 +25,9 @@ WIDTH = 140  # characters, where neither a terminal nor COLUMNS gives the width
 
 
 def make_table(title: str, columns: Mapping[str, object], rows: Sequence[Row], left: int = 0) -> Table:
-    """columns: by heading, format strings of the row's fields or functions of the row. left: the first so many hold text, the others numbers."""
+    """columns: by heading, format strings of the row's fields or functions of the row. left: the first so many hold
+    text, the others numbers.
+    """
     table = Table(title=title, title_justify="left")
     for place, head in enumerate(columns):
         table.add_column(head, justify="left" if place < left else "right", overflow="fold", no_wrap=place >= left)

@@ -169,8 +169,8 @@ def read_questions(path: Path) -> list[ChoiceQuestion]:
         return ChoiceQuestion(f"Question: {row.question}\nAnswer:", tuple(f" {text}" for text in choices), answer)
 
     needs = (
-        '"question", "prompt" or "messages", "choices" (a list of two texts or more) and "answer" (index, letter or text'
-        " of one of them)"
+        '"question", "prompt" or "messages", "choices" (a list of two texts or more) and "answer" (index, letter or'
+        " text of one of them)"
     )
     return _read_lines(path, "questions", needs, make)
 

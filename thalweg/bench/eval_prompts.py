@@ -52,8 +52,8 @@ class PromptFormat:
 
 
 class Answerer(Protocol):
-    """Answers greedily, and scores continuations. Each result goes into `into`, by its place, as soon as it is known, so
-    that it is kept when Ctrl-C or an error ends the run.
+    """Answers greedily, and scores continuations. Each result goes into `into`, by its place, as soon as it is known,
+    so that it is kept when Ctrl-C or an error ends the run.
     """
 
     def answer(self, prompts: Sequence[EvalPrompt], label: str, into: dict[int, EvalAnswer]) -> None: ...

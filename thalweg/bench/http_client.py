@@ -253,7 +253,8 @@ class HttpClient:
             reason = error.strerror or error
             if error.errno in LOCAL_LIMITS:
                 raise HttpError(
-                    f"this machine cannot open another connection ({reason}): lower --max-concurrency, or raise `ulimit -n`"
+                    f"this machine cannot open another connection ({reason}): lower --max-concurrency, or raise"
+                    " `ulimit -n`"
                 ) from error
             raise CannotConnect(f"cannot connect to {self.base_url}: {reason}") from error
         return connection

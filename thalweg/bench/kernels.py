@@ -74,8 +74,16 @@ class KernelWork(NamedTuple):
 def kernel_errors() -> tuple[type[Exception], ...]:
     """What a kernel, its compiler or a library may raise: it goes into the result."""
     known: tuple[type[Exception], ...] = (
-        RuntimeError, ValueError, TypeError, AttributeError, AssertionError, ImportError, OSError, LookupError, ArithmeticError,
-    )  # fmt: skip
+        RuntimeError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        AssertionError,
+        ImportError,
+        OSError,
+        LookupError,
+        ArithmeticError,
+    )
     if importlib.util.find_spec("triton") is None:
         return known
     from triton.errors import TritonError
@@ -110,8 +118,8 @@ def _small(case: KernelCase, backends: dict[str, Run], device: torch.device) -> 
 
 
 def matches(text: str, wanted: Sequence[str]) -> bool:
-    """Whether the text has all the words of one of `wanted`: equal numbers, other words from their beginning. True where
-    nothing is wanted.
+    """Whether the text has all the words of one of `wanted`: equal numbers, other words from their beginning. True
+    where nothing is wanted.
     """
     words = re.split(r"[\s,]+", text.lower())
 
@@ -256,5 +264,7 @@ def run(argv: list[str]) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0: done; 1: a kernel failed, or an error; 2: wrong flags; 130: Ctrl-C. What was measured is printed and written."""
+    """0: done; 1: a kernel failed, or an error; 2: wrong flags; 130: Ctrl-C. What was measured is printed and
+    written.
+    """
     return exit_status("thalweg bench kernels", run, argv)

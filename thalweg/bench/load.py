@@ -1,4 +1,6 @@
-"""The load driver for a server: each request at its time, a limited number at once, until all are answered or Ctrl-C."""
+"""The load driver for a server: each request at its time, a limited number at once, until all are answered or
+Ctrl-C.
+"""
 
 from __future__ import annotations
 

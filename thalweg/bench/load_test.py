@@ -1,4 +1,5 @@
-"""`thalweg bench load`: a server under many streams at once, the client in a process of its own, the engine on one core.
+"""`thalweg bench load`: a server under many streams at once, the client in a process of its own, the engine on one
+core.
 
 It checks four things: each stream has the text of its pair (the same request, not streamed), the CPU time of the
 server's process for each token, the growth of its memory, and the step rate that the engine keeps beside the server.

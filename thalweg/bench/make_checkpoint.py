@@ -31,7 +31,15 @@ from thalweg.weights.stream import INDEX, SINGLE
 
 THREADS = 8
 PUBLISHED_TYPES = ("bfloat16", "float16", "float32")
-COPIED = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "chat_template*", "vocab.json", "merges.txt")  # fmt: skip
+COPIED = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "chat_template*",
+    "vocab.json",
+    "merges.txt",
+)
 FLAGS = """
 --seed        whole=0   of the random weights
 --shard-size  number=5  GB of a file, at most; a file is made in memory
@@ -110,8 +118,8 @@ def make(shape: Path, out: Path, seed: int, nextn: bool, shard: int, device: tor
 
 def _run(argv: list[str]) -> int:
     text = (
-        "Writes a checkpoint of random weights in the published layout: sharded safetensors with their index, FP8 weights"
-        " with their scales, config.json and the tokenizer of the shape's folder."
+        "Writes a checkpoint of random weights in the published layout: sharded safetensors with their index, FP8"
+        " weights with their scales, config.json and the tokenizer of the shape's folder."
     )
     usage = "thalweg bench make-checkpoint SHAPE OUT [--seed N]"
     parser = CommandParser(prog="thalweg bench make-checkpoint", description=text, usage=usage)

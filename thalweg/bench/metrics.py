@@ -257,10 +257,18 @@ P50 overhead (ms):                       {p50:.2f}
 P99 overhead (ms):                       {p99:.2f}
 """
 SWEEP = {
-    "rate": "request_rate", "concurrency": "max_concurrency", "done": "completed", "req/s": "request_throughput",
-    "out tok/s": "output_throughput", "TTFT p50": "median_ttft_ms", "p99 ms": "p99_ttft_ms", "TPOT p50": "median_tpot_ms",
-    "p99 ms ": "p99_tpot_ms", "E2E p50 ms": "median_e2e_latency_ms", "goodput": "goodput",
-}  # fmt: skip
+    "rate": "request_rate",
+    "concurrency": "max_concurrency",
+    "done": "completed",
+    "req/s": "request_throughput",
+    "out tok/s": "output_throughput",
+    "TTFT p50": "median_ttft_ms",
+    "p99 ms": "p99_ttft_ms",
+    "TPOT p50": "median_tpot_ms",
+    "p99 ms ": "p99_tpot_ms",
+    "E2E p50 ms": "median_e2e_latency_ms",
+    "goodput": "goodput",
+}
 
 
 def render(row: Mapping[str, Any]) -> str:

@@ -148,7 +148,10 @@ def render(row: dict[str, Any]) -> str:
 
 def run(argv: list[str]) -> dict[str, Any]:
     """Measures and prints each pass; Ctrl-C ends the current pass and keeps its numbers. Raises ThalwegError."""
-    text = "Throughput of a whole data set in this process, without HTTP: all prompts are queued at once, as `LLM.generate` does."
+    text = (
+        "Throughput of a whole data set in this process, without HTTP: all prompts are queued at once, as"
+        " `LLM.generate` does."
+    )
     parser = options_parser("thalweg bench offline", text, only=ENGINE_FLAGS)
     add_dataset_flags(parser, "Data set")
     add_flags(parser, "Measurement", FLAGS)

@@ -112,7 +112,10 @@ TEXT = """\
 Benchmark: batch size {batch_size}, input {input_len}, output {output_len}
 Prefill. latency: {prefill_latency:6.5f} s, throughput: {prefill_throughput:9.2f} token/s"""
 STEP = "Decode {}. Batch size: {}, latency: {:6.5f} s, throughput: {:9.2f} token/s"
-MEDIAN = "Decode.  median latency: {median_decode_latency:6.5f} s, median throughput: {median_decode_throughput:9.2f} token/s"
+MEDIAN = (
+    "Decode.  median latency: {median_decode_latency:6.5f} s, median throughput: {median_decode_throughput:9.2f}"
+    " token/s"
+)
 TOTAL = "Total.  latency: {total_latency:6.5f} s, throughput: {overall_throughput:9.2f} token/s"
 DRAFTS = "Accept length: {accept_length:.2f}, share of drafts accepted: {accept_rate:.3f}"
 FLOORS = """\

@@ -24,20 +24,36 @@ class Section:
 
 
 SERVED = {
-    "rate": "request_rate", "concurrency": "max_concurrency", "done": "completed", "failed": "failed",
-    "req/s": "request_throughput", "goodput": "goodput", "in tok/s": "input_throughput", "out tok/s": "output_throughput",
-    "TTFT p50 ms": "median_ttft_ms", "TTFT p99": "p99_ttft_ms", "TPOT p50 ms": "median_tpot_ms", "TPOT p99": "p99_tpot_ms",
-    "ITL p50 ms": "median_itl_ms", "ITL p99": "p99_itl_ms", "cache hits": "cache_hit_rate", "possible": "cache_hit_possible",
+    "rate": "request_rate",
+    "concurrency": "max_concurrency",
+    "done": "completed",
+    "failed": "failed",
+    "req/s": "request_throughput",
+    "goodput": "goodput",
+    "in tok/s": "input_throughput",
+    "out tok/s": "output_throughput",
+    "TTFT p50 ms": "median_ttft_ms",
+    "TTFT p99": "p99_ttft_ms",
+    "TPOT p50 ms": "median_tpot_ms",
+    "TPOT p99": "p99_tpot_ms",
+    "ITL p50 ms": "median_itl_ms",
+    "ITL p99": "p99_itl_ms",
+    "cache hits": "cache_hit_rate",
+    "possible": "cache_hit_possible",
     "accept length": "accept_length",
-}  # fmt: skip
+}
 TURNS = {
     "turn": "turn", "answered": "completed", "prompt tokens": "mean_input_tokens", "cache hits": "cache_hit_rate",
     "TTFT p50 ms": "median_ttft_ms", "TTFT p99": "p99_ttft_ms", "TPOT p50 ms": "median_tpot_ms",
 }  # fmt: skip
 OFFLINE = {
-    "requests": "successful_requests", "seconds": "total_latency", "in tok/s": "input_throughput",
-    "out tok/s": "output_throughput", "total tok/s": "total_throughput", "CPU us an output token": "cpu_us_per_output_token",
-}  # fmt: skip
+    "requests": "successful_requests",
+    "seconds": "total_latency",
+    "in tok/s": "input_throughput",
+    "out tok/s": "output_throughput",
+    "total tok/s": "total_throughput",
+    "CPU us an output token": "cpu_us_per_output_token",
+}
 BATCHES = {
     "batch": "batch_size", "in": "input_len", "out": "output_len", "prefill s": "prefill_latency",
     "prefill tok/s": "prefill_throughput", "decode ms": "decode_ms", "decode tok/s": "median_decode_throughput",

@@ -81,7 +81,9 @@ class FloorModel:
     covered: tuple[float, ...] = ()  # distinct experts of each layer in a decode step
 
     def floors(self, rows: int, tokens: int) -> dict[str, float]:
-        """Seconds by phase of a step of equal rows: a decode step behind the context, or a prompt from its beginning."""
+        """Seconds by phase of a step of equal rows: a decode step behind the context, or a prompt from its
+        beginning.
+        """
         new = max(1, tokens // rows)
         decode = new == 1
         shape = roofline.StepShape(rows, new, self.context if decode else new, self.covered if decode else ())
@@ -155,10 +157,21 @@ def table(step: StepBreakdown) -> Table:
     before = ", ".join(f"{kernel.name} {kernel.us:.1f}" for kernel in gaps.before[:SHOWN_KERNELS])
     gap = {"operation": step_breakdown.GAPS, "count": gaps.count, "us": gaps.us, "share": gaps.us / step.us}
     rows.append(gap | {"floor": "–", "reached": "–", "lost": gaps.us, "kernels": f"before {before}"})
-    return make_table(title, {
-        "operation": "{operation}", "most in": "{kernels}", "spans": "{count:.0f}", "µs": "{us:.1f}", "of step": "{share:.1%}",
-        "floor µs": "{floor}", "reached": "{reached}", "lost µs": "{lost:.1f}",
-    }, rows, left=2)  # fmt: skip
+    return make_table(
+        title,
+        {
+            "operation": "{operation}",
+            "most in": "{kernels}",
+            "spans": "{count:.0f}",
+            "µs": "{us:.1f}",
+            "of step": "{share:.1%}",
+            "floor µs": "{floor}",
+            "reached": "{reached}",
+            "lost µs": "{lost:.1f}",
+        },
+        rows,
+        left=2,
+    )
 
 
 def show_steps(steps: Sequence[StepBreakdown]) -> None:

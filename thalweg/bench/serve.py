@@ -364,7 +364,8 @@ def show(result: Mapping[str, Any]) -> str:
         late = row["p99_send_delay_ms"]
         if row["request_rate"] != "inf" and not row["max_concurrency"] and late > LATE_MS:
             shown.append(
-                f"NOTE: 1 % of the requests were sent more than {late:.0f} ms late: this machine is too busy for the load"
+                f"NOTE: 1 % of the requests were sent more than {late:.0f} ms late: this machine is too busy for the"
+                " load"
             )
         if reasons := row["failures"]:
             shown.append("Failures:\n" + "\n".join(f"{count:7} × {reason}" for reason, count in reasons.items()))

@@ -32,7 +32,10 @@ FLAGS = f"""
 {OUTPUT}
 --tag                 name                a name in the result
 """
-LINE = "{start}: ready after {ready_seconds:.2f} s, first token after {first_token_seconds:.2f} s ({names}), {cpu_seconds:.2f} s of CPU"
+LINE = (
+    "{start}: ready after {ready_seconds:.2f} s, first token after {first_token_seconds:.2f} s ({names}),"
+    " {cpu_seconds:.2f} s of CPU"
+)
 
 Row = dict[str, Any]
 
@@ -88,9 +91,9 @@ async def measure(kind: str, flags: Sequence[str], timeout: float) -> tuple[Row,
 
 def _run(argv: list[str]) -> int:
     text = (
-        "Starts `thalweg serve` so many times and measures each until its first token. A cold start reads the checkpoint"
-        " from the disk and finds no compiled kernels; a warm one finds those of the last cold one. Unknown flags go to"
-        " the server."
+        "Starts `thalweg serve` so many times and measures each until its first token. A cold start reads the"
+        " checkpoint from the disk and finds no compiled kernels; a warm one finds those of the last cold one. Unknown"
+        " flags go to the server."
     )
     parser = CommandParser(prog="thalweg bench startup", description=text)
     add_flags(parser, "", FLAGS)

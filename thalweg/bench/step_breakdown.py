@@ -79,8 +79,8 @@ def additions(step: TracedStep) -> Iterator[tuple[DeviceSpan, float, float]]:
 
 
 def steps_by_kind(steps: Sequence[TracedStep]) -> dict[tuple[int, int], list[TracedStep]]:
-    """Steps by (rows, tokens), the most frequent kind first. Where some are followed at once by another step, only those
-    count, because the end of the others is not known.
+    """Steps by (rows, tokens), the most frequent kind first. Where some are followed at once by another step, only
+    those count, because the end of the others is not known.
     """
     found: dict[tuple[int, int], list[TracedStep]] = defaultdict(list)
     for step in steps:
@@ -124,9 +124,15 @@ def break_down(steps: Sequence[TracedStep], floors: Mapping[str, float]) -> Step
     ]
     times = [step.end - step.begin for step in steps]
     gaps = IdleGaps(
-        sum(map(len, waits.values())) / count, sum(map(sum, waits.values())) / count, longest,
-        tuple(sorted((KernelTime(n, len(g) / count, sum(g) / count) for n, g in waits.items()), key=lambda one: -one.us)[:TOP]),
-    )  # fmt: skip
+        sum(map(len, waits.values())) / count,
+        sum(map(sum, waits.values())) / count,
+        longest,
+        tuple(
+            sorted((KernelTime(n, len(g) / count, sum(g) / count) for n, g in waits.items()), key=lambda one: -one.us)[
+                :TOP
+            ]
+        ),
+    )
     ordered = tuple(sorted(parts, key=lambda part: -part.us))
     return StepBreakdown(*steps[0].kind, count, sum(times) / count, median(times), ordered, gaps)
 

@@ -48,8 +48,8 @@ FLAGS = f"""
 {OUTPUT}
 """
 LINE = (
-    "overlap {switch:<3}  {free_steps_per_second:.1f} steps/s without, {grammar_steps_per_second:.1f} with a grammar in each of"
-    " {batch} rows: {kept:.1%} kept"
+    "overlap {switch:<3}  {free_steps_per_second:.1f} steps/s without, {grammar_steps_per_second:.1f} with a grammar in"
+    " each of {batch} rows: {kept:.1%} kept"
 )
 
 

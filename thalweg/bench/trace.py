@@ -1,10 +1,10 @@
 """Reads a profile (torch's Chrome trace, as `/start_profile` writes it): its steps, and the device's work in each, by
 operation.
 
-On a GPU a span is a kernel or a copy. It belongs to the step whose forward (A) or sampling (B) launched it, found by the
-correlation id of its launch, which also identifies replays of CUDA graphs; other spans belong to the step during which
-they began. On a CPU a span is an outermost operator of torch on the thread of the steps. Times are µs of the trace's
-clock.
+On a GPU a span is a kernel or a copy. It belongs to the step whose forward (A) or sampling (B) launched it, found by
+the correlation id of its launch, which also identifies replays of CUDA graphs; other spans belong to the step during
+which they began. On a CPU a span is an outermost operator of torch on the thread of the steps. Times are µs of the
+trace's clock.
 """
 
 from __future__ import annotations

@@ -69,8 +69,9 @@ class SpeculativeOptions:
     speculative_acceptance: str | None = setting(
         None,
         "which drafts are accepted. race: those that the model samples itself, so tokens are those of plain decoding,"
-        " seed for seed; standard: rejection sampling by min(1, p/q), which accepts more where requests sample, with the"
-        " model's distribution but not the same tokens; relaxed, LOSSY: also those nearly as likely as the best token",
+        " seed for seed; standard: rejection sampling by min(1, p/q), which accepts more where requests sample, with"
+        " the model's distribution but not the same tokens; relaxed, LOSSY: also those nearly as likely as the best"
+        " token",
         choices=RULES,
         auto="race",
     )
@@ -90,7 +91,8 @@ class SpeculativeOptions:
     )
     speculative_simulate_accept_length: float | None = setting(
         None,
-        "BENCHMARKS ONLY: tokens that a verification brings on average, whatever the model says; the text means nothing",
+        "BENCHMARKS ONLY: tokens that a verification brings on average, whatever the model says; the text means"
+        " nothing",
         aliases=("accept-length",),
         least=1.0,
         auto="what is really accepted",

@@ -23,6 +23,7 @@ from thalweg.core.errors import CheckpointError
 from thalweg.core.format import format_bytes
 from thalweg.core.kernels import TORCH_ATTENTION, KernelConfig
 from thalweg.core.plan import PAGE
+from thalweg.core.report import START_UP, Decision
 from thalweg.core.sampling import MAX_EOS_IDS
 from thalweg.engine.admin import AdminOperations
 from thalweg.engine.calibration import calibrate, planning_clock
@@ -70,6 +71,7 @@ from thalweg.weights.update import quantization_of
 
 log = logging.getLogger("thalweg.engine")
 
+NOTES_SHOWN = 3  # of weights that are dequantized
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -127,6 +129,9 @@ def build_runner(config: EngineConfig, facts: ModelFacts, times: StartupTimes) -
     drafter = build_drafter(
         config.speculative_algorithm, model, config.speculative_draft_model_path, draft_sampling, config.tree
     )
+    if factory.notes:
+        shown = "; ".join(factory.notes[:NOTES_SHOWN])
+        config = config.started([Decision("dequantized_weights", len(factory.notes), START_UP, shown)])
     load_weights(model, drafter.modules(), config)
     load_drafter(drafter.own(), config)
     times.end_phase("weights")

@@ -45,9 +45,9 @@ def check_vocabularies(draft: Path, draft_vocab: int, model: Path, vocab: int) -
         return
     if lacking:
         raise CheckpointError(
-            f"{draft} has a vocabulary of {draft_vocab} ids, and the model to draft for one of {vocab}. Whether they are"
-            f" the same tokens cannot be checked without tokenizer.json in {' and '.join(lacking)}. Put it there, or"
-            " name a smaller model of the same family"
+            f"{draft} has a vocabulary of {draft_vocab} ids, and the model to draft for one of {vocab}. Whether they"
+            f" are the same tokens cannot be checked without tokenizer.json in {' and '.join(lacking)}. Put it there,"
+            " or name a smaller model of the same family"
         )
     own, target = ({i: token for token, i in vocabulary(folder).items()} for folder in (draft, model))
     common, smallest = own.keys() & target.keys(), min(len(own), len(target))

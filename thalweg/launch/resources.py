@@ -120,8 +120,8 @@ def resolve_resources(
     drafts = drafting.num_drafts
     if tokens <= drafts:
         raise UnsupportedConfig(
-            f"chunked_prefill_size: a step of {tokens} tokens cannot verify {drafts} drafts of one request; use at least"
-            f" --chunked-prefill-size {drafts + 1}"
+            f"chunked_prefill_size: a step of {tokens} tokens cannot verify {drafts} drafts of one request; use at"
+            f" least --chunked-prefill-size {drafts + 1}"
         )
     # each draft of a chain is a row of the captured step; trees are captured by themselves
     rows = requests * (1 + (min(drafts, 1) if drafting.tree.is_tree else drafts))

@@ -119,7 +119,9 @@ class Mla(MlaProjections):
         self.latents = Latents(facts, layer, self.scale, self.uk.data, self.uv.data)
 
     def _place(self) -> None:
-        """What a step reads one behind the other lies side by side, and is read ahead at once (`kernels.gemm.prefetch`)."""
+        """What a step reads one behind the other lies side by side, and is read ahead at once
+        (`kernels.gemm.prefetch`).
+        """
         *before, out = [linear for linear in (self.down, self.up, self.out) if isinstance(linear, Linear)]
         self._before = place_together([linear.weight for linear in before])
         self._after = place_together([self.uk, self.uv, out.weight])

@@ -1,4 +1,6 @@
-"""Attention metadata for kernels over pages: a step's decode rows for split-KV kernels, its other rows as a ragged batch."""
+"""Attention metadata for kernels over pages: a step's decode rows for split-KV kernels, its other rows as a ragged
+batch.
+"""
 
 from __future__ import annotations
 

@@ -47,8 +47,14 @@ class DecodeAttentionGraphs:
         self.step: Any = None  # keeps what the first layer prepares for the others
 
     def record(
-        self, attends: tuple[Attend, ...], inputs: tuple[Tensor, ...], out_TX: Tensor, model: Model, planes: Planes, pool: GraphPool
-    ) -> None:  # fmt: skip
+        self,
+        attends: tuple[Attend, ...],
+        inputs: tuple[Tensor, ...],
+        out_TX: Tensor,
+        model: Model,
+        planes: Planes,
+        pool: GraphPool,
+    ) -> None:
         """attends: of the layers. inputs: where these will find what a piece leaves for attention. out_TX: where its
         result goes. Runs all eagerly first, in which kernels compile; what is stored goes into the null page.
         """

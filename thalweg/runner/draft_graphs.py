@@ -1,8 +1,8 @@
 """The work of a drafter as CUDA graphs: extending its KV by a captured step, one more draft of a chain, and a tree.
 
 A graph reads slots, planes and what the captured step left; it writes slots, planes and buffers outside the pool. Only
-drafters of one head are captured: all that they do is on the device and depends on shapes alone. A draft knows by itself
-how many are before it, so one graph is for all lengths.
+drafters of one head are captured: all that they do is on the device and depends on shapes alone. A draft knows by
+itself how many are before it, so one graph is for all lengths.
 """
 
 from __future__ import annotations

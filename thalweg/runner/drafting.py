@@ -222,8 +222,8 @@ class Drafting:
         self, rows: Sequence[Row], drafts: bool, can_split: bool, gone: set[int], keeps: bool | None = None
     ) -> ExtendPlan:
         """drafts: whether drafts are made after the step. can_split: whether its leading rows may be deferred alone.
-        gone: slots whose deferred KV is written before the step. keeps: whether all ranks defer the step; None: one rank
-        decides.
+        gone: slots whose deferred KV is written before the step. keeps: whether all ranks defer the step; None: one
+        rank decides.
         """
         lengths = {slot: len(places) for slot, (places, _) in self.deferred.behind.items() if slot not in gone}
         single = next((i for i, row in enumerate(rows) if row.n > 1), len(rows))

@@ -1,5 +1,5 @@
-"""The two halves of every step on the device stream: forward (inputs, model pass, logits), then sample and draft (masks,
-acceptance, draft KV, drafts).
+"""The two halves of every step on the device stream: forward (inputs, model pass, logits), then sample and draft
+(masks, acceptance, draft KV, drafts).
 """
 
 from __future__ import annotations

@@ -21,7 +21,9 @@ def sampler_on(device: torch.device) -> Sampler:
 
 
 def with_acceptance_rule(sampler: Sampler, rule: str, candidates: int, delta: float) -> Sampler:
-    """The sampling, with drafts judged by this rule: "race" is its own. candidates, delta: see `relaxed.RelaxedAcceptance`."""
+    """The sampling, with drafts judged by this rule: "race" is its own. candidates, delta: see
+    `relaxed.RelaxedAcceptance`.
+    """
     if rule == "standard":
         return RejectionSampling(sampler)
     return RelaxedAcceptance(sampler, candidates, delta) if rule == "relaxed" else sampler

@@ -40,9 +40,16 @@ class KernelSampler:
     distribution = KernelDistribution()
 
     def edit_logits(
-        self, logits_NV: Tensor, slots: Slots, slot_N: Tensor, ints_NI: Tensor, needs: SamplingNeeds, max_kv_len: int, masks: GrammarMasks | None,
+        self,
+        logits_NV: Tensor,
+        slots: Slots,
+        slot_N: Tensor,
+        ints_NI: Tensor,
+        needs: SamplingNeeds,
+        max_kv_len: int,
+        masks: GrammarMasks | None,
         behind_EQD: Tensor | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if needs.penalised or needs.biased:
             state = slots.floats_SF, slots.tokens_SL, slots.stop_SK, (slots.bias_ids_SB, slots.bias_SB)
             penalties.apply_penalties(

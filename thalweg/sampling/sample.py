@@ -69,9 +69,16 @@ class Sampler(Protocol):
     def distribution(self) -> SamplingDistribution: ...
 
     def edit_logits(
-        self, logits_NV: Tensor, slots: Slots, slot_N: Tensor, ints_NI: Tensor, needs: SamplingNeeds, max_kv_len: int, masks: GrammarMasks | None,
+        self,
+        logits_NV: Tensor,
+        slots: Slots,
+        slot_N: Tensor,
+        ints_NI: Tensor,
+        needs: SamplingNeeds,
+        max_kv_len: int,
+        masks: GrammarMasks | None,
         behind_EQD: Tensor | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Penalties, bias, minimum length and grammar, in place. behind_EQD int64, of positions that are nodes of
         trees: which drafts are on the path to each behind the known tokens, -1 where there are no more; None where what
         is before a position stands in the tokens plane.
@@ -97,9 +104,16 @@ class ReferenceSampler:
     distribution = REFERENCE_DISTRIBUTION
 
     def edit_logits(
-        self, logits_NV: Tensor, slots: Slots, slot_N: Tensor, ints_NI: Tensor, needs: SamplingNeeds, max_kv_len: int, masks: GrammarMasks | None,
+        self,
+        logits_NV: Tensor,
+        slots: Slots,
+        slot_N: Tensor,
+        ints_NI: Tensor,
+        needs: SamplingNeeds,
+        max_kv_len: int,
+        masks: GrammarMasks | None,
         behind_EQD: Tensor | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if needs.penalised:
             query = 1 if behind_EQD is None else behind_EQD.shape[1]
             known = slot_N[::query], ints_NI[::query, 0], ints_NI[::query, 4]
@@ -208,8 +222,14 @@ def _settle(
 
 
 def penalise(
-    logits_NV: Tensor, slots: Slots, slot_E: Tensor, length_E: Tensor, prompt_len_E: Tensor, max_kv_len: int, behind_EQD: Tensor | None = None
-) -> None:  # fmt: skip
+    logits_NV: Tensor,
+    slots: Slots,
+    slot_E: Tensor,
+    length_E: Tensor,
+    prompt_len_E: Tensor,
+    max_kv_len: int,
+    behind_EQD: Tensor | None = None,
+) -> None:
     """Repetition penalty over prompt and output (divides positive, multiplies negative logits), frequency and presence
     over the output.
 

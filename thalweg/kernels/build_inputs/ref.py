@@ -1,7 +1,7 @@
 """Reference of the inputs of a step, out of its slots: tokens of chains, or nodes of trees.
 
-Letters: R rows, T tokens, I integers of a slot, P pages of a context, S slots, L columns of the tokens plane, N nodes of
-a tree with its root.
+Letters: R rows, T tokens, I integers of a slot, P pages of a context, S slots, L columns of the tokens plane, N nodes
+of a tree with its root.
 """
 
 from __future__ import annotations

@@ -16,10 +16,32 @@ ENTRIES = 1024  # of a page table that a program copies
 
 @triton.jit
 def _decode(
-    slot_R, ahead_R, tokens_SL, ints_SI, table_SP, nodes_SN3, ids_T, positions_T, write_T, real_T, table_RP, ints_TI, slot_T,
-    columns_T, tree_mask_T, L, P, Q, pages, NODES: tl.constexpr, PAGE: tl.constexpr, COLUMNS: tl.constexpr,
-    BLOCK_I: tl.constexpr, BLOCK_P: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    slot_R,
+    ahead_R,
+    tokens_SL,
+    ints_SI,
+    table_SP,
+    nodes_SN3,
+    ids_T,
+    positions_T,
+    write_T,
+    real_T,
+    table_RP,
+    ints_TI,
+    slot_T,
+    columns_T,
+    tree_mask_T,
+    L,
+    P,
+    Q,
+    pages,
+    NODES: tl.constexpr,
+    PAGE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    PDL: tl.constexpr,
+):
     pdl_begin(PDL)
     token = tl.program_id(0)
     row = token if nodes_SN3 is None else token // Q
@@ -74,9 +96,30 @@ def build_inputs(
     tree = (None, None, None) if ahead_R is not None else (empty(), empty(), empty())
     nodes = None if ahead_R is not None else slots.nodes_SN3
     _decode[tokens, triton.cdiv(pages, ENTRIES)](
-        slot_R, ahead_R, slots.tokens_SL, slots.ints_SI, slots.table_SP, nodes, ids, positions, write, real, table, ints, *tree,
-        slots.tokens_SL.shape[1], slots.table_SP.shape[1], query, pages, 1 if nodes is None else nodes.shape[1], page, columns,
-        triton.next_power_of_2(columns), ENTRIES, num_warps=4, **launch_options(slot_R),
-    )  # fmt: skip
+        slot_R,
+        ahead_R,
+        slots.tokens_SL,
+        slots.ints_SI,
+        slots.table_SP,
+        nodes,
+        ids,
+        positions,
+        write,
+        real,
+        table,
+        ints,
+        *tree,
+        slots.tokens_SL.shape[1],
+        slots.table_SP.shape[1],
+        query,
+        pages,
+        1 if nodes is None else nodes.shape[1],
+        page,
+        columns,
+        triton.next_power_of_2(columns),
+        ENTRIES,
+        num_warps=4,
+        **launch_options(slot_R),
+    )
     slot, *own = tree
     return InputTensors(ids, positions, write, real, table, ints, slot_R if slot is None else slot, *own)

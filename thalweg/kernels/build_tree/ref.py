@@ -108,8 +108,15 @@ def expand_level(
 
 
 def store_best_tree(
-    made: TreeCandidates, branches: int, state_TW: Tensor, given_EW: Tensor, slot_E: Tensor, ints_EI: Tensor, fields: SlotTensors, out: BuiltTree
-) -> None:  # fmt: skip
+    made: TreeCandidates,
+    branches: int,
+    state_TW: Tensor,
+    given_EW: Tensor,
+    slot_E: Tensor,
+    ints_EI: Tensor,
+    fields: SlotTensors,
+    out: BuiltTree,
+) -> None:
     """Puts the tree of each row into its slot and into `out`: the best K candidates, best first; a parent is never
     worse than its children, and comes first where they are equal. state_TW: of what was expanded last; given_EW: behind
     the token before the root. Where even a node's first child is impossible, its logits were no numbers.
@@ -134,8 +141,14 @@ def store_best_tree(
 
 
 def store_tree(
-    token_EK: Tensor, parent_EK: Tensor, depth_EK: Tensor, mask_EK: Tensor, slot_E: Tensor, ints_EI: Tensor, fields: SlotTensors
-) -> None:  # fmt: skip
+    token_EK: Tensor,
+    parent_EK: Tensor,
+    depth_EK: Tensor,
+    mask_EK: Tensor,
+    slot_E: Tensor,
+    ints_EI: Tensor,
+    fields: SlotTensors,
+) -> None:
     """Puts trees into their slots: their tokens behind the known ones, and how many they are into column 7 of the
     integers.
     """

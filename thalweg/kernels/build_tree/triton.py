@@ -87,10 +87,40 @@ def top_children(logits_TD: Tensor, branches: int, ids_D: Tensor | None) -> tupl
 
 @triton.jit(do_not_specialize=["M", "C", "first", "depth"])
 def _advance(
-    score_TB, token_TB, number_EM, ahead_EM, mask_EM, level_EM, slot_E, ints_EI, table_SP, score_EC, token_EC, parent_EC,
-    number_EB, ahead_EB, mask_EB, level_EB, ids_T, positions_T, columns_T, tree_mask_T, write_T, real_T, from_T, M, B, C, first, depth,
-    P, stride, PAGE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    score_TB,
+    token_TB,
+    number_EM,
+    ahead_EM,
+    mask_EM,
+    level_EM,
+    slot_E,
+    ints_EI,
+    table_SP,
+    score_EC,
+    token_EC,
+    parent_EC,
+    number_EB,
+    ahead_EB,
+    mask_EB,
+    level_EB,
+    ids_T,
+    positions_T,
+    columns_T,
+    tree_mask_T,
+    write_T,
+    real_T,
+    from_T,
+    M,
+    B,
+    C,
+    first,
+    depth,
+    P,
+    stride,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
     pdl_begin(PDL)
     row = tl.program_id(0)
     c_B = tl.arange(0, BLOCK)
@@ -153,10 +183,34 @@ def expand_level(
 
 @triton.jit(do_not_specialize=["C", "K", "deepest"])
 def _settle(
-    score_EC, token_EC, parent_EC, state_TW, given_EW, slot_E, ints_EI, tokens_SL, ints_SI, nodes_SN3, rank_EC, token_EK, parent_EK,
-    sound_E, B, C, K, L, SPAN, W, stride, deepest, NODES: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_C: tl.constexpr,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    score_EC,
+    token_EC,
+    parent_EC,
+    state_TW,
+    given_EW,
+    slot_E,
+    ints_EI,
+    tokens_SL,
+    ints_SI,
+    nodes_SN3,
+    rank_EC,
+    token_EK,
+    parent_EK,
+    sound_E,
+    B,
+    C,
+    K,
+    L,
+    SPAN,
+    W,
+    stride,
+    deepest,
+    NODES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
     pdl_begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     c_B = tl.arange(0, BLOCK_C)
@@ -209,8 +263,15 @@ def _settle(
 
 
 def store_best_tree(
-    made: TreeCandidates, branches: int, state_TW: Tensor, given_EW: Tensor, slot_E: Tensor, ints_EI: Tensor, fields: SlotTensors, out: BuiltTree
-) -> None:  # fmt: skip
+    made: TreeCandidates,
+    branches: int,
+    state_TW: Tensor,
+    given_EW: Tensor,
+    slot_E: Tensor,
+    ints_EI: Tensor,
+    fields: SlotTensors,
+    out: BuiltTree,
+) -> None:
     """See `ref.store_best_tree`."""
     (many, count), device = made.score_EC.shape, slot_E.device
     nodes, deepest = out.token_EK.shape[1], 1 + (count // branches - 1) // branches
@@ -218,8 +279,28 @@ def store_best_tree(
     rank = torch.empty(many, count, dtype=torch.int32, device=device)
     state_TW, given_EW = state_TW.contiguous(), given_EW.contiguous()
     _settle[(many,)](
-        *made, state_TW, given_EW, slot_E, ints_EI, fields.tokens_SL, fields.ints_SI, fields.nodes_SN3, rank, *out,
-        branches, count, nodes, fields.tokens_SL.shape[1], state_TW.numel() // many, given_EW.shape[1], ints_EI.stride(0),
-        deepest, fields.nodes_SN3.shape[1], fields.ints_SI.shape[1], triton.next_power_of_2(count), BLOCK, num_warps=4,
+        *made,
+        state_TW,
+        given_EW,
+        slot_E,
+        ints_EI,
+        fields.tokens_SL,
+        fields.ints_SI,
+        fields.nodes_SN3,
+        rank,
+        *out,
+        branches,
+        count,
+        nodes,
+        fields.tokens_SL.shape[1],
+        state_TW.numel() // many,
+        given_EW.shape[1],
+        ints_EI.stride(0),
+        deepest,
+        fields.nodes_SN3.shape[1],
+        fields.ints_SI.shape[1],
+        triton.next_power_of_2(count),
+        BLOCK,
+        num_warps=4,
         **launch_options(slot_E),
-    )  # fmt: skip
+    )

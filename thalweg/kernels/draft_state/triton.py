@@ -19,9 +19,26 @@ BLOCK = 2048  # that one looks at together
 
 @triton.jit
 def _carry(
-    state_TW, slot_R, n_R, first_R, position_T, write_T, real_T, kept_SW, ends_PW, ints_SI, before_TW, stride_T, stride_P, T, W,
-    PAGE: tl.constexpr, COLUMNS: tl.constexpr, PART: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    state_TW,
+    slot_R,
+    n_R,
+    first_R,
+    position_T,
+    write_T,
+    real_T,
+    kept_SW,
+    ends_PW,
+    ints_SI,
+    before_TW,
+    stride_T,
+    stride_P,
+    T,
+    W,
+    PAGE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PART: tl.constexpr,
+    PDL: tl.constexpr,
+):
     pdl_begin(PDL)
     row = tl.program_id(0)
     first, slot = tl.load(first_R + row), tl.load(slot_R + row)
@@ -44,23 +61,60 @@ def _carry(
 def shift_hidden_states(
     state_TW: Tensor, rows: DraftRows, places: TokenPlaces, kept_SW: Tensor, ends_PW: Tensor, ints_SI: Tensor, page: int
 ) -> Tensor:
-    """See `ref.shift_hidden_states`. A row's tokens are carried one behind the other: for verifications, not for prompts."""
+    """See `ref.shift_hidden_states`. A row's tokens are carried one behind the other: for verifications, not for
+    prompts.
+    """
     tokens, width = state_TW.shape
     if state_TW.stride(1) != 1:
         state_TW = state_TW.contiguous()
     before_TW = torch.zeros(tokens, width, dtype=state_TW.dtype, device=state_TW.device)
     _carry[len(rows.slot_R), triton.cdiv(width, PART)](
-        state_TW, *rows, *places, kept_SW, ends_PW, ints_SI, before_TW, state_TW.stride(0), ends_PW.stride(0), tokens, width,
-        page, ints_SI.shape[1], PART, num_warps=4, **launch_options(ints_SI),
-    )  # fmt: skip
+        state_TW,
+        *rows,
+        *places,
+        kept_SW,
+        ends_PW,
+        ints_SI,
+        before_TW,
+        state_TW.stride(0),
+        ends_PW.stride(0),
+        tokens,
+        width,
+        page,
+        ints_SI.shape[1],
+        PART,
+        num_warps=4,
+        **launch_options(ints_SI),
+    )
     return before_TW
 
 
 @triton.jit
 def _conclude(
-    entry_E, logits_ED, ids_D, new_EW, ints_EI, slot_E, ahead_E, state_EW, drafts_EK, sound_E, tokens_SL, ints_SI, D, V, stride_D,
-    stride, L, W, NAMED: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    entry_E,
+    logits_ED,
+    ids_D,
+    new_EW,
+    ints_EI,
+    slot_E,
+    ahead_E,
+    state_EW,
+    drafts_EK,
+    sound_E,
+    tokens_SL,
+    ints_SI,
+    D,
+    V,
+    stride_D,
+    stride,
+    L,
+    W,
+    NAMED: tl.constexpr,
+    K: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
     pdl_begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     entry, slot, ahead = tl.load(entry_E + row), tl.load(slot_E + row), tl.load(ahead_E + row)
@@ -99,7 +153,24 @@ def store_draft(
     entry_E, logits_ED, ids_D, vocab = drawn
     assert state_EW.stride(1) == logits_ED.stride(1) == 1, "a head's states and logits lie number by number"
     _conclude[(rows,)](
-        entry_E, logits_ED, entry_E if ids_D is None else ids_D, state_EW, ints_EI, *chain, tokens_SL, ints_SI,
-        logits_ED.shape[1], vocab, logits_ED.stride(0), state_EW.stride(0), tokens_SL.shape[1], width, ids_D is not None,
-        chain.drafts_EK.shape[1], ints_SI.shape[1], BLOCK, num_warps=8, **launch_options(ints_SI),
-    )  # fmt: skip
+        entry_E,
+        logits_ED,
+        entry_E if ids_D is None else ids_D,
+        state_EW,
+        ints_EI,
+        *chain,
+        tokens_SL,
+        ints_SI,
+        logits_ED.shape[1],
+        vocab,
+        logits_ED.stride(0),
+        state_EW.stride(0),
+        tokens_SL.shape[1],
+        width,
+        ids_D is not None,
+        chain.drafts_EK.shape[1],
+        ints_SI.shape[1],
+        BLOCK,
+        num_warps=8,
+        **launch_options(ints_SI),
+    )

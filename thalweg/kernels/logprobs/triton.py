@@ -50,22 +50,85 @@ def logprobs(logits_NV: Tensor, tokens_N: Tensor, top: int) -> tuple[Tensor, Ten
     if not rows:
         return own, ids, values
     scan[rows, parts](
-        logits_NV, None, None, None, tops, sums, None, groups, logits_NV.stride(0), vocab, parts, 0, 0, 0, 0, True, PART, RUN, RUNS,
-        **SCAN, **options,
-    )  # fmt: skip
+        logits_NV,
+        None,
+        None,
+        None,
+        tops,
+        sums,
+        None,
+        groups,
+        logits_NV.stride(0),
+        vocab,
+        parts,
+        0,
+        0,
+        0,
+        0,
+        True,
+        PART,
+        RUN,
+        RUNS,
+        **SCAN,
+        **options,
+    )
     _report[(rows,)](
-        logits_NV, tokens_N, tops, sums, groups, chosen, keys, own, ids, values, logits_NV.stride(0), vocab, parts, top, GROUPS, RUN, RUNS,
-        TILE, SHORT, LIST, PART, triton.next_power_of_2(parts), triton.next_power_of_2(parts * GROUPS), num_warps=8, **options,
-    )  # fmt: skip
+        logits_NV,
+        tokens_N,
+        tops,
+        sums,
+        groups,
+        chosen,
+        keys,
+        own,
+        ids,
+        values,
+        logits_NV.stride(0),
+        vocab,
+        parts,
+        top,
+        GROUPS,
+        RUN,
+        RUNS,
+        TILE,
+        SHORT,
+        LIST,
+        PART,
+        triton.next_power_of_2(parts),
+        triton.next_power_of_2(parts * GROUPS),
+        num_warps=8,
+        **options,
+    )
     return own, ids, values
 
 
 @triton.jit(do_not_specialize=["top"])
 def _report(
-    logits_NV, token_N, top_NC, sum_NC, group_NG, chosen_NG, key_NL, own_N, id_NK, value_NK, stride, V, parts, top,
-    GROUPS: tl.constexpr, RUN: tl.constexpr, RUNS: tl.constexpr, TILE: tl.constexpr, SHORT: tl.constexpr, LIST: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_G: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    logits_NV,
+    token_N,
+    top_NC,
+    sum_NC,
+    group_NG,
+    chosen_NG,
+    key_NL,
+    own_N,
+    id_NK,
+    value_NK,
+    stride,
+    V,
+    parts,
+    top,
+    GROUPS: tl.constexpr,
+    RUN: tl.constexpr,
+    RUNS: tl.constexpr,
+    TILE: tl.constexpr,
+    SHORT: tl.constexpr,
+    LIST: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    PDL: tl.constexpr,
+):
     pdl_begin(PDL)
     row, g_G = tl.program_id(0), tl.arange(0, BLOCK_G)
     logits_V = logits_NV + row.to(tl.int64) * stride

@@ -27,10 +27,33 @@ NOWHERE = tl.constexpr(0x7FFFFFFF)
 
 @triton.jit(do_not_specialize=["query"])
 def _adjust(
-    logits_EV, count_EV, first_EV, behind_ED, slot_E, ints_EI, floats_SF, tokens_SL, stop_SK, bias_ids_SB, bias_SB, stride, V, L, query, banned,
-    COLUMNS: tl.constexpr, F: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, B: tl.constexpr, D: tl.constexpr,
-    PENALISED: tl.constexpr, BIASED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    logits_EV,
+    count_EV,
+    first_EV,
+    behind_ED,
+    slot_E,
+    ints_EI,
+    floats_SF,
+    tokens_SL,
+    stop_SK,
+    bias_ids_SB,
+    bias_SB,
+    stride,
+    V,
+    L,
+    query,
+    banned,
+    COLUMNS: tl.constexpr,
+    F: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    B: tl.constexpr,
+    D: tl.constexpr,
+    PENALISED: tl.constexpr,
+    BIASED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """D: drafts of a path at most, 0 where rows are no nodes of trees."""
     pdl_begin(PDL)
     row = tl.program_id(0)
@@ -46,8 +69,18 @@ def _adjust(
                 counted = tree.to(tl.int64) * V
                 known, behind_D = tl.load(ints_EI + tree * query * COLUMNS), behind_ED + row * D
                 _penalise_node(
-                    logits_V, count_EV + counted, first_EV + counted, tokens_L, known, behind_D, repetition, frequency, presence, D, BLOCK
-                )  # fmt: skip
+                    logits_V,
+                    count_EV + counted,
+                    first_EV + counted,
+                    tokens_L,
+                    known,
+                    behind_D,
+                    repetition,
+                    frequency,
+                    presence,
+                    D,
+                    BLOCK,
+                )
             else:
                 count_V = count_EV + row.to(tl.int64) * V
                 _penalise(
@@ -120,8 +153,18 @@ def _count(
 
 @triton.jit
 def _penalise_node(
-    logits_V, count_V, first_V, tokens_L, known, behind_D, repetition, frequency, presence, D: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+    logits_V,
+    count_V,
+    first_V,
+    tokens_L,
+    known,
+    behind_D,
+    repetition,
+    frequency,
+    presence,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     i_B = tl.arange(0, BLOCK)
     for start in range(0, known, BLOCK):
         at = start + i_B
@@ -188,14 +231,50 @@ def apply_penalties(
     first = torch.empty_like(count) if drafts else None
     if penalised and drafts:
         _count[(rows // query,)](
-            count, first, behind_ED, slot_E, ints_EI, tokens_SL, vocab, tokens_SL.shape[1], query, drafts, ints_EI.shape[1], BLOCK,
-            num_warps=8, **options,
-        )  # fmt: skip
+            count,
+            first,
+            behind_ED,
+            slot_E,
+            ints_EI,
+            tokens_SL,
+            vocab,
+            tokens_SL.shape[1],
+            query,
+            drafts,
+            ints_EI.shape[1],
+            BLOCK,
+            num_warps=8,
+            **options,
+        )
     _adjust[(rows,)](
-        logits_EV, count, first, behind_ED, slot_E, ints_EI, floats_SF, tokens_SL, stop_SK, ids, values, logits_EV.stride(0), vocab,
-        tokens_SL.shape[1], query, banned, ints_EI.shape[1], floats_SF.shape[1], stop_SK.shape[1],
-        triton.next_power_of_2(stop_SK.shape[1]), ids.shape[1], drafts, penalised, biased, BLOCK, num_warps=8, **options,
-    )  # fmt: skip
+        logits_EV,
+        count,
+        first,
+        behind_ED,
+        slot_E,
+        ints_EI,
+        floats_SF,
+        tokens_SL,
+        stop_SK,
+        ids,
+        values,
+        logits_EV.stride(0),
+        vocab,
+        tokens_SL.shape[1],
+        query,
+        banned,
+        ints_EI.shape[1],
+        floats_SF.shape[1],
+        stop_SK.shape[1],
+        triton.next_power_of_2(stop_SK.shape[1]),
+        ids.shape[1],
+        drafts,
+        penalised,
+        biased,
+        BLOCK,
+        num_warps=8,
+        **options,
+    )
 
 
 def apply_grammar_mask(logits_EV: Tensor, row_G: Tensor, bits_GW: Tensor) -> None:
@@ -204,5 +283,13 @@ def apply_grammar_mask(logits_EV: Tensor, row_G: Tensor, bits_GW: Tensor) -> Non
     """
     vocab = logits_EV.shape[1]
     _forbid[len(row_G), triton.cdiv(vocab, PART)](
-        logits_EV, row_G, bits_GW, logits_EV.stride(0), vocab, bits_GW.shape[1], PART, num_warps=8, **launch_options(logits_EV)
-    )  # fmt: skip
+        logits_EV,
+        row_G,
+        bits_GW,
+        logits_EV.stride(0),
+        vocab,
+        bits_GW.shape[1],
+        PART,
+        num_warps=8,
+        **launch_options(logits_EV),
+    )

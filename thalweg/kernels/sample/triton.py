@@ -88,9 +88,21 @@ def settle(
 
 @triton.jit
 def _best_of_parts(
-    logits_EV, floats_SF, slot_E, ints_EI, top_EC, id_EC, stride, V,
-    F: tl.constexpr, COLUMNS: tl.constexpr, SEED: tl.constexpr, RANDOM: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    logits_EV,
+    floats_SF,
+    slot_E,
+    ints_EI,
+    top_EC,
+    id_EC,
+    stride,
+    V,
+    F: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SEED: tl.constexpr,
+    RANDOM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
     pdl_begin(PDL)
     row, part = tl.program_id(0), tl.program_id(1)
     v_B = part * BLOCK + tl.arange(0, BLOCK)
@@ -117,8 +129,22 @@ def _settle(
     best, part = tl.max(top, 0, return_indices=True, return_indices_tie_break_left=True)
     token = tl.where(best < float("inf"), tl.load(id_EC + row * parts + part), -1).to(tl.int64)
     settle(
-        row, token, slot_E, ints_EI, stop_SK, tokens_SL, state_SI, token_E, done_E, live_E, context, L, COLUMNS, K, BLOCK_K
-    )  # fmt: skip
+        row,
+        token,
+        slot_E,
+        ints_EI,
+        stop_SK,
+        tokens_SL,
+        state_SI,
+        token_E,
+        done_E,
+        live_E,
+        context,
+        L,
+        COLUMNS,
+        K,
+        BLOCK_K,
+    )
 
 
 def draw(
@@ -145,9 +171,22 @@ def draw(
     top = torch.empty(rows, parts, dtype=torch.float32, device=device)
     ids = torch.empty(rows, parts, dtype=torch.int32, device=device)
     _best_of_parts[rows, parts](
-        logits_EV, floats_SF, slot_E, ints_EI, top, ids, logits_EV.stride(0), vocab, floats_SF.shape[1], ints_EI.shape[1],
-        seed, random, PART, num_warps=8, **launch_options(logits_EV),
-    )  # fmt: skip
+        logits_EV,
+        floats_SF,
+        slot_E,
+        ints_EI,
+        top,
+        ids,
+        logits_EV.stride(0),
+        vocab,
+        floats_SF.shape[1],
+        ints_EI.shape[1],
+        seed,
+        random,
+        PART,
+        num_warps=8,
+        **launch_options(logits_EV),
+    )
     _settle[(rows,)](
         top, ids, slot_E, ints_EI, stop_SK, tokens_SL, ints_SI, *out, context, tokens_SL.shape[1], parts,
         ints_EI.shape[1], stop_SK.shape[1], triton.next_power_of_2(stop_SK.shape[1]), triton.next_power_of_2(parts),

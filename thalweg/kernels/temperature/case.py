@@ -43,17 +43,29 @@ def won(left_EV: Tensor, raced_EV: Tensor) -> tuple[Tensor, ...]:
 
 
 def run(
-    logits_EV: Tensor, temperature_E: Tensor, top_k_E: Tensor, top_p_E: Tensor, min_p_E: Tensor, seed_E: Tensor, position_E: Tensor
-) -> tuple[Tensor, ...]:  # fmt: skip
+    logits_EV: Tensor,
+    temperature_E: Tensor,
+    top_k_E: Tensor,
+    top_p_E: Tensor,
+    min_p_E: Tensor,
+    seed_E: Tensor,
+    position_E: Tensor,
+) -> tuple[Tensor, ...]:
     floats_EF = torch.stack((temperature_E, top_p_E, min_p_E), 1)
     left_EV = ref.apply_temperature(logits_EV, floats_EF, top_k_E, True)
     return won(left_EV, left_EV - topk_topp.coins_of(seed_E, position_E, logits_EV.shape[1]).log())
 
 
 def run_triton(
-    logits_EV: Tensor, temperature_E: Tensor, top_k_E: Tensor, top_p_E: Tensor, min_p_E: Tensor, seed_E: Tensor, position_E: Tensor,
+    logits_EV: Tensor,
+    temperature_E: Tensor,
+    top_k_E: Tensor,
+    top_p_E: Tensor,
+    min_p_E: Tensor,
+    seed_E: Tensor,
+    position_E: Tensor,
     device: str = "cuda",
-) -> tuple[Tensor, ...]:  # fmt: skip
+) -> tuple[Tensor, ...]:
     from thalweg.kernels.temperature import triton
     from thalweg.kernels.topk_topp.triton import SamplingColumns
 

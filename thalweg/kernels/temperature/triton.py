@@ -61,9 +61,31 @@ def apply_temperature(logits_EV: Tensor, wishes: SamplingColumns, truncated: boo
             *asks, tops, sums, ids, groups, stride, vocab, parts, *shapes, False, PART, RUN, RUNS, **SCAN, **options
         )  # fmt: skip
         _border[(rows,)](
-            *asks, tops, sums, groups, chosen, keys, border_E, stride, vocab, parts, floats.shape[1], ints.shape[1], top_k, GROUPS, RUN, RUNS,
-            TILE, SHORT, LIST, PART, triton.next_power_of_2(parts), triton.next_power_of_2(parts * GROUPS), num_warps=8, **options,
-        )  # fmt: skip
+            *asks,
+            tops,
+            sums,
+            groups,
+            chosen,
+            keys,
+            border_E,
+            stride,
+            vocab,
+            parts,
+            floats.shape[1],
+            ints.shape[1],
+            top_k,
+            GROUPS,
+            RUN,
+            RUNS,
+            TILE,
+            SHORT,
+            LIST,
+            PART,
+            triton.next_power_of_2(parts),
+            triton.next_power_of_2(parts * GROUPS),
+            num_warps=8,
+            **options,
+        )
     _keep[rows, parts](
         logits_EV,
         slot,
@@ -89,19 +111,51 @@ def add_gumbel_noise(score_NV: Tensor, seed_E: Tensor, position_E: Tensor) -> Te
     rows, vocab = score_NV.shape
     out_NV = torch.empty(rows, vocab, device=score_NV.device)
     _raced[rows, triton.cdiv(vocab, PART)](
-        score_NV, seed_E, position_E, out_NV, score_NV.stride(0), seed_E.stride(0), position_E.stride(0), vocab, rows // len(seed_E), PART,
-        num_warps=8, **launch_options(score_NV),
-    )  # fmt: skip
+        score_NV,
+        seed_E,
+        position_E,
+        out_NV,
+        score_NV.stride(0),
+        seed_E.stride(0),
+        position_E.stride(0),
+        vocab,
+        rows // len(seed_E),
+        PART,
+        num_warps=8,
+        **launch_options(score_NV),
+    )
     return out_NV
 
 
 @triton.jit
 def _border(
-    logits_EV, slot_E, floats_SF, ints_EI, top_EC, sum_EC, group_EG, chosen_EG, key_EN, border_E, stride, V, parts,
-    F: tl.constexpr, COLUMNS: tl.constexpr, TOP_K: tl.constexpr, GROUPS: tl.constexpr, RUN: tl.constexpr, RUNS: tl.constexpr,
-    TILE: tl.constexpr, SHORT: tl.constexpr, LIST: tl.constexpr, BLOCK: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_G: tl.constexpr,
+    logits_EV,
+    slot_E,
+    floats_SF,
+    ints_EI,
+    top_EC,
+    sum_EC,
+    group_EG,
+    chosen_EG,
+    key_EN,
+    border_E,
+    stride,
+    V,
+    parts,
+    F: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    GROUPS: tl.constexpr,
+    RUN: tl.constexpr,
+    RUNS: tl.constexpr,
+    TILE: tl.constexpr,
+    SHORT: tl.constexpr,
+    LIST: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_G: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
+):
     pdl_begin(PDL)
     row, g_G = tl.program_id(0), tl.arange(0, BLOCK_G)
     temperature, k, p, m = asked(row, slot_E, floats_SF, ints_EI, F, COLUMNS, TOP_K)
@@ -204,8 +258,18 @@ def _keep(
     do_not_specialize_on_alignment=["seed_E", "position_E"],
 )
 def _raced(
-    score_NV, seed_E, position_E, out_NV, stride, seed_stride, position_stride, V, each, BLOCK: tl.constexpr, PDL: tl.constexpr
-):  # fmt: skip
+    score_NV,
+    seed_E,
+    position_E,
+    out_NV,
+    stride,
+    seed_stride,
+    position_stride,
+    V,
+    each,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
     pdl_begin(PDL)
     row, v_B = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     seed, position = tl.load(seed_E + row // each * seed_stride), tl.load(position_E + row // each * position_stride)

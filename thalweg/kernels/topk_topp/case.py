@@ -18,9 +18,16 @@ from thalweg.kernels.topk_topp import ref
 OFF = 1 << 30  # as a top-k
 # temperature, top-k, top-p, min-p; no top-p falls between two of so many equal ids, where rounding would decide
 WISHES = (
-    (1.0, 2, 1.0, 0.0), (0.7, 20, 0.81, 0.0), (1.3, OFF, 0.9013, 0.0), (1.0, OFF, 1.1e-3, 0.0), (1.0, OFF, 1.0, 0.1), (0.8, 50, 0.95, 0.05),
-    (1.0, 900, 1.0, 0.0), (1.0, 3000, 0.9013, 0.0), (0.5, OFF, 1.0, 1.0),
-)  # fmt: skip
+    (1.0, 2, 1.0, 0.0),
+    (0.7, 20, 0.81, 0.0),
+    (1.3, OFF, 0.9013, 0.0),
+    (1.0, OFF, 1.1e-3, 0.0),
+    (1.0, OFF, 1.0, 0.1),
+    (0.8, 50, 0.95, 0.05),
+    (1.0, 900, 1.0, 0.0),
+    (1.0, 3000, 0.9013, 0.0),
+    (0.5, OFF, 1.0, 1.0),
+)
 
 
 def cases(generator: torch.Generator) -> Iterator[KernelCase]:
@@ -99,15 +106,27 @@ def kept(value: Tensor, top_k: int, top_p: float, min_p: float) -> list[int]:
 
 
 def run(
-    logits_EV: Tensor, temperature_E: Tensor, top_k_E: Tensor, top_p_E: Tensor, min_p_E: Tensor, seed_E: Tensor, position_E: Tensor
-) -> tuple[Tensor, ...]:  # fmt: skip
+    logits_EV: Tensor,
+    temperature_E: Tensor,
+    top_k_E: Tensor,
+    top_p_E: Tensor,
+    min_p_E: Tensor,
+    seed_E: Tensor,
+    position_E: Tensor,
+) -> tuple[Tensor, ...]:
     left_EV = ref.apply_topk_topp(logits_EV / temperature_E[:, None], top_k_E, top_p_E, min_p_E)
     return ((left_EV - coins_of(seed_E, position_E, logits_EV.shape[1]).log()).argmax(-1),)
 
 
 def run_triton(
-    logits_EV: Tensor, temperature_E: Tensor, top_k_E: Tensor, top_p_E: Tensor, min_p_E: Tensor, seed_E: Tensor, position_E: Tensor
-) -> tuple[Tensor, ...]:  # fmt: skip
+    logits_EV: Tensor,
+    temperature_E: Tensor,
+    top_k_E: Tensor,
+    top_p_E: Tensor,
+    min_p_E: Tensor,
+    seed_E: Tensor,
+    position_E: Tensor,
+) -> tuple[Tensor, ...]:
     from thalweg.kernels.topk_topp import triton
 
     rows, longest = len(logits_EV), int(position_E.max())

@@ -64,10 +64,27 @@ def id_of(key):
 
 @triton.jit
 def scan(
-    logits_EV, slot_E, floats_SF, ints_EI, top_EC, sum_EC, id_EC, group_EG, stride, V, parts,
-    F: tl.constexpr, COLUMNS: tl.constexpr, SEED: tl.constexpr, TOP_K: tl.constexpr, RAW: tl.constexpr, BLOCK: tl.constexpr,
-    RUN: tl.constexpr, RUNS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    logits_EV,
+    slot_E,
+    floats_SF,
+    ints_EI,
+    top_EC,
+    sum_EC,
+    id_EC,
+    group_EG,
+    stride,
+    V,
+    parts,
+    F: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SEED: tl.constexpr,
+    TOP_K: tl.constexpr,
+    RAW: tl.constexpr,
+    BLOCK: tl.constexpr,
+    RUN: tl.constexpr,
+    RUNS: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """RAW: the logits themselves, whatever the row wishes; else a row with a NaN has a largest value of +inf, and no
     other has.
     """

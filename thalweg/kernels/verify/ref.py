@@ -1,5 +1,5 @@
-"""Reference of verifying drafts: the path through the drafts of each row that the target draws. A chain is a tree of one
-branch.
+"""Reference of verifying drafts: the path through the drafts of each row that the target draws. A chain is a tree of
+one branch.
 
 Letters: R rows, Q nodes of each with the root, N = R · Q, D tokens of a path at most, M = R · D, K stop ids, I integers
 of a slot.

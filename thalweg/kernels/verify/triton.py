@@ -14,11 +14,41 @@ from thalweg.kernels.verify.ref import AcceptedPaths, Verification
 
 @triton.jit
 def _verify_drafts(
-    drawn_N, ids_N, positions_N, write_N, real_N, slot_N, ints_NI, stop_SK, tokens_SL, ints_SI, table_SP, nodes_SN3, tokens_RD,
-    nodes_RD, count_R, done_R, token_M, ids_M, positions_M, real_M, from_M, to_M, L, P, Q, D, NODES: tl.constexpr,
-    PAGE: tl.constexpr, COLUMNS: tl.constexpr, K: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_K: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    drawn_N,
+    ids_N,
+    positions_N,
+    write_N,
+    real_N,
+    slot_N,
+    ints_NI,
+    stop_SK,
+    tokens_SL,
+    ints_SI,
+    table_SP,
+    nodes_SN3,
+    tokens_RD,
+    nodes_RD,
+    count_R,
+    done_R,
+    token_M,
+    ids_M,
+    positions_M,
+    real_M,
+    from_M,
+    to_M,
+    L,
+    P,
+    Q,
+    D,
+    NODES: tl.constexpr,
+    PAGE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
     pdl_begin(PDL)
     row = tl.program_id(0)
     first = row * Q
