@@ -40,6 +40,7 @@ check: install-test ## check lint, format, strict types, import direction
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/python -m pytest -q tests/null/test_layering.py
+	@$(BIN)/python -m tools.size
 
 size: install-test ## count code tokens by room; fails above a ceiling (tools/ceilings.yaml)
 	@$(BIN)/python -m tools.size

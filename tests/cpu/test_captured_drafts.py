@@ -135,10 +135,13 @@ TAPES: list[GraphPool] = []
 def graphs() -> Iterator[Any]:
     """`runner.graphs` without a GPU, and without Triton."""
     with pytest.MonkeyPatch.context() as patch:
-        for name, fake in {"build_inputs": prepare, "verify": verify}.items():
-            patch.setitem(sys.modules, f"thalweg.kernels.{name}.triton", fake)
+        fakes: dict[str, Any] = {"build_inputs": prepare, "verify": verify}
         for name in ("penalties", "sample", "logprobs", "temperature", "topk_topp"):
-            patch.setitem(sys.modules, f"thalweg.kernels.{name}.triton", SimpleNamespace())
+            fakes[name] = SimpleNamespace()
+        for name, fake in fakes.items():
+            patch.setitem(sys.modules, f"thalweg.kernels.{name}.triton", fake)
+            # where another test has imported the kernel, its package holds it
+            patch.setattr(importlib.import_module(f"thalweg.kernels.{name}"), "triton", fake, raising=False)
         for name in ("thalweg.sampling.kernel_sampling", "thalweg.runner.graphs"):
             patch.delitem(sys.modules, name, raising=False)
         module = importlib.import_module("thalweg.runner.graphs")

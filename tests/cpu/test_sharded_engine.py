@@ -23,7 +23,7 @@ from thalweg.config.tree import options_of
 from thalweg.core.agreement import Record, agree
 from thalweg.core.plan import Output, StepPlan
 from thalweg.core.sampling import SamplingParams
-from thalweg.engine.build import load_own, load_weights
+from thalweg.engine.build import load_drafter, load_weights
 from thalweg.engine.local import LocalEngine
 from thalweg.launch.resolve import resolve
 from thalweg.layers.reference import ReferenceLayers
@@ -90,9 +90,9 @@ def steps_of_one_rank(config: EngineConfig, prompts: list[list[int]]) -> list[St
     runner: Any = engine.runner
     forward, sample, outputs = runner.forward, runner.sample, runner.outputs
 
-    def recorded_forward(plan: StepPlan) -> Any:
+    def recorded_forward(plan: StepPlan, agreed: Any = None) -> Any:
         steps.append(Step(plan))
-        return forward(plan)
+        return forward(plan, agreed)
 
     def recorded_sample(result: Any, masks: Any = None, num_drafts: int = 0) -> Any:
         steps[-1].num_drafts = num_drafts
@@ -125,7 +125,7 @@ def runner_of(config: EngineConfig, layout: Layout) -> Runner:
     name, folder = config.speculative_algorithm, config.speculative_draft_model_path
     drafter = build_drafter(name, model, folder, sampling, config.tree)
     load_weights(model, drafter.modules(), config)
-    load_own(drafter.own(), config)
+    load_drafter(drafter.own(), config)
     planes = Planes((*model.planes(), *drafter.planes()), config.num_pages + 1)
     slots = Slots(config.max_running_requests + 1, config.context_length, device, drafter.fields(), config.tree)
     return Runner(model, model, planes, slots, drafter)
