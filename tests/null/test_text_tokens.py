@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import re
 import shutil
 import threading
 import time
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Library
@@ -136,6 +137,9 @@ def test_pieces_join_to_the_whole_decode(
 @settings(max_examples=100, deadline=None)
 @given(st.text(max_size=30))
 def test_text_survives_and_no_character_comes_in_halves(tokenizer: Tokenizer, text: str) -> None:
+    assume(
+        not re.search("<.+>", text)
+    )  # a special token, which is not shown; hypothesis knows the constants of modules
     detokenizer = tokenizer.detokenizer()
     shown = [detokenizer.feed([i]) for i in tokenizer.encode(text)]
     assert "".join(shown) == text and detokenizer.finish() == ""
