@@ -7,7 +7,7 @@ it should be, and how many drafts of a trained head are accepted.
 Each part starts one engine and writes one JSON when it is done; one that is there is left alone (--again: measured
 anew). `plan` lists them with the seconds that they take on an H100. FOLDER has deepseek-v3-slim, deepseek-v2-lite and
 qwen2.5-7b, of which config.json and the tokenizer are enough: weights are random. So no draft would be right, and as
-many are accepted by decree as make 2.5 tokens of each verification on average, 2 with one draft. EAGLE-3 heads have the
+many are accepted by simulation as make 2.5 tokens of each verification on average, 2 with one draft. EAGLE-3 heads have the
 published shape, and random weights, too.
 
 v3-slim, v2-lite, qwen: chains of 0 to 4 drafts, 1 to 128 requests of 1,024 tokens; of one request also how long the

@@ -36,7 +36,7 @@ Call = Callable[[], object]
 class Parts(NamedTuple):
     """Seconds of each in one step. verify: of A, as it runs in this engine, which gathers its tokens first. draft: of
     all forwards of the drafter by which it proposes, its head included; learn: of what it writes of the step's tokens.
-    decree: what it takes longer to draw tokens where drafts are accepted by decree, which is no part of a step that
+    decree: what it takes longer to draw tokens where acceptance is simulated, which is no part of a step that
     means something.
     """
 

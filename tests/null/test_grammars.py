@@ -210,7 +210,7 @@ def test_a_failing_grammar_ends_its_request_once() -> None:
     assert bench.endings == [(0, "went beyond its limits: too far"), (1, "length")]
     assert bench.scheduler.stats(0.0).aborted == 1
     bench.scheduler.handle([Abort((0,))])
-    assert not bench.scheduler.take_deltas(), "it is gone: whoever aborts it later is told nothing"
+    assert not bench.scheduler.take_deltas(), "it is gone: a later abort gets no answer"
 
 
 def test_parameters_that_contradict_a_grammar_are_refused() -> None:

@@ -661,4 +661,4 @@ def test_a_request_with_nan_output_ends_and_leaves_no_pages(chunked: bool) -> No
         step(b)
     stats = b.stats(0.0)
     assert (stats.broken, stats.aborted, stats.finished, stats.pages_used) == (1, 0, 2, 0)
-    assert not [delta for delta in b.take_deltas() if delta.uid == 2], "it is told once"
+    assert not [delta for delta in b.take_deltas() if delta.uid == 2], "it is reported once"

@@ -155,6 +155,6 @@ def _status(argv: list[str]) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """0: done, and all checked answers are plain decoding's; 1: some differ, or an error; 2: wrong flags; 130: Ctrl-C.
-    What was measured is printed and written.
+    Results are printed and written.
     """
     return exit_status("thalweg bench acceptance", _status, argv)

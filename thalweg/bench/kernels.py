@@ -264,7 +264,7 @@ def run(argv: list[str]) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0: done; 1: a kernel failed, or an error; 2: wrong flags; 130: Ctrl-C. What was measured is printed and
+    """0: done; 1: a kernel failed, or an error; 2: wrong flags; 130: Ctrl-C. Results are printed and
     written.
     """
     return exit_status("thalweg bench kernels", run, argv)

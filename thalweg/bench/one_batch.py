@@ -186,5 +186,5 @@ def _run(argv: list[str]) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0: done; 1: an error; 2: wrong flags; 130: Ctrl-C. What was measured is printed and written."""
+    """0: done; 1: an error; 2: wrong flags; 130: Ctrl-C. Results are printed and written."""
     return exit_status("thalweg bench one-batch", _run, argv)

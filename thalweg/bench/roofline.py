@@ -297,5 +297,5 @@ def run(argv: list[str]) -> list[RooflineRun]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0: done; 1: an error; 2: wrong flags; 130: Ctrl-C. What was measured is printed and written."""
+    """0: done; 1: an error; 2: wrong flags; 130: Ctrl-C. Results are printed and written."""
     return exit_status("thalweg roofline", lambda words: int(not run(words)), argv)

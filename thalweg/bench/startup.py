@@ -127,5 +127,5 @@ def _run(argv: list[str]) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0: done; 1: a server did not start; 2: wrong flags; 130: Ctrl-C. What was measured is printed and written."""
+    """0: done; 1: a server did not start; 2: wrong flags; 130: Ctrl-C. Results are printed and written."""
     return exit_status("thalweg bench startup", _run, argv)

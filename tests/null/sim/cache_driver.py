@@ -136,9 +136,7 @@ class Driver:
             self._trim(h.path)
 
     def _trim(self, path: PrefixCursor) -> None:
-        """Who has ended takes its own end of the tree with it: only pages that nobody leases or stands behind, and not
-        its beginning.
-        """
+        """A finished request removes the end of its own path: only pages without a lease and without later pages."""
         before, count = set(self.tree._nodes), self.rng.randint(0, len(path.tokens) // self.size)
         leased = {page for page in before if self.allocator.ref_counts[page]}
         self.allocator.evict_tail(path, count)
