@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import sys
@@ -63,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(str(error), 1)
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # `thalweg ... | head`: whoever read has enough
+    except BrokenPipeError:  # `thalweg ... | head`: the reader has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
 
@@ -209,54 +210,6 @@ examples:
     return chat(resolved, params, parsed.args.system, parsed.args.thinking or None)
 
 
-def render(argv: Sequence[str]) -> int:
-    from thalweg.launch.render import main as run
-
-    return run(argv)
-
-
-def parse(argv: Sequence[str]) -> int:
-    from thalweg.launch.parse import main as run
-
-    return run(argv)
-
-
-def bench(argv: Sequence[str]) -> int:
-    from thalweg.bench.cli import main as run
-
-    return run(argv)
-
-
-def evaluate(argv: Sequence[str]) -> int:
-    from thalweg.bench.eval import main as run
-
-    return run(argv)
-
-
-def ablate(argv: Sequence[str]) -> int:
-    from thalweg.bench.ablate import main as run
-
-    return run(argv)
-
-
-def roofline(argv: Sequence[str]) -> int:
-    from thalweg.bench.roofline import main as run
-
-    return run(argv)
-
-
-def tune(argv: Sequence[str]) -> int:
-    from thalweg.bench.tune import main as run
-
-    return run(argv)
-
-
-def replay(argv: Sequence[str]) -> int:
-    from thalweg.bench.replay import main as run
-
-    return run(argv)
-
-
 def doctor(argv: Sequence[str]) -> int:
     epilog = """\
 examples:
@@ -264,9 +217,12 @@ examples:
   thalweg doctor models/tiny --port 8000 --online
   thalweg doctor --json
 
-Exit status: 0 when nothing stands in the way of serving, 1 otherwise. A machine without a GPU is fine."""
+Exit status: 0 if serving can start, else 1. A machine without a GPU is fine."""
     parser = options_parser(
-        "thalweg doctor", "What is missing on this machine, and the command that mends it.", epilog, ("model", "listen")
+        "thalweg doctor",
+        "Checks this machine, and prints a command that fixes each problem.",
+        epilog,
+        ("model", "listen"),
     )
     own = parser.add_argument_group("This command")
     own.add_argument("--json", action="store_true", help="print one JSON object")
@@ -282,21 +238,28 @@ def version(argv: Sequence[str]) -> int:
     return 0
 
 
+def _main(module: str) -> Callable[[Sequence[str]], int]:
+    """The `main` of a module, which is imported when the command runs."""
+    return lambda argv: int(importlib.import_module(f"thalweg.{module}").main(argv))
+
+
 COMMANDS = {
     "serve": Command("serve a model over HTTP", serve),
     "chat": Command("talk to a model in this terminal", chat),
     "generate": Command("complete prompts in this process", generate),
-    "plan": Command("what a model needs, what a machine does with it at best, what would be chosen and why", plan),
-    "warmup": Command("compile ahead what serving with these flags needs", warmup),
-    "render": Command("the exact prompt and token ids of a conversation", render),
-    "parse": Command("what becomes of a model's raw output: reasoning, content, tool calls", parse),
-    "bench": Command("measure speed: of a server, batches, a start, kernels; compare results", bench),
-    "eval": Command("measure accuracy", evaluate),
-    "ablate": Command("turn features off and on: what each is worth in speed and accuracy", ablate),
-    "roofline": Command("where a step's time goes: each operation against its floor", roofline),
-    "tune": Command("search faster tiles for a model on this device, for later starts", tune),
-    "replay": Command("run the recorded last steps of an engine again", replay),
-    "doctor": Command("what is missing on this machine, and the command that mends it", doctor),
+    "plan": Command("show memory, lower bounds of step times, and every setting with its reason", plan),
+    "warmup": Command("compile the kernels that serving with these flags needs", warmup),
+    "render": Command("show the prompt and token ids of a conversation", _main("launch.render")),
+    "parse": Command("parse raw model output into reasoning, content and tool calls", _main("launch.parse")),
+    "bench": Command("measure speed: of a server, batches, a start, kernels; compare results", _main("bench.cli")),
+    "eval": Command("measure accuracy", _main("bench.eval")),
+    "ablate": Command("turn features off and on, and measure what each is worth", _main("bench.ablate")),
+    "roofline": Command(
+        "show where a step's time goes: each operation against its lower bound", _main("bench.roofline")
+    ),
+    "tune": Command("search faster kernel tiles for a model on this device", _main("bench.tune")),
+    "replay": Command("rerun the recorded steps of an engine", _main("bench.replay")),
+    "doctor": Command("check this machine, and print a command that fixes each problem", doctor),
     "version": Command("print the version", version),
 }
 

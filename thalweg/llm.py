@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import Progress
 
 from thalweg.config.tree import options_of
 from thalweg.core.errors import InvalidRequest
@@ -22,6 +22,7 @@ from thalweg.core.plan import TokenLogprob
 from thalweg.core.request import check_request
 from thalweg.core.retention import RETAIN_ALL, CacheRetention
 from thalweg.core.sampling import SamplingParams
+from thalweg.engine.build import BAR_COLUMNS
 from thalweg.engine.client import EngineClient
 from thalweg.engine.local import LocalEngine
 from thalweg.engine.streams import Assembler, Piece
@@ -35,7 +36,6 @@ Message = Mapping[str, Any]
 Conversations = Sequence[Message] | Sequence[Sequence[Message]]
 ParamsOfEach = SamplingParams | Sequence[SamplingParams]
 GrammarOfEach = Grammar | Sequence[Grammar]
-COLUMNS = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
 
 
 @dataclass(slots=True)
@@ -85,8 +85,9 @@ class _TextFrontend:
     def chat_ids(self, messages: Sequence[Message], **kwargs: Any) -> tuple[tuple[int, ...], CacheRetention]:
         """The prompt of a conversation, and the retention of its answer in the prefix cache."""
         prompt = self.format.encoder.encode(messages, **kwargs)
-        thinking = {} if kwargs.get("thinking") is None else {"thinking": kwargs["thinking"]}
-        arguments = {**(kwargs.get("template_kwargs") or {}), **thinking}
+        arguments = dict(kwargs.get("template_kwargs") or {})
+        if (thinking := kwargs.get("thinking")) is not None:
+            arguments["thinking"] = thinking
         return tuple(self.tokenizer.encode(prompt)), self.retention.keep(prompt, arguments, bool(kwargs.get("tools")))
 
 
@@ -154,34 +155,32 @@ class LLM:
     def _run(
         self, requests: Sequence[tuple[tuple[int, ...], SamplingParams, Grammar, CacheRetention]], progress: bool
     ) -> list[RequestOutput]:
-        results = [RequestOutput(ids, [CompletionOutput() for _ in range(p.n)]) for ids, p, _, _ in requests]
+        """Runs the engine until all requests have ended. Raises InvalidRequest for those that it refuses."""
+        results: list[RequestOutput] = []
         owners: dict[int, tuple[RequestOutput, Assembler]] = {}
-        for (ids, p, grammar, keep), result in zip(requests, results, strict=True):
+        for ids, p, grammar, keep in requests:
+            results.append(RequestOutput(ids, [CompletionOutput() for _ in range(p.n)]))
             for index, uid in enumerate(self.engine.submit(ids, p, grammar=grammar, retention=keep)):
-                owners[uid] = result, Assembler(index, ids, p, self.texts.tokenizer)
+                owners[uid] = results[-1], Assembler(index, ids, p, self.texts.tokenizer)
         try:
-            self._finish(owners, progress)
+            with Progress(*BAR_COLUMNS, disable=not progress) as bar:
+                task = bar.add_task("sequences", total=len(owners))
+                while owners:
+                    for delta in self.engine.step():
+                        if (owner := owners.get(delta.uid)) is None:
+                            continue  # tokens after a stop string
+                        result, assembler = owner
+                        result.add(assembler.feed(delta, 0.0))
+                        if assembler.ended:
+                            del owners[delta.uid]
+                            bar.advance(task)
+                            if not delta.finish:
+                                self.engine.abort((delta.uid,))
         finally:
             self.engine.abort(tuple(owners))  # those left by an error or Ctrl-C end at the next step
         while not self.engine.idle:
             self.engine.step()
         return results
-
-    def _finish(self, owners: dict[int, tuple[RequestOutput, Assembler]], progress: bool) -> None:
-        """Runs the engine until all requests have ended. Raises InvalidRequest for those that it refuses."""
-        with Progress(*COLUMNS, disable=not progress) as bar:
-            task = bar.add_task("sequences", total=len(owners))
-            while owners:
-                for delta in self.engine.step():
-                    if (owner := owners.get(delta.uid)) is None:
-                        continue  # tokens after a stop string
-                    result, assembler = owner
-                    result.add(assembler.feed(delta, 0.0))
-                    if assembler.ended:
-                        del owners[delta.uid]
-                        bar.advance(task)
-                        if not delta.finish:
-                            self.engine.abort((delta.uid,))
 
 
 class AsyncLLM:
@@ -218,7 +217,7 @@ class AsyncLLM:
         """Completes one prompt; `generate_all` or asyncio.gather batch several."""
         ids = await asyncio.to_thread(self.texts.ids, prompt)
         result = RequestOutput(ids, [CompletionOutput() for _ in range(params.n)])
-        async for piece in self.front.stream(ids, params, grammar=grammar, retention=keep):
+        async for piece in self.stream(ids, params, grammar, keep):
             result.add(piece)
         return result
 
@@ -226,16 +225,12 @@ class AsyncLLM:
         self, prompts: Sequence[Prompt], params: SamplingParams = SamplingParams(), progress: bool = False
     ) -> list[RequestOutput]:
         """Completes all prompts at once. The first error ends the others."""
-        with Progress(*COLUMNS, disable=not progress) as bar:
-            task = bar.add_task("prompts", total=len(prompts))
-
-            async def one(prompt: Prompt) -> RequestOutput:
-                result = await self.generate(prompt, params)
-                bar.advance(task)
-                return result
-
+        with Progress(*BAR_COLUMNS, disable=not progress) as bar:
+            shown = bar.add_task("prompts", total=len(prompts))
             async with asyncio.TaskGroup() as group:
-                running = [group.create_task(one(prompt)) for prompt in prompts]
+                running = [group.create_task(self.generate(prompt, params)) for prompt in prompts]
+                for task in running:
+                    task.add_done_callback(lambda _: bar.advance(shown))
         return [done.result() for done in running]
 
     async def chat(

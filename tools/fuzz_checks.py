@@ -15,9 +15,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from thalweg.core.errors import InvalidRequest
-from thalweg.text.chat import BUILTIN_ENCODERS, BuiltinEncoder
-from thalweg.text.events import ArgumentDelta, CallEnd, CallStart, ParsedAnswer, ParsedCall, collect
-from thalweg.text.parser import AnswerParser, parse
+from thalweg.text.chat import BUILTIN_ENCODERS, builtin
+from thalweg.text.events import Event, ParsedAnswer, ParsedCall, PartKind, answer_of
+from thalweg.text.parser import AnswerParser
 
 SEP = ["<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>",
        "function", "\n```json\n", "\n```", "<|tool_sep|>", "<|tool▁call_begin|>", "<｜tool▁", "f", "g"]  # fmt: skip
@@ -121,6 +121,19 @@ def cut(text: str, rng: random.Random) -> list[str]:
     return [text[a:b] for a, b in itertools.pairwise(edges)]
 
 
+def collect(events: Iterable[Event]) -> ParsedAnswer:
+    """The answer of all events since its beginning."""
+    return answer_of([event.part for event in events if event.type == "open"])
+
+
+def parse(text: str, reasoning: str | None, tools: str | None, **options: Any) -> ParsedAnswer:
+    """A whole answer at once; `options` as for AnswerParser."""
+    parser = AnswerParser(reasoning, tools, **{"hold": True, **options})
+    parser.feed(text)
+    parser.finish()
+    return parser.answer
+
+
 def check_answer(data: bytes) -> None:
     """One answer, read in one piece, in characters and in other pieces, held and streamed. Raises AssertionError."""
     source = Bytes(data)
@@ -171,15 +184,17 @@ def read(
     whole: list[bool] = []
     is_open = False
     for event in events:
-        if isinstance(event, CallStart):
-            assert event.index == len(whole) and not is_open, "calls begin one after the other and count from 0"
-            whole.append(False)
+        if event.part.kind is not PartKind.CALL:
+            continue
+        if event.type == "open":
+            assert event.part.number == len(whole) and not is_open, "calls begin one after the other and count from 0"
             is_open = True
-        elif isinstance(event, ArgumentDelta | CallEnd):
-            assert event.index == len(whole) - 1 and is_open, "arguments or an end of a call that is not open"
-            if isinstance(event, CallEnd):
-                whole[-1], is_open = event.whole, False
-                assert event.whole or not hold, "a held call that is not whole"
+        else:
+            assert is_open and event.part.number == len(whole), "arguments belong to the open call"
+            if event.type == "close":
+                is_open = False
+                whole.append(event.part.whole)
+                assert event.part.whole or not hold, "a held call that is not whole"
     assert not is_open, "a call without its end"
     message = collect(events)
     for call in message.calls:
@@ -202,7 +217,7 @@ def check_prompt(data: bytes) -> None:
     tools = source.pick(
         [None, [], [{"type": "function", "function": {"name": "f", "parameters": source.pick(SCHEMAS)}}]]
     )
-    encoder = BuiltinEncoder(name)
+    encoder = builtin(name)
     options = {"thinking": thinking, "add_generation_prompt": source.byte() % 2 == 0}
     try:
         prompt = encoder.encode(messages, tools, **options)

@@ -37,8 +37,10 @@ from thalweg.kernels.gqa import case as gqa_case
 from thalweg.kernels.gqa import fa3
 from thalweg.kernels.gqa import triton as gqa
 from thalweg.kernels.mla import case as mla_case
+from thalweg.kernels.mla import fa3 as mla_fa3
 from thalweg.kernels.mla import flashmla as flash_mla
 from thalweg.kernels.mla import triton as mla
+from thalweg.kernels.mla.backends import MlaShape
 from thalweg.kernels.rope import triton as rope
 
 BEYOND_L2 = 160 << 20  # bytes that a round of calls reads
@@ -213,9 +215,7 @@ def mla_prefill(table: Table, quick: bool, heads: int, rows: int, tokens: int) -
 
     name, flops = f"mla prefill {heads} heads, {rows} x {tokens}", rows * tokens * tokens * heads * 320
     table.add(name, lambda: [call], 0, flops)
-    for tiles in (
-        () if quick else (TileConfig(128, 128, 8, 2), TileConfig(128, 32, 8, 3, 128), TileConfig(64, 64, 4, 2))
-    ):
+    for tiles in () if quick else (TileConfig(128, 128, 8, 2), TileConfig(128, 32, 8, 3), TileConfig(64, 64, 4, 2)):
         with Tried(mla, "prefill_tiles", tiles):
             table.add(f"{name}, {tuple(tiles)}", lambda: [call], 0, flops)
 
@@ -259,7 +259,7 @@ def gqa_prefill(table: Table, quick: bool, heads: int, kv_heads: int, rows: int,
 
     name, flops = f"gqa prefill {heads}/{kv_heads} heads, {rows} x {tokens}", rows * tokens * tokens * heads * 256
     table.add(name, lambda: [call], 0, flops)
-    for tiles in () if quick else (TileConfig(128, 64, 8, 3), TileConfig(128, 32, 8, 3, 128), TileConfig(64, 64, 4, 2)):
+    for tiles in () if quick else (TileConfig(128, 64, 8, 3), TileConfig(128, 32, 8, 3), TileConfig(64, 64, 4, 2)):
         with Tried(gqa, "prefill_tiles", tiles):
             table.add(f"{name}, {tuple(tiles)}", lambda: [call], 0, flops)
 
@@ -331,19 +331,21 @@ def flashmla(table: Table, quick: bool, heads: int, context: int, rows: int) -> 
         print("flash_mla is not installed")
         return
     pages, tables, positions = contexts(rows, context, 1152)
-    plane, query, lengths = random(pages, 64, 576), random(rows, heads, 576), (positions + 1).int()
+    plane, query = random(pages, 64, 576), random(rows, heads, 576)
     bytes_, flops, name = (
         rows * context * 1152,
         2 * rows * heads * context * 1088,
         f"flashmla {heads} heads, {rows} x {context}",
     )
-    shared = flash_mla.schedule()
+    kernel, latents = flash_mla.FlashMlaDecode(MlaShape(heads, 512, 0.07, False)), LatentPlane(plane)
+    shared = kernel.prepare(DecodeRows(tables[0], positions))
 
     def call(table_RL: Tensor) -> object:
-        return flash_mla.decode(query, plane, table_RL, lengths, shared, scale=0.07, rank=512)
+        return kernel.attend_with_lse(query, latents, DecodeRows(table_RL, positions), shared)
 
     def planned() -> object:
-        return flash_mla.decode(query, plane, tables[0], lengths, flash_mla.schedule(), scale=0.07, rank=512)
+        rows = DecodeRows(tables[0], positions)
+        return kernel.attend_with_lse(query, latents, rows, kernel.prepare(rows))
 
     table.add(name, lambda: [functools.partial(call, table_RL) for table_RL in tables], bytes_, flops)
     table.add(f"{name}, with its scheduler", lambda: [planned], bytes_, flops)
@@ -382,7 +384,7 @@ def library_checks() -> Rows:
     """The start-up self-checks of the libraries that are installed."""
     rows = Rows()
     for name, wanted, check in (
-        ("fa3 192/128", fa3.available, lambda device: flash_mla.check_prefill(device, CheckCase())),
+        ("fa3 192/128", fa3.available, lambda device: mla_fa3.check(device, CheckCase())),
         ("fa3 128", fa3.available, lambda device: fa3.check(device, CheckCase())),
         ("flashmla 16", flash_mla.available, lambda device: flash_mla.check(device, CheckCase(heads=16))),
         ("flashmla 128", flash_mla.available, lambda device: flash_mla.check(device, CheckCase(heads=128))),

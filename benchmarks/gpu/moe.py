@@ -34,7 +34,8 @@ from thalweg.kernels.moe_align import triton as moe_align
 from thalweg.kernels.quantize.triton import quantize
 from thalweg.kernels.router import ref as router_ref
 from thalweg.kernels.router import triton as router
-from thalweg.kernels.router.triton import RouterConfig, RouterOutput
+from thalweg.kernels.router.ref import RouterConfig
+from thalweg.kernels.router.triton import RouterOutput
 from thalweg.kernels.silu_mul.triton import silu_mul, silu_mul_quantize
 
 CUDA = torch.device("cuda")
@@ -219,12 +220,7 @@ def check_router(shape: Shape, tokens: int, dtype: torch.dtype, deterministic: b
     real = torch.rand(tokens, device=CUDA) > 0.1
     got = router.route(x, weight, bias, rule, real, shape.hidden % 128 == 0, deterministic)
     logits = x.double() @ weight.double().t()
-    if rule.method == "greedy":
-        weights, ids = router_ref.greedy(logits.float(), rule.topk, rule.scale)
-    else:
-        weights, ids = router_ref.noaux_tc(
-            logits.float(), bias, rule.topk, rule.scale, rule.groups, rule.topk_groups, rule.renormalize
-        )
+    weights, ids = router_ref.choose_experts(logits.float(), bias if rule.is_sigmoid else None, rule)
     wide = rule.experts + rule.shared + 1
     want = torch.zeros(tokens, wide, device=CUDA).scatter_(1, ids, weights)
     want[:, rule.experts : rule.experts + rule.shared] = 1.0

@@ -28,6 +28,7 @@ from thalweg.kernels.logprobs import triton as logprobing
 from thalweg.kernels.penalties import triton as penalties
 from thalweg.kernels.sample import triton as sample
 from thalweg.kernels.topk_topp import triton as topk_topp
+from thalweg.kernels.topk_topp_threshold import triton as threshold
 from thalweg.sampling.kernel_sampling import KernelSampler, sample_into
 from thalweg.sampling.sample import REFERENCE
 
@@ -177,7 +178,8 @@ def launches(bench: Bench, scale: float, kinds: list[dict[str, Any]]) -> dict[st
     ints_EI = slots.ints_SI.clone()
     x = bench.normal[0] * scale
     overlapping = topk_topp.launch_options
-    topk_topp.launch_options = lambda tensor: {"PDL": False}
+    for module in (topk_topp, threshold):
+        module.launch_options = lambda tensor: {"PDL": False}
     try:
         sample_into(bench.out, x, slots, bench.slot_E, ints_EI, DRAWS, slots.ints_SI)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -185,7 +187,8 @@ def launches(bench: Bench, scale: float, kinds: list[dict[str, Any]]) -> dict[st
                 sample_into(bench.out, x, slots, bench.slot_E, ints_EI, DRAWS, slots.ints_SI)
             torch.cuda.synchronize()
     finally:
-        topk_topp.launch_options = overlapping
+        for module in (topk_topp, threshold):
+            module.launch_options = overlapping
     return {
         event.key: event.device_time_total / event.count for event in profile.key_averages() if event.device_time_total
     }
@@ -226,7 +229,7 @@ def main() -> None:
         "torch": torch.__version__,
         "triton": triton.__version__,
         "vocabulary": VOCAB,
-        "parts": [sample.PART, topk_topp.PART],
+        "parts": [sample.PART.value, topk_topp.PART.value],
     }
     path = Path(os.environ.get("OUT", ".")) / "sampling.json"
     path.write_text(json.dumps({"about": about, "rows": log.rows, "failed": log.failed}, indent=1) + "\n")

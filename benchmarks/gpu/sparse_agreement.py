@@ -140,10 +140,10 @@ class Watch:
     def _watch_fused(self, layer: int, part: Any) -> None:
         from thalweg.kernels.norm.triton import rows_of  # needs Triton
 
-        run, topk = part.run, part.rule.topk
+        run, topk = part.run, part.router.rule.topk
 
         def watched(out_TH: Tensor, x: Any, routed: Any, weights: Any) -> None:
-            given = self._route(layer, rows_of(x), part.router, part.rule, routed.ids_TK[:, :topk].long())
+            given = self._route(layer, rows_of(x), part.router, routed.ids_TK[:, :topk].long())
             if given is not None:
                 routed.weights_TK[:, :topk], routed.ids_TK[:, :topk] = given
             run(out_TH, x, routed, weights)
@@ -155,14 +155,15 @@ class Watch:
 
         def watched(x_TH: Tensor) -> tuple[Tensor, Tensor]:
             weights_TK, ids_TK = forward(x_TH)
-            given = self._route(layer, x_TH, block.router, block.router.moe, ids_TK)
+            given = self._route(layer, x_TH, block.router, ids_TK)
             return (weights_TK, ids_TK) if given is None else given
 
         block.router.forward = watched  # type: ignore[method-assign]
 
-    def _route(self, layer: int, x_TH: Tensor, router: Any, rule: Any, ids_TK: Tensor) -> tuple[Tensor, Tensor] | None:
+    def _route(self, layer: int, x_TH: Tensor, router: Any, ids_TK: Tensor) -> tuple[Tensor, Tensor] | None:
         """Keeps a choice of experts by sigmoid scores; → weights and ids of the imposed one."""
         assert self.run is not None
+        rule = router.rule
         scores_TE = torch.mm(x_TH.float(), router.weight.float().t()).sigmoid()
         biased_TE = scores_TE + router.bias
         worth_TG = biased_TE.view(len(x_TH), rule.groups, -1).topk(2).values.sum(-1)

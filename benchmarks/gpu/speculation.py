@@ -43,10 +43,10 @@ from step_parts import add_overhead
 
 from thalweg.bench import acceptance
 from thalweg.bench.datasets import vocabulary_of
-from thalweg.bench.draft_shapes import DraftShape, resolved_for
+from thalweg.bench.draft_shapes import ADAPTIVE, DraftShape, Row, resolved_for, started
 from thalweg.bench.in_process import Lengths, configuration, reserve
 from thalweg.bench.results import provenance, write
-from thalweg.bench.speculation import ADAPTIVE, DecodeCase, Row, label, rows_of, started
+from thalweg.bench.speculation import DecodeCase, label, rows_of
 from thalweg.config.options import Options
 from thalweg.config.tree import options_of
 from thalweg.core.plan import PAGE
@@ -207,8 +207,8 @@ def speed(name: str, part: Part, said: argparse.Namespace) -> int:
         begun = time.perf_counter()
         try:
             config = config_for(part, said, cases, head if part.eagle else None)
-            longest = Lengths(max(case.input for case in cases), max(case.output for case in cases))
-            resolved, engine = started(part.shape, config, longest)
+            resolved, engine = started(part.shape, config)
+            Lengths(max(case.input for case in cases), max(case.output for case in cases)).check(engine.context)
             told |= about(name, configuration(resolved)) | {"start_seconds": round(time.perf_counter() - begun, 1)}
             for row in rows_of(part.shape, resolved, engine, cases, said.repeat):
                 rows.append(row)

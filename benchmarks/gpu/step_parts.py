@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from thalweg.bench.draft_shapes import DraftShape
-from thalweg.bench.speculation import ADAPTIVE, DecodeCase, Row, policies_of, prompts_of
+from thalweg.bench.draft_shapes import ADAPTIVE, DraftShape, Row
+from thalweg.bench.speculation import DecodeCase, policies_of, prompts_of
 from thalweg.core import plan as plans
 from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.plan import StepPlan
@@ -23,7 +23,7 @@ from thalweg.engine.calibration import step_clock
 from thalweg.engine.local import LocalEngine
 from thalweg.launch.resolved import Resolved
 from thalweg.runner.graph_pool import GraphPool
-from thalweg.runner.runner import NoCapturedGraphs
+from thalweg.runner.runner import CapturedSteps
 from thalweg.sampling.simulated_acceptance import SimulatedAcceptance
 from thalweg.spec.autoregressive import AutoregressiveDrafter
 
@@ -34,16 +34,12 @@ Call = Callable[[], object]
 
 
 class Parts(NamedTuple):
-    """Seconds of each in one step. verify: of A, as it runs in this engine, which gathers its tokens first. draft: of
-    all forwards of the drafter by which it proposes, its head included; learn: of what it writes of the step's tokens.
-    decree: what it takes longer to draw tokens where acceptance is simulated, which is no part of a step that
-    means something.
-    """
+    """Seconds of one step."""
 
-    verify: float
-    draft: float
-    learn: float
-    decree: float
+    verify: float  # the target's forward, which gathers its tokens first
+    draft: float  # all forwards that propose drafts, the draft head included
+    learn: float  # writing the drafter's KV for the step's tokens
+    simulation: float  # what simulated acceptance adds to sampling; an engine with real weights has none
 
 
 class Calls:
@@ -82,7 +78,7 @@ def watching(engine: LocalEngine) -> Iterator[Calls]:
     if isinstance(drafter, AutoregressiveDrafter):
         places += [(drafter.steps, "forward", calls.draft), (drafter.head, "logits", calls.draft)]
         places.append((drafter.steps, "write_kv", calls.learn))
-    runner.graphs = NoCapturedGraphs()
+    runner.graphs = CapturedSteps()
     for owner, name, into in places:
         setattr(owner, name, calls.watched(getattr(owner, name), into))
     try:

@@ -73,10 +73,10 @@ MORE: list[dict[str, Any]] = [
     for case, (kind, n, drafts, rule) in zip(
         (one for one in CASES if one["chunked_prefill_size"] < 2048 and one["max_steps_in_flight"] == 2),
         (
-            ("penalised", 2, "eagle3-tree", "race"),
-            ("seeded", 2, "eagle", "race"),
-            ("seeded", 1, "small-2", "standard"),
-            ("greedy", 2, "small-2", "standard"),
+            ("penalised", 2, "eagle3-tree", "gumbel-max"),
+            ("seeded", 2, "eagle", "gumbel-max"),
+            ("seeded", 1, "small-2", "rejection-sampling"),
+            ("greedy", 2, "small-2", "rejection-sampling"),
             ("penalised", 1, "nextn-tree", "relaxed"),
         ),
         strict=False,
@@ -119,7 +119,7 @@ def check(case: dict[str, Any], device: str = "cpu", heads: Path | None = None) 
     """Asserts that this engine gives the plain one's tokens, and that all its pages come home. Rules that sample other
     tokens give as many as were asked for. heads: has the drafters' folders by their names.
     """
-    kind, n, rule = case["kind"], case["n"], case.get("rule", "race")
+    kind, n, rule = case["kind"], case["n"], case.get("rule", "gumbel-max")
     drafting = DRAFTING[case["drafts"]] | (
         {} if heads is None else {"speculative_draft_model_path": str(heads / case["drafts"])}
     )
@@ -135,7 +135,7 @@ def check(case: dict[str, Any], device: str = "cpu", heads: Path | None = None) 
     answers = serve(engine, asks)
     jumped: set[Ask] = set()  # n siblings jump together
     for (ask, params), want, got in zip(per_sequence(reference_asks), reference, answers, strict=True):
-        if rule != "race" and kind == "seeded":
+        if rule != "gumbel-max" and kind == "seeded":
             whole(params, got)
         elif compare(ask, params, want, got, kind):
             jumped.add(ask)

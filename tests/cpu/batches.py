@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch import Tensor
 from thalweg.batch.batch import Batch, Group
 from thalweg.core.plan import PAGE
 from thalweg.memory.planes import Planes
-from thalweg.models.decoder import Model
+from thalweg.models.interface import Model
 from thalweg.models.traced import traced
 
 
@@ -80,3 +81,26 @@ class Bench:
     def step(self, rows: list[tuple[int, list[int]]], padding: int = 0) -> list[Tensor]:
         with torch.inference_mode():
             return [self.model.logits(hidden) for hidden in self.hidden(rows, padding)]
+
+
+def whole_batch(lengths: Sequence[int], ids_T: Tensor) -> Batch:
+    """Sequences in full, one group each, on pages of their own from page 1 on."""
+    device = ids_T.device
+    table = torch.zeros(len(lengths), -(-max(lengths) // PAGE), dtype=torch.int64, device=device)
+    groups, positions, places, page, token = [], [], [], 1, 0
+    for row, length in enumerate(lengths):
+        pages = -(-length // PAGE)
+        table[row, :pages] = torch.arange(page, page + pages, device=device)
+        groups.append(Group(row, 1, token, length, length))
+        positions.append(torch.arange(length, device=device))
+        places.append(page * PAGE + positions[-1])
+        page, token = page + pages, token + length
+    return Batch(
+        ids_T=ids_T,
+        positions_T=torch.cat(positions),
+        write_T=torch.cat(places),
+        table_RP=table,
+        real_T=torch.ones(token, dtype=torch.bool, device=device),
+        emit_N=torch.zeros(0, dtype=torch.int64, device=device),
+        groups=tuple(groups),
+    )

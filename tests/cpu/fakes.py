@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from thalweg.config.server import ServerOptions
 from thalweg.core.errors import EngineDead, Overloaded
@@ -25,11 +25,11 @@ from thalweg.core.retention import RETAIN_ALL, CacheRetention
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.streams import Piece
 from thalweg.server.app import build
-from thalweg.text.chat import BuiltinEncoder, ChatFormat, ParserNames
+from thalweg.text.chat import ChatFormat, ParserNames, builtin
 
 EOS, VOCAB, CONTEXT = 256, 260, 4096
 FIM = {"<｜fim▁begin｜>": 257, "<｜fim▁hole｜>": 258, "<｜fim▁end｜>": 259}
-DEEPSEEK_V32 = ChatFormat(BuiltinEncoder("deepseek-v32"), ParserNames("deepseek-v3", "deepseekv32"), "scripted")
+DEEPSEEK_V32 = ChatFormat(builtin("deepseek-v32"), ParserNames("deepseek-v3", "deepseekv32"), "scripted")
 Script = Callable[[str, int], str]  # prompt text, choice → what the model says
 
 
@@ -113,7 +113,7 @@ class FakeFront:
             drafted_at=(10, 10),
             accepted_at=(8, 4),
             wasted_drafts=3,
-            steps_by_width=(5, 0, 10),
+            steps_by_num_drafts=(5, 0, 10),
         )
 
     def die(self, reason: str) -> None:
@@ -247,7 +247,7 @@ def logprob(token: int, top: int) -> TokenLogprob:
 
 
 @contextmanager
-def serving(app: FastAPI, http: Any = "auto") -> Iterator[str]:
+def serving(app: Starlette, http: Any = "auto") -> Iterator[str]:
     """Serves the app over HTTP from a thread; gives its address. http: what speaks it, see uvicorn."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         server = uvicorn.Server(
@@ -265,7 +265,7 @@ def serving(app: FastAPI, http: Any = "auto") -> Iterator[str]:
             thread.join(10)
 
 
-def fake_app(front: FakeFront, options: ServerOptions = ServerOptions(), chat: ChatFormat = DEEPSEEK_V32) -> FastAPI:  # noqa: B008  frozen
+def fake_app(front: FakeFront, options: ServerOptions = ServerOptions(), chat: ChatFormat = DEEPSEEK_V32) -> Starlette:  # noqa: B008  frozen
     return build(front, options, chat, path="models/scripted")
 
 

@@ -23,8 +23,10 @@ from thalweg.kernels.build_tree import triton as grow
 from thalweg.kernels.draft_state import ref as draft_ref
 from thalweg.kernels.draft_state import triton as draft
 from thalweg.kernels.penalties import triton as penalties
+from thalweg.kernels.sample.triton import SampledRows
 from thalweg.kernels.temperature import case
 from thalweg.kernels.temperature import triton as temperature
+from thalweg.kernels.topk_topp_threshold import triton as threshold
 from thalweg.kernels.verify import case as verify
 from thalweg.sampling.kernel_sampling import KernelSampler
 from thalweg.sampling.sample import BANNED, REFERENCE
@@ -62,11 +64,15 @@ def logarithm(x):  # type: ignore[no-untyped-def]
 
 
 def tempered(lists: int) -> None:
-    """lists: ids that a row may list; of more the border is searched."""
-    vars(temperature).update(LIST=lists, SHORT=lists // 2)
+    """lists: ids that a row may list; of more the threshold is searched."""
+    before = {"LIST": threshold.LIST, "SHORT": threshold.SHORT}
+    for module in (threshold, temperature):
+        vars(module).update(LIST=tl.constexpr(lists), SHORT=tl.constexpr(lists // 2))
     for one in case.cases(torch.Generator().manual_seed(lists)):
-        errors = one.errors(case.run_triton(**one.fresh_inputs(), device="cpu"))
+        errors = one.errors(case.run_triton(**one.fresh_inputs()))
         assert max(errors) <= one.tolerance, (lists, one.name, errors)
+    for module in (threshold, temperature):
+        vars(module).update(before)
 
 
 def adjusted(vocab: int, query: int, drafts: int) -> None:
@@ -86,8 +92,11 @@ def adjusted(vocab: int, query: int, drafts: int) -> None:
         REFERENCE.edit_logits(
             want, slots, slot_N, ints_NI, SamplingNeeds(penalised=True, biased=True), 200, None, behind
         )
-        held = slots.floats_SF, slots.tokens_SL, slots.stop_SK, (slots.bias_ids_SB, slots.bias_SB)
-        penalties.apply_penalties(got, slot_N, ints_NI, *held, True, True, BANNED, behind)
+        rows, biases = (
+            SampledRows(got, vocab, vocab, slot_N, ints_NI, slots.floats_SF),
+            (slots.bias_ids_SB, slots.bias_SB),
+        )
+        penalties.apply_penalties(rows, slots.tensors(is_tree=False), biases, True, True, BANNED, behind)
         torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
         assert not torch.equal(want, logits)
 
@@ -123,7 +132,7 @@ def broken(kinds: list[dict[str, Any]], vocab: int, needs: SamplingNeeds) -> Non
 
 def verified() -> None:
     for one in verify.cases(torch.Generator().manual_seed(1)):
-        errors = one.errors(verify.run_triton(**one.fresh_inputs(), device="cpu"))
+        errors = one.errors(verify.run_triton(**one.fresh_inputs()))
         assert max(errors) <= one.tolerance, (one.name, errors)
 
 
@@ -168,7 +177,7 @@ def concluded() -> None:
 def main() -> int:
     convert_scalars()
     tl.extra.cuda.libdevice.fast_logf = logarithm  # the device's own is nothing that is interpreted
-    vars(penalties)["BLOCK"] = 32  # so that sequences have several
+    vars(penalties)["BLOCK"] = tl.constexpr(32)  # so that sequences have several
     for lists in (256, 16):
         tempered(lists)
     for shape in ((12, 4, 3), (60, 16, 4)):

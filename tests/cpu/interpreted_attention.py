@@ -68,10 +68,10 @@ def decode(query: int, splits: int) -> None:
     plane = paged_plane(generator, table, contexts, RANK + ROPE, dtype=torch.float32)
     q = torch.randn(tokens, HEADS, RANK + ROPE, generator=generator)
     keys = [kv.unsqueeze(1) for kv in row_tokens(plane, table, contexts)]
-    exact = exact_rows(q, keys, [key[..., :RANK] for key in keys], lengths, SCALE)[:2]
+    exact = exact_rows(q, keys, [key[..., :RANK] for key in keys], lengths, SCALE)
     kv = KvPlanes(*(paged_plane(generator, table, contexts, 2, 32, dtype=torch.float32) for _ in range(2)))
     q_grouped = torch.randn(tokens, 6, 32, generator=generator)
-    exact_grouped = exact_rows(q_grouped, *(row_tokens(x, table, contexts) for x in kv[:2]), lengths, SCALE)[:2]
+    exact_grouped = exact_rows(q_grouped, *(row_tokens(x, table, contexts) for x in kv[:2]), lengths, SCALE)
     for cuts in CUTS:
         latent, grouped = [], []
         for part_table, part_positions in parts_of(table, positions, cuts):
@@ -99,7 +99,10 @@ def prefill() -> None:
     torch.testing.assert_close(whole, exact[0].float(), rtol=1e-5, atol=1e-5)
     for cuts in CUTS:
         paged = [PagedRows(*part, starts, 70) for part in parts_of(table, positions, cuts)]
-        parts = [gqa.prefill_with_lse(q, kv, rows, scale=SCALE) for rows in paged]
+        lses = [torch.empty(76, 4) for _ in paged]
+        parts = [
+            (gqa.prefill(q, kv, rows, scale=SCALE, lse_TH=lse), lse) for rows, lse in zip(paged, lses, strict=True)
+        ]
         close(merge_states(*zip(*parts, strict=True)), (whole, exact[1].float()))
     key, value = (torch.randn(265, 4, 32, generator=generator) for _ in range(2))
     rope, q = torch.randn(265, ROPE, generator=generator), torch.randn(76, 4, 32 + ROPE, generator=generator)

@@ -236,15 +236,18 @@ def test_a_cell_that_cannot_be_served_says_so(tmp_path: Path) -> None:
     assert result["status"] == ablation_cell.REFUSED and "nowhere" in result["reason"]
 
 
-def test_a_cell_that_dies_keeps_its_partial_results(tmp_path: Path) -> None:
-    news = tmp_path / "news"
-    news.write_text('{"single": {"decode_tokens_per_s": 5.0}}\n{"batch": {"concurrency": 2}}\n{"batch": {"concurr')
-    said = tmp_path / "said"
-    said.write_text("loading\nRuntimeError: out of memory\n\n")
-    result = ablation_cell.read_news(news)
-    assert result == {"single": {"decode_tokens_per_s": 5.0}, "batches": [{"concurrency": 2}], "accuracy": []}
-    assert ablation_cell._outcome(1, result, said) == ("failed", "exit status 1: RuntimeError: out of memory")
-    assert ablation_cell._outcome(-9, result, said)[1].startswith("killed by SIGKILL")
+def test_a_cell_that_dies_keeps_its_partial_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter is one that writes a part and dies."""
+    dying = tmp_path / "dying.sh"
+    part = '{"single": {"decode_tokens_per_s": 5.0}, "batches": [{"concurrency": 2}], "accuracy": []}'
+    dying.write_text(f"#!/bin/sh\necho '{part}' > $3/result.json\necho 'RuntimeError: out of memory'\nexit 1\n")
+    dying.chmod(0o700)
+    monkeypatch.setattr(ablation_cell.sys, "executable", str(dying))
+    result = ablation_cell.run_cell(_order(TINY), 60)
+    assert (result["status"], result["reason"]) == ("failed", "exit status 1: RuntimeError: out of memory")
+    assert result["single"] == {"decode_tokens_per_s": 5.0} and result["batches"] == [{"concurrency": 2}]
+    (tmp_path / "said").write_text("loading\n\n")
+    assert ablation_cell.failure(-9, tmp_path / "said") == "killed by SIGKILL: loading"
 
 
 # ---- going on ----
@@ -259,7 +262,7 @@ def _fake(log: list[dict[str, Any]], stop_at: int = 99) -> Any:
             "decode_tokens_per_s": 10.0 * len(log), "input_len": 760, "output_len": 460, "cpu_seconds": 2.0
         }  # fmt: skip
         if len(log) == stop_at:
-            raise ablation_cell.Interrupted({**result, "status": "interrupted"})
+            return {**result, "status": "interrupted"}
         return result
 
     return run_cell

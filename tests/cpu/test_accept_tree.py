@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from thalweg.batch.batch import Group, RowExtent
-from thalweg.batch.inputs import build_inputs, verification
+from thalweg.batch.inputs import build_inputs
 from thalweg.batch.slots import Slots
 from thalweg.core.grammar import GrammarMasks
 from thalweg.core.plan import PAGE, Bind, PageAppend, Row, SamplingNeeds, StepPlan
@@ -321,27 +321,6 @@ def test_a_tree_becomes_a_chain() -> None:
     ]
     assert seen.hidden_TH[:, 0].tolist() == [0.0, 2.0, 6.0, 0.0, 7.0, 8.0, 9.0]
     assert [(row.n, row.num_drafts) for row in seen.plan.rows] == [(4, 3), (3, 0)]
-
-
-def test_rows_of_trees_alone_need_no_host() -> None:
-    """What a recording makes of them is what `build_inputs` does."""
-    slots = Slots(3, 200, torch.device("cpu"), tree=SHAPE)
-    params = SamplingParams(temperature=0.0)
-    binds = [Bind(i, (*[1] * (20 + 50 * i), 3), 2, 20 + 50 * i, 76, 0, (), params) for i in range(2)]
-    slots.bind(binds)
-    slots.append([PageAppend(0, 0, (7, 1)), PageAppend(1, 0, (4, 2))])
-    for slot in range(2):
-        grown(slots, slot)
-    slots.made[0] = 4
-    rows = tuple(Row(slot, slot, 20 + 50 * slot, 1 + NODES, NODES, True) for slot in range(2))
-    want = build_inputs(StepPlan(0, 0, rows, max_kv_len=77), slots)
-    got = verification(slots, torch.arange(2), 1 + NODES, 77)
-    assert want.batch.tree is not None and got.batch.tree is not None
-    for name in ("ids_T", "positions_T", "write_T", "table_RP", "real_T", "emit_N"):
-        assert torch.equal(getattr(got.batch, name), getattr(want.batch, name)), name
-    assert torch.equal(got.batch.tree.columns_T, want.batch.tree.columns_T)
-    assert torch.equal(got.batch.tree.tree_mask_T, want.batch.tree.tree_mask_T)
-    assert got.batch.groups == want.batch.groups and torch.equal(got.ints_EI, want.ints_EI)
 
 
 def test_a_chain_has_no_tree_state() -> None:

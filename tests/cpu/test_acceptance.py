@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tests.compose.matrix import MODEL, settings
 from tests.configs import changed
+from tests.seed import SEED
 from thalweg.batch.slots import Slots
 from thalweg.core.grammar import NO_GRAMMAR, Grammar
 from thalweg.core.plan import Bind, SamplingNeeds
@@ -219,7 +220,10 @@ ADAPTIVE = (
 )
 def test_greedy_requests_keep_their_tokens_beside_sampled_ones(asked: dict[str, Any], fields: dict[str, Any]) -> None:
     n = asked.get("n", 1)
-    plain, made = run(engine("race", 0), mixed(4, **asked)), engine("standard", max_steps_in_flight=2, **fields)
+    plain, made = (
+        run(engine("gumbel-max", 0), mixed(4, **asked)),
+        engine("rejection-sampling", max_steps_in_flight=2, **fields),
+    )
     found = run(made, mixed(4, **asked))
     greedy = [i for i in range(len(plain)) if i // n % 2 == 0]
     assert [found[i] for i in greedy] == [plain[i] for i in greedy] and found != plain
@@ -231,14 +235,14 @@ def test_greedy_requests_keep_their_tokens_beside_sampled_ones(asked: dict[str, 
 
 def test_a_seed_gives_the_same_tokens_again_with_the_same_widths() -> None:
     asked = mixed(3)
-    assert run(engine("standard", max_steps_in_flight=2), asked) == run(
-        engine("standard", chunked_prefill_size=100, radix_cache=False), asked
+    assert run(engine("rejection-sampling", max_steps_in_flight=2), asked) == run(
+        engine("rejection-sampling", chunked_prefill_size=100, radix_cache=False), asked
     )
 
 
 def test_under_a_grammar() -> None:
     words = {"type": "array", "items": {"enum": ["aye", "nay"]}, "minItems": 6, "maxItems": 9}
-    made = engine("standard")
+    made = engine("rejection-sampling")
     asked = [(prompt, SamplingParams(temperature=1.0, seed=3, max_tokens=150)) for prompt in prompts(3)]
     texts = run(made, asked, Grammar("json_schema", json.dumps(words)))
     assert made.loop.stats().accepted_tokens > 0
@@ -260,7 +264,7 @@ def tops(made: LocalEngine, prefix: list[int]) -> dict[int, float]:
 def test_sampled_tokens_are_distributed_as_plain_decodings() -> None:
     """The three tokens behind a prompt: the second and third are drafts, or what comes in their place."""
     count, prompt = 600, prompts(1)[0]
-    plain, made = engine("race", 0), engine("standard", 2)
+    plain, made = engine("gumbel-max", 0), engine("rejection-sampling", 2)
     want: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(3):
         want = {
@@ -269,11 +273,9 @@ def test_sampled_tokens_are_distributed_as_plain_decodings() -> None:
             for token, p in tops(plain, [*prompt, *path]).items()
         }
     params = SamplingParams(temperature=1.0, top_k=3, max_tokens=3, ignore_eos=True)
-    seed = random.randrange(2**31)
-    print(f"TEST_SEED={seed}")
-    asked = [(prompt, msgspec.structs.replace(params, seed=seed + i)) for i in range(count)]
+    asked = [(prompt, msgspec.structs.replace(params, seed=SEED + i)) for i in range(count)]
     got = Counter(map(tuple, run(made, asked)))
     noise = sum(math.sqrt(2 * p * (1 - p) / (math.pi * count)) for p in want.values()) / 2
     far = sum(abs(got[path] / count - p) for path, p in want.items()) / 2
-    assert set(got) <= set(want) and far < 3 * noise, f"{far / noise} times the noise, TEST_SEED={seed}"
+    assert set(got) <= set(want) and far < 3 * noise, f"{far / noise} times the noise, TEST_SEED={SEED}"
     assert made.loop.stats().accepted_tokens > count / 4

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.seed import SEED
 from thalweg.batch.slots import Slots
 from thalweg.core.plan import Bind, SamplingNeeds
 from thalweg.core.sampling import SamplingParams
@@ -28,7 +29,6 @@ from thalweg.sampling.sample import REFERENCE, Sampler, accept
 
 VOCAB, DRAWS, ROWS, FIRST, WIDEST = 8, 200_000, 4000, 3, 3
 UNKNOWN = 5  # to the draft model, whose vocabulary is smaller
-SEED = torch.seed() % 2**31
 WHOLE = SamplingParams(temperature=0.6)
 CUT = SamplingParams(temperature=0.8, top_p=0.9, min_p=0.02)
 FEWER = 60_000  # draws that show a mistake

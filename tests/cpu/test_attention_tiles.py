@@ -11,7 +11,7 @@ import torch
 
 from tests.cpu import zoo
 from thalweg.attention import context
-from thalweg.attention.context import WorkspaceNeed, context_positions, make_metadata
+from thalweg.attention.context import AttentionMetadataBuilder, WorkspaceNeed
 from thalweg.batch.batch import Batch, Group, RowExtent
 from thalweg.core.plan import PAGE
 from thalweg.memory.planes import Planes
@@ -45,9 +45,7 @@ def test_short_contexts_are_not_padded_to_a_long_one(query: int, monkeypatch: py
     monkeypatch.setattr(context, "TILE_ELEMENTS", most)
     reaches = [60, 100, 70, 8000, *[90] * 200]
     given: Any = SimpleNamespace()
-    step = make_metadata(
-        batch(reaches, query), given, torch.zeros(8192, 2), context_positions(8192, torch.device("cpu")), workspace
-    )
+    step = AttentionMetadataBuilder(torch.zeros(8192, 2), workspace).build(batch(reaches, query), given)
     rows = [row for group in step.groups for row in range(group.group.row_start, group.group.row_start + group.rows)]
     assert rows == list(range(len(reaches))) and step.max_kv_len == 8000
     token = 0

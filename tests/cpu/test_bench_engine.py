@@ -34,11 +34,14 @@ def test_offline_counts_every_token(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_offline_with_drafts_and_simulated_acceptance(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(traced, "ROWS", 0)  # most of a start is recording
+    out = tmp_path / "r.json"
     flags = ["--speculative-algorithm", "NEXTN", "--no-speculative-adaptive", "--num-prompts", "3", "--skip-warmup"]
-    result = offline.run([MODEL, *SMALL, *flags, "--speculative-simulate-accept-length", "2"])
+    flags += ["--speculative-simulate-accept-length", "2", "--output-file", str(out)]
+    assert offline.main([MODEL, *SMALL, *flags]) == 0
+    result = json.loads(out.read_text())
     (row,) = result["points"]
     assert row["total_output_tokens"] == 36 and row["accept_length"] == pytest.approx(2.0, abs=0.2)
     assert result["configuration"]["engine"]["speculative_simulate_accept_length"] == 2.0
@@ -53,9 +56,9 @@ def test_offline_keeps_what_was_computed(tmp_path: Path) -> None:
 
     before = offline.measure
 
-    def pressed(*args: object) -> offline.OfflinePass:
+    def pressed(*args: object) -> None:
         threading.Timer(0.3, press).start()
-        return before(*args)  # type: ignore[arg-type]
+        before(*args)  # type: ignore[arg-type]
 
     flags = [MODEL, "--threads", "1", "--num-prompts", "4", "--random-output-len", "3000", "--random-range-ratio", "1"]
     offline_measure = pytest.MonkeyPatch()

@@ -67,7 +67,7 @@ def test_a_wrong_or_crashing_backend_is_reported_and_the_others_run() -> None:
 
     work = case({"ref": lambda x: (x * 2,), "wrong": lambda x: (x * 2.1,), "crash": crash, "good": lambda x: (x + x,)})
     bench = KernelBenchmark(CPU, TOP, 0.001)
-    rows = {backend: bench.row(work, backend) for backend in work.case.backends}
+    rows = {row.backend: row for row in bench.rows(work, list(work.case.backends))}
     assert rows["wrong"].failed.startswith("wrong by 0.05") and rows["wrong"].us == 0
     assert rows["crash"].failed == "RuntimeError: out of shared memory"
     assert rows["good"].failed == "" and rows["good"].us > 0 and rows["good"].how == "clock"
@@ -82,7 +82,7 @@ def test_a_backend_that_writes_into_its_inputs_spoils_no_other(monkeypatch: pyte
 
     work = case({"ref": lambda x: (x * 2,), "in place": double, "again": double})
     bench = KernelBenchmark(CPU, TOP, 0.001)
-    assert [bench.row(work, backend).failed for backend in work.case.backends] == ["", "", ""]
+    assert [row.failed for row in bench.rows(work, list(work.case.backends))] == ["", "", ""]
 
 
 @pytest.mark.parametrize("operation", ["experts", "experts_fp8"])
@@ -139,9 +139,9 @@ def test_a_gpus_time_is_cut_into_rounds(each: float, monkeypatch: pytest.MonkeyP
 def test_inputs_are_as_many_as_exceed_the_caches() -> None:
     bench = KernelBenchmark(CPU, TOP, 0.001)
     small = case({"ref": lambda x: (x,)})
-    assert len(bench._inputs(small)) == kernels.MOST_COPIES
+    assert len(bench.inputs(small)) == kernels.MOST_COPIES
     large = KernelWork("copy", replace(small.case, cost=lambda given: (1, kernels.RESIDENT["cpu"] / 5)), False)
-    assert len(bench._inputs(large)) == 5
+    assert len(bench.inputs(large)) == 5
 
 
 def test_names_are_matched_by_words() -> None:
@@ -170,7 +170,6 @@ def test_the_command_writes_what_it_measured(
     assert all(row["us"] > 0 and not row["failed"] for row in told["rows"])
     assert told["ceilings"] == TOP and {"device", "versions", "commit", "command"} <= set(told)
     assert "read 10.0 GB/s" in capsys.readouterr().out
-    assert all(min(row["rounds_us"]) > 0.99 * row["us"] and 2 <= len(row["rounds_us"]) <= 40 for row in told["rows"])
     assert told["partial"] is False and told["ended"] == ""
     assert kernels.main(["nonesuch", "--device", "cpu"]) == 2
     assert "--list shows all" in capsys.readouterr().err

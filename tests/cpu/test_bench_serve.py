@@ -19,7 +19,7 @@ from tokenizers import AddedToken, Tokenizer, models
 from tests.cpu.bench_server import Fake, Send, serving, serving_in_a_thread
 from tests.cpu.null_sink import null_sink
 from thalweg.bench import serve
-from thalweg.bench.backends import OpenAI, TokenTimes
+from thalweg.bench.backends import BACKENDS, AnswerReader
 from thalweg.bench.dataset_flags import shortening_flags
 from thalweg.bench.errors import DatasetError, HttpError
 from thalweg.bench.http_client import HttpClient
@@ -99,13 +99,13 @@ def test_failures_are_counted_with_their_reasons(tokenizer: str) -> None:
 
 def test_thoughts_are_output_and_no_answer() -> None:
     """Both names that servers have for them; a later turn gets the answer alone."""
-    backend, record = OpenAI(chat=True, ids=False), Record(start=1.0)
-    times = TokenTimes(record)
+    record = Record(start=1.0)
+    reader = AnswerReader(BACKENDS["openai-chat"], record)
     for at, delta in enumerate(
         ({"reasoning_content": "Hm. "}, {"reasoning": "Yes."}, {"content": "Seven"}, {"content": "!"})
     ):
-        backend.event(json.dumps({"choices": [{"delta": delta}]}).encode(), 2.0 + at, times)
-    assert (record.text, record.text[record.thought :], times.seen) == ("Hm. Yes.Seven!", "Seven!", 4)
+        reader.event(json.dumps({"choices": [{"delta": delta}]}).encode(), 2.0 + at)
+    assert (record.text, record.text[record.thought :], reader.seen) == ("Hm. Yes.Seven!", "Seven!", 4)
     assert (record.ttft, record.itl) == (1.0, [1.0] * 3)
 
 
@@ -228,7 +228,7 @@ def test_an_unreachable_server_is_reported(capsys: pytest.CaptureFixture[str]) -
         (["--dataset-name", "trace"], "--dataset-path"),
         (["--use-trace-timestamps"], "--dataset-name trace"),
         (["--extra-request-body", "[1]"], "JSON object"),
-        (["--extra-request-body", "{"], "not JSON"),
+        (["--extra-request-body", "{"], "JSON object"),
         (["--header", "nothing"], "NAME=VALUE"),
         (["--num-prompts", "-3"], "whole number"),
         (["--backend", "trt"], "invalid choice"),

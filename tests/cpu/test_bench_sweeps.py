@@ -54,7 +54,7 @@ def test_a_sweep_measures_each_point_with_prompts_of_its_own(tokenizer: str) -> 
     assert all(row["goodput"] == row["goodput_share"] == 0.0 for row in rows)
     assert all(len(row["samples"]["ttft_ms"]) == 4 and sum(row["tokens_by_second"]) > 0 for row in rows)
     shown = serve.show(result)
-    assert shown.count("Serving Benchmark Result") == 4 and "goodput" in shown.splitlines()[-5]
+    assert shown.count("Serving Benchmark Result") == 4 and "goodput" in shown.splitlines()[-6]
 
 
 def test_a_rate_sweep_in_lines(tokenizer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,7 +68,7 @@ def test_a_rate_sweep_in_lines(tokenizer: str, tmp_path: Path, capsys: pytest.Ca
         "200.0",
         "400.0",
     ]
-    assert "TTFT p50" in capsys.readouterr().out.splitlines()[-3]
+    assert "TTFT p50" in capsys.readouterr().out.splitlines()[-4]
 
 
 @pytest.mark.parametrize("backend", ["thalweg", "openai", "openai-chat", "sglang"])
@@ -237,9 +237,10 @@ vllm:spec_decode_num_accepted_tokens_total{{engine="0"}} {accepted}.0
 """
 
     before, after = read_counters(page(100, 10, 50, 20)), read_counters(page(1100, 510, 150, 90))
-    assert accept_length({}, before, after) == pytest.approx(1.7)
-    assert cache_hits(0, 1000, before, after) == {"cache_hit_rate": 0.5, "cache_hit_source": "metrics"}
-    assert cache_hits(250, 1000, before, after) == {"cache_hit_rate": 0.25, "cache_hit_source": "usage"}
-    assert accept_length({}, after, before) is None  # it started anew in between
-    assert accept_length({"internal_states": [{"avg_spec_accept_length": 2.5}]}, Counters(), Counters()) == 2.5
-    assert accept_length({}, Counters(), Counters()) is None
+    new = after.since(before)
+    assert accept_length({}, new) == pytest.approx(1.7)
+    assert cache_hits(0, 1000, new) == {"cache_hit_rate": 0.5, "cache_hit_source": "metrics"}
+    assert cache_hits(250, 1000, new) == {"cache_hit_rate": 0.25, "cache_hit_source": "usage"}
+    assert accept_length({}, before.since(after)) is None  # it started anew in between
+    assert accept_length({"internal_states": [{"avg_spec_accept_length": 2.5}]}, Counters()) == 2.5
+    assert accept_length({}, Counters()) is None

@@ -20,7 +20,7 @@ from thalweg.bench.tasks import (
     split_of,
     sum_reasoning,
 )
-from thalweg.text.chat import BuiltinEncoder
+from thalweg.text.chat import builtin
 
 TASKS = sorted(MAKERS)
 
@@ -82,7 +82,7 @@ def test_dsml_is_what_the_encoder_writes() -> None:
         ]
         calls = [{"id": str(n), "type": "function", "function": function} for n, function in enumerate(functions)]
         answer = {"role": "assistant", "content": "", "tool_calls": calls}
-        text = BuiltinEncoder("deepseek-v32").encode(
+        text = builtin("deepseek-v32").encode(
             [*item.messages, answer], tools=list(item.tools), add_generation_prompt=True
         )
         assert text.endswith(f"<｜Assistant｜></think>{item.target}<｜end▁of▁sentence｜>")

@@ -12,7 +12,7 @@ import torch
 from tests.cpu.bench_server import Fake, serving_in_a_thread
 from thalweg.bench import compare_transformers, eval, in_process, one_batch
 from thalweg.bench.answering import EngineAnswerer
-from thalweg.bench.compare_transformers import GenerateRuns, agreement, decode_fp8, load_transformers
+from thalweg.bench.compare_transformers import Row, agreement, decode_fp8, judge, load_transformers
 from thalweg.bench.eval_prompts import EvalAnswer, EvalPrompt, PromptFormat
 from thalweg.bench.in_process import Timing, time_batch
 from thalweg.bench.tasks import make_items
@@ -30,7 +30,8 @@ def llm() -> LLM:
     return LLM(str(TINY), threads=1, dtype="float32", max_running_requests=8, max_total_tokens=16384)
 
 
-def test_one_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     out = tmp_path / "one.json"
     lengths = ["--batch-size", "1", "3", "--input-len", "20", "--output-len", "5", "1", "--repeat", "2"]
     assert one_batch.main([*ENGINE, *lengths, "--result-filename", str(out)]) == 0
@@ -43,7 +44,7 @@ def test_one_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert len(r["runs"]) == 2 and r["total_latency"] == min(run["total_latency"] for run in r["runs"])
     assert saved["configuration"]["decisions"] and saved["device"]["cpu"] and saved["versions"]["torch"]
     shown = capsys.readouterr().out
-    assert "Prefill. latency:" in shown and "Decode.  median latency:" in shown and "Decode 3. Batch size: 3" in shown
+    assert all(word in shown for word in ("prefill", "decode", "tok/s"))
 
 
 @pytest.mark.parametrize(("error", "status"), [(KeyboardInterrupt(), 130), (UnsupportedConfig("no memory"), 2)])
@@ -107,7 +108,6 @@ def test_transformers_has_the_same_model(llm: LLM) -> None:
 
 def test_agreement_ends_at_the_first_difference() -> None:
     assert agreement([[1, 2, 3, 4], [5, 6]], [[1, 2, 9, 4], [5, 6]]) == 4 / 6
-    assert agreement([], []) == 1.0
 
 
 def test_the_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -146,12 +146,12 @@ def test_the_comparison_is_in_float32_only(capsys: pytest.CaptureFixture[str]) -
 def test_an_interrupted_comparison_keeps_the_batch_sizes_that_are_done(
     llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    taken = [GenerateRuns([1.0], [[5, 6]]), GenerateRuns([2.0], [[5, 6]]), GenerateRuns([3.0], [[5, 7]])]
     names = ["thalweg", *(f"transformers {cache}" for cache in compare_transformers.CACHES)]
-    answers = iter([dict(zip(names, taken, strict=True))])
+    seconds, outputs = ([1.0], [2.0], [3.0]), ([[5, 6]], [[5, 6]], [[5, 7]])
+    rows = iter([judge(2, dict(zip(names, seconds, strict=True)), dict(zip(names, outputs, strict=True)))])
 
-    def compete(*_: object) -> dict[str, GenerateRuns]:
-        if (found := next(answers, None)) is None:
+    def compete(*_: object) -> Row:
+        if (found := next(rows, None)) is None:
             raise KeyboardInterrupt
         return found
 
@@ -172,12 +172,11 @@ def test_evaluation_of_every_task(tmp_path: Path, capsys: pytest.CaptureFixture[
     saved = json.loads(out.read_text())
     rows = {row["task"]: row for row in saved["results"]}
     shares = ["sums", "recall", "recall, random context", "recall-choice", "tools"]
-    assert list(rows) == [*shares, "dialogue perplexity", "NextN acceptance, sums", "NextN acceptance, dialogue"]
+    assert list(rows) == [*shares, "dialogue perplexity"]
     assert rows["recall"]["hits"] > rows["recall, random context"]["hits"]
     assert rows["sums"]["total"] == rows["recall"]["total"] == 3
     assert rows["sums"]["hits"] >= 2, rows["sums"]["wrong"]
     assert 1 < rows["dialogue perplexity"]["perplexity"] < 2048
-    assert rows["NextN acceptance, sums"]["total"] > 60 and rows["NextN acceptance, sums"]["share"] > 0.5
     assert all(len(row["wrong"]) == row["total"] - row["hits"] for row in rows.values() if "wrong" in row)
     assert saved["evaluation"]["items"] == 3 and saved["checkpoint"] == "tiny"
     assert saved["evaluation"]["shots"] == 0 and saved["partial"] is False and saved["ended"] == ""
@@ -252,12 +251,9 @@ def test_over_http(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "2 requests of sums were answered, then: HTTP 429" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "flags", [["--tasks", "dialogue", "--base-url", "http://x"], ["--indexer", "random", "--base-url", "http://x"]]
-)
-def test_what_http_cannot_give(flags: list[str]) -> None:
+def test_what_http_cannot_give() -> None:
     with pytest.raises(UnsupportedConfig, match="leave --base-url out"):
-        eval.run(["--model", str(TINY), *flags])
+        eval.run(["--model", str(TINY), "--tasks", "dialogue", "--base-url", "http://x"])
 
 
 def test_gsm8k(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import random
+from dataclasses import fields
 
 import torch
 
+from thalweg.batch.batch import Batch
 from thalweg.batch.inputs import build_inputs, sampled_tokens
 from thalweg.batch.slots import Slots
 from thalweg.core.plan import PAGE, Bind, PageAppend, Row, StepPlan
 from thalweg.core.sampling import SamplingParams
+from thalweg.core.tree import TreeShape
+from thalweg.kernels.build_inputs.ref import build_inputs as reference
 
 CONTEXT, SLOTS, CPU = 500, 6, torch.device("cpu")
 
@@ -93,7 +97,7 @@ def test_sampled_tokens_of_rows_with_different_numbers_of_drafts() -> None:
     """
     rows = (Row(0, 0, 5, 3, 2, True), Row(1, 1, 5, 2, 1, True), Row(2, 2, 0, 4, 0, False), Row(3, 3, 0, 2, 0, True))
     made = StepPlan(0, -1, rows, max_kv_len=8)
-    assert made.sampled_per_row == 3 and not made.is_verify and StepPlan(0, -1, rows[:2]).is_verify
+    assert made.sampled_per_row == 3
     assert sampled_tokens(made, CPU).tolist() == [0, 1, 2, 3, 4, 4, 10, 10, 10]
     assert sampled_tokens(StepPlan(0, -1, rows[2:]), CPU).tolist() == [5]
     assert not len(sampled_tokens(StepPlan(0, -1, rows[2:3]), CPU))
@@ -110,3 +114,21 @@ def test_where_every_token_is_sampled_it_is_known() -> None:
         inputs = build_inputs(plan, slots)
         assert inputs.all_sampled == whole and torch.equal(inputs.batch.emit_N, sampled_tokens(plan, CPU))
         assert (inputs.batch.emit_N.tolist() == list(range(plan.tokens))) == whole
+
+
+def test_tensors_of_a_tree_step_are_contiguous() -> None:
+    """Kernels read them without strides."""
+    slots = Slots(SLOTS, CONTEXT, CPU, tree=TreeShape(3, 3, 7))
+    slots.bind([Bind(slot, tuple(range(1, 40)), 2, 38, 99, 0, (), SamplingParams()) for slot in range(2)])
+    slots.append([PageAppend(slot, 0, (1 + slot,)) for slot in range(2)])
+    slots.made[:] = 7
+    plan = StepPlan(0, 0, tuple(Row(slot, slot, 38, 8, 7, True) for slot in range(2)), max_kv_len=46)
+    step = slots.tensors(is_tree=True)
+    batch, captured = build_inputs(plan, slots).batch, reference(torch.arange(2), None, step, 1, PAGE, 8)
+    assert batch.tree is not None
+    tensors = [*vars_of(batch), *batch.tree[:2], *captured]
+    assert len(tensors) > 15 and all(x is not None and x.is_contiguous() for x in tensors)
+
+
+def vars_of(batch: Batch) -> list[torch.Tensor]:
+    return [x for x in (getattr(batch, field.name) for field in fields(batch)) if isinstance(x, torch.Tensor)]

@@ -101,14 +101,14 @@ def test_behind_a_long_context_steps_are_measured_too(monkeypatch: pytest.Monkey
 def test_deferred_draft_kv_time_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     made, settings = engine(2, max_running_requests=2), engine(2).config
     calibrator, plan = Calibrator(settings, made.runner), calibration._verify_plan(2, 100, 0, 120)
-    made.runner.forward(calibrator.bound(plan, 120))
+    made.runner.forward(calibrator.bound(plan, plan.rows, 120))
     drafter, tokens = made.runner.drafting.drafter, list[int]()
     monkeypatch.setattr(drafter, "extend", lambda seen, *rest: tokens.append(len(seen.batch.ids_T)))
     assert calibrator.catch_up_seconds(plan) > 0
     assert tokens == [2 * 100] and not made.runner.drafting.deferred.behind
     plain = engine(0, max_running_requests=2)
     calibrator = Calibrator(settings, plain.runner)
-    plain.runner.forward(calibrator.bound(plan, 120))
+    plain.runner.forward(calibrator.bound(plan, plan.rows, 120))
     assert calibrator.catch_up_seconds(plan) == 0.0
 
 

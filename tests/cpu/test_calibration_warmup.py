@@ -36,7 +36,7 @@ from thalweg.engine.calibration_plans import (
     sampling_steps,
     token_counts,
 )
-from thalweg.engine.calibration_warmup import thin, warm_up
+from thalweg.engine.calibration_warmup import one_layer_of_each_kind, warm_up
 from thalweg.launch.report import as_json, show
 from thalweg.launch.resolve import resolve
 from thalweg.launch.resources import is_measured_by_steps
@@ -114,7 +114,7 @@ def test_one_layer_of_each_kind_runs_every_kind_of_step(monkeypatch: pytest.Monk
     assert isinstance(model, torch.nn.Module)
     zoo.fill(model)
     names = [name for name, _ in model.named_parameters()]
-    slim = thin(model)
+    slim = one_layer_of_each_kind(model)
     assert isinstance(slim, torch.nn.Module) and isinstance(slim.layers, torch.nn.ModuleList)
     assert len(slim.layers) == 2 < len(model.layers) and slim.layers[0] is model.layers[0]  # type: ignore[arg-type]
     assert [name for name, _ in model.named_parameters()] == names

@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from thalweg.batch.batch import Batch, Group, RowExtent
+from thalweg.batch.padding import without_first_group
 from thalweg.core.plan import PAGE
-from thalweg.runner.decode_attention import behind, fitting, halving
-from thalweg.runner.piecewise import Piece, Piecewise, PiecewiseBuffers, PiecewiseGraph
+from thalweg.runner.captured import halving
+from thalweg.runner.piecewise import Piece, Piecewise, PiecewiseBuffers, PiecewiseGraph, fitting
 
 CONTEXT, WIDTH, TOKENS = 3 * PAGE, 4, 16
 
@@ -129,13 +130,12 @@ def test_pieces_that_leave_attention_to_another_are_not_gone_with() -> None:
     assert fitting(steps.decoding, batch, 3, steps.recorded[0].attends) is None, "fewer tokens than rows"
 
 
-def test_what_is_left_behind_the_first_rows() -> None:
+def test_a_step_without_its_first_group() -> None:
     batch = step([5, 70], [(0, 4), (64, 3)])
-    rest = behind(batch, 2)
-    assert rest is not None and rest.groups == (Group(0, 1, 0, 4, 4), Group(1, 1, 4, 3, 67))
+    rest = without_first_group(batch)
+    assert rest.groups == (Group(0, 1, 0, 4, 4), Group(1, 1, 4, 3, 67))
     assert rest.extents == batch.extents[2:] and torch.equal(rest.table_RP, batch.table_RP[2:])
     assert torch.equal(rest.positions_T, batch.positions_T[2:]) and torch.equal(rest.write_T, batch.write_T[2:])
-    assert behind(step([5, 70], []), 2) is None
 
 
 def test_each_number_of_rows_is_at_most_half_of_the_one_before() -> None:

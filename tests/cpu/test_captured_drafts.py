@@ -25,17 +25,14 @@ from thalweg.core.grammar import NO_GRAMMAR
 from thalweg.core.plan import Output, Row, SamplingNeeds, StepPlan
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.local import LocalEngine
-from thalweg.kernels.build_inputs import ref as prepare
-from thalweg.kernels.verify import ref as verify
 from thalweg.layers.moe import Experts
-from thalweg.runner import draft_graphs
-from thalweg.runner.draft_graphs import DraftGraphs
-from thalweg.runner.drafting import NO_CAPTURED_DRAFTS, DrafterError
-from thalweg.runner.verify_graphs import FAR, verifications
+from thalweg.runner import captured, draft_graphs
+from thalweg.runner.captured import FAR, chain_shapes
+from thalweg.runner.draft_graphs import NO_DRAFT_GRAPHS
+from thalweg.runner.drafting import DrafterError
 from thalweg.sampling.rejection import RejectionSampling
 from thalweg.sampling.sample import REFERENCE
 from thalweg.spec.autoregressive import AutoregressiveDrafter
-from thalweg.spec.draft_kernels import PLAIN, DraftKernels
 from thalweg.spec.drafter import DraftOutput, DraftRequest
 
 assert unrecorded  # a fixture of this module, too
@@ -135,10 +132,8 @@ TAPES: list[GraphPool] = []
 def graphs() -> Iterator[Any]:
     """`runner.graphs` without a GPU, and without Triton."""
     with pytest.MonkeyPatch.context() as patch:
-        fakes: dict[str, Any] = {"build_inputs": prepare, "verify": verify}
         for name in ("penalties", "sample", "logprobs", "temperature", "topk_topp"):
-            fakes[name] = SimpleNamespace()
-        for name, fake in fakes.items():
+            fake = SimpleNamespace(Drawn=None, SampledRows=None)
             patch.setitem(sys.modules, f"thalweg.kernels.{name}.triton", fake)
             # where another test has imported the kernel, its package holds it
             patch.setattr(importlib.import_module(f"thalweg.kernels.{name}"), "triton", fake, raising=False)
@@ -146,9 +141,9 @@ def graphs() -> Iterator[Any]:
             patch.delitem(sys.modules, name, raising=False)
         module = importlib.import_module("thalweg.runner.graphs")
         patch.setattr(module, "GraphPool", GraphPool)
-        patch.setattr(module, "view_of", lambda x: x)
+        patch.setattr(captured, "view_of", lambda x: x)
         patch.setattr(module, "sample_into", sample_into)
-        for one in (module, draft_graphs):
+        for one in (captured, draft_graphs):
             patch.setattr(one, "refill", lambda out, values: out.copy_(torch.tensor(values)))
         patch.setattr(Experts, "add_", add_all_)
         for name in ("synchronize", "empty_cache"):
@@ -184,22 +179,22 @@ class Far:
         return self.propose_(DraftRequest(asked.slot_E, slots.context, asked.needs), width, slots, planes)
 
 
-def made_of(graphs: Any, recorded: bool, kernels: DraftKernels | None = None, **fields: Any) -> LocalEngine:
-    """An engine whose A is recorded, and B, too, or not; then kernels is what it drafts with."""
+def made_of(graphs: Any, recorded: bool, **fields: Any) -> LocalEngine:
+    """An engine whose A is recorded, and B, too, or not."""
     made = engine(WIDEST, max_running_requests=SLOTS + 1, **fields)
     runner = made.runner
     drafter = runner.drafting.drafter
     assert isinstance(drafter, AutoregressiveDrafter)
-    drafter.kernels = PLAIN
     runner.drafting.deferred.passing = True
     graphs.record(runner, ROWS, (), False, runner.slots.context, SLOTS, lambda done, count: None, range(1, 1 + WIDEST))
-    assert of_kind(runner, "verify") and isinstance(runner.graphs.drafts, DraftGraphs)  # type: ignore[attr-defined]
+    # rows of one request in a pass: attention must not store keys that others read in the same launch
+    assert all(graph.of.batch.shares_slots for graph in runner.graphs.graphs)
+    assert of_kind(runner, "verify") and runner.graphs.drafts is not NO_DRAFT_GRAPHS  # type: ignore[attr-defined]
     if not recorded:
-        drafter.kernels = kernels
         drafter.propose = Far(drafter).propose  # type: ignore[method-assign]
         for verified in of_kind(runner, "verify"):  # type: ignore[attr-defined]
             verified.graphs.clear()
-        runner.graphs.drafts = NO_CAPTURED_DRAFTS  # type: ignore[misc]
+        runner.graphs.drafts = NO_DRAFT_GRAPHS  # type: ignore[misc]
     return made
 
 
@@ -229,16 +224,15 @@ def at_work(
     return list(answers.values()), steps
 
 
-@pytest.mark.parametrize(("depth", "acceptance"), [(2, "race"), (1, "standard")])
+@pytest.mark.parametrize(("depth", "acceptance"), [(2, "gumbel-max"), (1, "rejection-sampling")])
 def test_recorded_steps_publish_what_eager_ones_do(graphs: Any, depth: int, acceptance: str) -> None:
     fields = {"max_steps_in_flight": depth, "speculative_acceptance": acceptance, "chunked_prefill_size": 96}
     whole = made_of(graphs, True, **fields)
     counts = counted(whole)
     tokens, steps = at_work(whole, 3)
-    kernels = PLAIN if acceptance == "standard" else None
-    wanted, eager = at_work(made_of(graphs, False, kernels, **fields), 3)
+    wanted, eager = at_work(made_of(graphs, False, **fields), 3)
     assert tokens == wanted and steps == eager
-    assert isinstance(whole.runner.sampler, RejectionSampling) == (acceptance == "standard")
+    assert isinstance(whole.runner.sampler, RejectionSampling) == (acceptance == "rejection-sampling")
     stats = whole.loop.stats()
     assert stats.accepted_tokens > 15 and not stats.drafter_failures
     assert all(count > 10 for count in counts.values()), counts
@@ -267,10 +261,10 @@ def watch(owner: Any, name: str, counts: dict[str, int], count: str = "") -> Non
 
 
 PLACES = {
-    "its step": ("DecodeGraph", "_a", False),
-    "its draw": ("DecodeGraph", "_b", False),
-    "accept": ("VerifyGraph", "_accept", True),
-    "what it learns": ("TokenExtendGraph", "_extend", True),
+    "its step": ("CapturedPass", "_forward", False),
+    "its draw": ("TokenStep", "_draw", False),
+    "accept": ("VerifyStep", "_draw", True),
+    "what it learns": ("DraftExtendGraph", "_extend", True),
     "a draft": ("DraftStepGraph", "_draft", True),
 }
 
@@ -280,9 +274,7 @@ def test_only_drafter_errors_switch_the_drafter_off(
     graphs: Any, kind: str, method: str, drafters: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, raised = engine(WIDEST, max_running_requests=SLOTS + 1), RuntimeError("CUDA error: on purpose")
-    drafter, context = made.runner.drafting.drafter, made.runner.slots.context
-    assert isinstance(drafter, AutoregressiveDrafter)
-    drafter.kernels = PLAIN
+    context = made.runner.slots.context
 
     def fails(*args: Any) -> None:
         raise raised
@@ -351,8 +343,8 @@ def test_synchronization_and_host_values_in_a_capture_are_found() -> None:
 
 
 def test_which_verifications_are_recorded() -> None:
-    assert verifications((1, 2, 4, 8), (1, 3)) == [(1, 2), (1, 4), (2, 2), (2, 4), (4, 2)]
-    assert verifications((256,), (1, 2)) == [(64, 2), (64, 3)] and verifications((1,), (1,)) == []
-    assert (3, 3) in verifications((1, 10), (2,)), "as many as the largest step has room for"
-    many = verifications((1, 2, 4, *range(8, 257, 8)), range(1, 9))
+    assert chain_shapes((1, 2, 4, 8), (1, 3)) == [(1, 2), (1, 4), (2, 2), (2, 4), (4, 2)]
+    assert chain_shapes((256,), (1, 2)) == [(64, 2), (64, 3)] and chain_shapes((1,), (1,)) == []
+    assert (3, 3) in chain_shapes((1, 10), (2,)), "as many as the largest step has room for"
+    many = chain_shapes((1, 2, 4, *range(8, 257, 8)), range(1, 9))
     assert len(many) < 100 and max(rows for rows, _ in many) == 64

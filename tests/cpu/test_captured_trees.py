@@ -7,7 +7,6 @@ values fails.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from tests.cpu.test_captured_drafts import (
     GraphPool,
     Strict,
     _storage,
-    add_all_,
     at_work,
     counted,
     graphs,
@@ -30,13 +28,9 @@ from thalweg.core.plan import Output, Row, SamplingNeeds, StepPlan
 from thalweg.core.sampling import SamplingParams
 from thalweg.core.tree import TreeShape
 from thalweg.engine.local import LocalEngine
-from thalweg.layers.moe import Experts
-from thalweg.runner import tree_graphs
-from thalweg.runner.captured import CapturedSteps, ordered
-from thalweg.runner.draft_graphs import DraftGraphs
-from thalweg.runner.drafting import NO_CAPTURED_DRAFTS
+from thalweg.runner.captured import tree_shapes
+from thalweg.runner.draft_graphs import NO_DRAFT_GRAPHS
 from thalweg.sampling.rejection import RejectionSampling
-from thalweg.spec.draft_kernels import PLAIN
 from thalweg.spec.tree import TreeDrafter
 
 assert unrecorded and graphs  # fixtures of this module, too
@@ -46,28 +40,21 @@ DRAFTS, LENGTHS = (0, 1, 3, SHAPE.num_drafts, SHAPE.num_drafts, SHAPE.num_drafts
 COUNTS = ("get", "sample", "extend", "propose")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def played() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tree_graphs, "view_of", lambda x: x)
-        patch.setattr(tree_graphs, "refill", lambda out, values: out.copy_(torch.tensor(values)))
-        patch.setattr(Experts, "add_", add_all_)
-        yield
-
-
-def made_of(recorded: bool, pool: GraphPool) -> tuple[LocalEngine, dict[str, int]]:
+def made_of(graphs: Any, recorded: bool, pool: GraphPool) -> tuple[LocalEngine, dict[str, int]]:
     """An engine whose A is recorded, and B, too, or not; how often each is replayed."""
     made = engine(
         SHAPE.num_drafts, tree=SHAPE, max_running_requests=SLOTS + 1, max_steps_in_flight=2, chunked_prefill_size=96
     )
     made.loop.scheduler.kv_cache.free_slots.remove(SLOTS)  # nobody's: what fills recordings up
     runner, counts = made.runner, dict.fromkeys(COUNTS, 0)
-    drafter = runner.drafting.drafter
-    assert isinstance(drafter, TreeDrafter)
-    drafter.kernels = PLAIN
+    assert isinstance(runner.drafting.drafter, TreeDrafter)
+    capture = graphs.Capture(runner, runner.slots.context, SLOTS, pool)
     with torch.inference_mode():
-        trees, extends, builds = tree_graphs.tree_graphs(runner, STEPS, WIDTHS, (runner.slots.context, SLOTS), pool)  # type: ignore[arg-type]
-    runner.graphs = captured = CapturedSteps(ordered(trees), DraftGraphs(extends, builds))
+        for shape in tree_shapes(STEPS, WIDTHS, SHAPE, SLOTS):
+            capture.trees(*shape)
+    runner.graphs, trees = capture.captured(), capture.steps
+    captured: Any = runner.graphs
+    assert capture.has_drafts
     sizes = sorted((one.rows, one.query) for one in trees)
     assert sizes == [(1, 4), (1, 8), (2, 4), (2, 8), (7, 4), (7, 8)]
     places: list[tuple[Any, str]] = [
@@ -78,7 +65,7 @@ def made_of(recorded: bool, pool: GraphPool) -> tuple[LocalEngine, dict[str, int
     for owner, name in [*places, *((grove, "sample") for grove in trees)]:
         watch(owner, name, counts)
     if not recorded:
-        captured.drafts = NO_CAPTURED_DRAFTS
+        captured.drafts = NO_DRAFT_GRAPHS
         for grove in trees:
             grove.graphs.clear()
     return made, counts
@@ -88,15 +75,15 @@ TAPE = GraphPool()
 
 
 @pytest.fixture(scope="module")
-def whole() -> tuple[LocalEngine, dict[str, int]]:
-    return made_of(True, TAPE)
+def whole(graphs: Any) -> tuple[LocalEngine, dict[str, int]]:
+    return made_of(graphs, True, TAPE)
 
 
-def test_recorded_steps_publish_what_eager_ones_do(whole: tuple[LocalEngine, dict[str, int]]) -> None:
+def test_recorded_steps_publish_what_eager_ones_do(graphs: Any, whole: tuple[LocalEngine, dict[str, int]]) -> None:
     """With penalties and masks ahead of what is recorded, and log-probabilities behind it."""
     made, counts = whole
     tokens, steps = at_work(made, 3, DRAFTS, LENGTHS)
-    eager, none = made_of(False, GraphPool())
+    eager, none = made_of(graphs, False, GraphPool())
     wanted, published = at_work(eager, 3, DRAFTS, LENGTHS)
     assert tokens == wanted and steps == published
     stats = made.loop.stats()
@@ -157,7 +144,7 @@ def test_no_graph_reads_memory_that_another_may_overwrite(whole: tuple[LocalEngi
         reading.append(bool(one is not a and one.read & a.made))
     assert sum(reading) == 18, "three kinds of draws of three numbers of rows, and two of nodes"
     graphs: Any = whole[0].runner.graphs
-    published = [x for grove in graphs.graphs for x in (*grove.out, *grove.paths, grove.hidden_MX)]
+    published = [x for grove in graphs.graphs for x in (*grove.out, *grove.compacted.paths, grove.compacted.hidden_TX)]
     published += [x for building in graphs.drafts.proposes for x in building.out]
     assert not pool & {_storage(one) for one in published}
 
@@ -174,7 +161,7 @@ def test_one_draft_is_a_chains_graphs_among_trees(graphs: Any) -> None:
     assert {(one.rows, one.query) for one in of_kind(runner, "tree")} == {(4, 3), (4, 4)}
     runner = eager.runner
     runner.drafting.drafter.propose = Far(runner.drafting.drafter).propose
-    runner.graphs.drafts = NO_CAPTURED_DRAFTS
+    runner.graphs.drafts = NO_DRAFT_GRAPHS
     for one in (*of_kind(runner, "verify"), *of_kind(runner, "tree")):
         one.graphs.clear()
     assert published(recorded) == published(eager)
@@ -187,8 +174,7 @@ def among_trees(graphs: Any) -> LocalEngine:
     shape, told = TreeShape(2, 2, 3), list[tuple[int, int]]()
     made = engine(shape.num_drafts, tree=shape, max_running_requests=5, max_steps_in_flight=2, chunked_prefill_size=96)
     made.loop.scheduler.kv_cache.free_slots.remove(4)
-    drafter: Any = made.runner.drafting.drafter
-    drafter.kernels, made.runner.drafting.deferred.passing = PLAIN, True
+    made.runner.drafting.deferred.passing = True
     graphs.record(made.runner, (8,), (), False, made.runner.slots.context, 4, lambda *one: told.append(one), (1, 2, 3))
     assert told == [(1 + i, len(told)) for i in range(len(told))], "the bar ends at its end"
     return made
@@ -207,7 +193,7 @@ def published(made: LocalEngine) -> list[tuple[Output, ...]]:
 
 def test_how_many_rows_are_recorded() -> None:
     def rows(steps: tuple[int, ...], query: int, requests: int = 256) -> list[int]:
-        found = tree_graphs.forms(steps, [query - 1], TreeShape(4, 4, 63), requests)
+        found = tree_shapes(steps, [query - 1], TreeShape(4, 4, 63), requests)
         assert {own for _, own in found} == {query}
         return [rows for rows, _ in found]
 
@@ -216,10 +202,8 @@ def test_how_many_rows_are_recorded() -> None:
     assert rows(steps[-1:], 16) == [16] and rows(steps, 64) == [8, 4, 2, 1]
     assert rows((1, 2, 4), 16) == [4, 2, 1] and rows((1, 3), 4) == [3, 1]
     assert rows(steps, 16, 10) == [10, 4, 2, 1] and rows((1, 2), 16, 1) == [1], "no more than there may be requests"
-    made = tree_graphs.forms((1, 2, 4), (0, 1, 3, 7), TreeShape(4, 4, 7), 4)
+    made = tree_shapes((1, 2, 4), (0, 1, 3, 7), TreeShape(4, 4, 7), 4)
     assert made == [(4, 8), (4, 4), (2, 8), (2, 4), (1, 8), (1, 4)], (
         "the largest first; up to one draft there are no trees"
     )
-    assert not tree_graphs.forms((), (3,), TreeShape(4, 4, 7), 4) and not tree_graphs.forms(
-        (1, 2), (3,), TreeShape(), 4
-    )
+    assert not tree_shapes((), (3,), TreeShape(4, 4, 7), 4) and not tree_shapes((1, 2), (3,), TreeShape(), 4)

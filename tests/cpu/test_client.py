@@ -19,6 +19,7 @@ import pytest
 from tests.configs import config
 from thalweg.core.errors import EngineDead, InvalidRequest, Overloaded
 from thalweg.core.sampling import SamplingParams
+from thalweg.engine import client
 from thalweg.engine.client import EngineClient
 from thalweg.engine.local import LocalEngine
 from thalweg.engine.streams import Piece
@@ -208,6 +209,39 @@ def test_closing_twice_waits_until_a_stuck_engine_is_gone(monkeypatch: pytest.Mo
             await first
 
     run(test)
+
+
+def test_closing_while_a_dead_engine_is_cleaned_up_ends_its_requests() -> None:
+    async def test() -> None:
+        async with serving() as front:
+            assert front.ready is not None
+            engine = front.ready.pid
+            os.kill(engine, signal.SIGSTOP)
+            running = asyncio.create_task(collect(front, [20, 21], GREEDY))
+            await eventually(lambda: front.running == 1)
+            front._end("it is broken")
+            await asyncio.sleep(0.2)
+            await front.close()
+            with pytest.raises(EngineDead, match="shutting down"):
+                await asyncio.wait_for(running, 10)
+            with pytest.raises(ProcessLookupError):
+                os.kill(engine, 0)
+            assert front.ready is None
+
+    run(test)
+
+
+def test_a_start_removes_the_socket_folders_of_killed_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with client._socket_folder() as used:
+        left, foreign = tmp_path / "thalweg-engine-left", tmp_path / "thalweg-plan-left"
+        left.mkdir()
+        foreign.mkdir()
+        for folder in left, foreign, Path(used):
+            os.utime(folder, (0, 0))
+        with client._socket_folder() as new:
+            assert set(map(str, tmp_path.iterdir())) == {str(foreign), used, new}
+    assert list(tmp_path.iterdir()) == [foreign]
 
 
 UNCLOSED = """

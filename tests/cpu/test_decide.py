@@ -93,9 +93,9 @@ def test_everything_left_to_the_resolver() -> None:
     found, why = run()
     made, defaults = found.config, DEFAULTS["cpu"]
     assert (made.device, made.dtype, made.threads, made.overlap_schedule) == ("cpu", "float32", 7, False)
-    assert (made.max_running_requests, made.chunked_prefill_size) == (defaults.requests, defaults.tokens)
+    assert (made.max_running_requests, made.chunked_prefill_size) == (defaults.requests[0], defaults.tokens[0])
     assert found.context == made.context_length == 8192
-    assert found.pages == made.num_pages == defaults.requests * TYPICAL_TOKENS // PAGE
+    assert found.pages == made.num_pages == defaults.requests[0] * TYPICAL_TOKENS // PAGE
     assert all(one.reason for one in why.values()), "what was chosen has a reason"
     assert {one.source for one in why.values()} == {"auto", "model"}
 
@@ -194,7 +194,7 @@ def test_uncut_prompts() -> None:
 
 
 def test_many_running_requests_leave_prompts_their_budget() -> None:
-    usual = DEFAULTS["cpu"].tokens
+    usual = DEFAULTS["cpu"].tokens[0]
     assert run(max_running_requests=usual // 2)[0].config.chunked_prefill_size == usual
     found, why = run(max_running_requests=1000)
     assert (
@@ -220,12 +220,12 @@ def test_a_gpu_is_used_where_there_is_one() -> None:
     assert (found.config.device, found.config.kernels.decode, found.config.dtype) == ("cuda", "triton", "bfloat16")
     assert (found.config.overlap_schedule, found.config.max_running_requests, found.config.chunked_prefill_size) == (
         True,
-        DEFAULTS["cuda"].requests,
-        DEFAULTS["cuda"].tokens,
+        DEFAULTS["cuda"].requests[0],
+        DEFAULTS["cuda"].tokens[0],
     )
     assert "NVIDIA H100" in why["device"].reason
     assert graphs(found) == ("full_and_piecewise", buckets(found.config.max_running_requests), token_buckets(2048))
-    room = int(H100.gpu_free * DEFAULTS["cuda"].fraction) - 2 * GB  # weights in bfloat16
+    room = int(H100.gpu_free * DEFAULTS["cuda"].fraction[0]) - 2 * GB  # weights in bfloat16
     assert found.pages == room // (2 * 2 * 1000 * 2 // 2 * PAGE)
 
 
@@ -300,8 +300,8 @@ def test_sparse_attention_is_torch_beside_kernels() -> None:
         run(sparse, EVERYTHING)[0].config.kernels.moe != "reference" and graphs(run(sparse, EVERYTHING)[0]) == NO_GRAPHS
     )
     assert _attention(sparse, dataclasses.replace(EVERYTHING, libraries=frozenset()))[:2] == ("reference", "reference")
-    assert "use torch" in refusal(sparse, EVERYTHING, attention_backend="triton")
-    assert "only sparse; use triton" in refusal(facts(**LATENT), EVERYTHING, attention_backend="torch")
+    assert "Use torch." in refusal(sparse, EVERYTHING, attention_backend="triton")
+    assert "only sparse. Use triton." in refusal(facts(**LATENT), EVERYTHING, attention_backend="torch")
 
 
 def test_a_dense_model_has_its_own_libraries() -> None:
@@ -328,19 +328,27 @@ def _attention(of: ModelFacts, on: Machine, **wishes: Any) -> tuple[str, str, tu
 
 def test_rejected_backends_are_reported() -> None:
     reason = run(facts(**LATENT, num_attention_heads=128), H100)[1]["prefill_attention_backend"].reason
-    assert reason == "not fa3: not installed"
+    assert reason == "not fa3: the library is not installed"
 
 
 @pytest.mark.parametrize(
     ("on", "wishes", "words"),
     [
-        (H100, {"attention_backend": "flashmla"}, ("flashmla", "not installed", "use triton")),
-        (machine(), {"attention_backend": "fa3"}, ("fa3", "device cpu, not cuda", "use reference")),
-        (EVERYTHING, {"attention_backend": "flashmla", "mla": False}, ("flashmla", "heads mha, not mla", "use triton")),
+        (
+            H100,
+            {"attention_backend": "flashmla"},
+            ("attention_backend flashmla: the library is not installed. Use triton.",),
+        ),
+        (machine(), {"attention_backend": "fa3"}, ("fa3", "device cpu, not cuda", "Use reference.")),
+        (
+            EVERYTHING,
+            {"attention_backend": "flashmla", "mla": False},
+            ("flashmla", "heads mha, not mla", "Use triton."),
+        ),
         (
             EVERYTHING,
             {"attention_backend": "fa3", "deterministic_inference": True},
-            ("fa3", "not deterministic", "triton"),
+            ("fa3", "no batch-invariant kernel", "Use triton."),
         ),
         (
             EVERYTHING,

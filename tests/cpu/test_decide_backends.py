@@ -76,7 +76,7 @@ def test_our_own_on_other_gpus_and_in_deterministic_mode() -> None:
     made, why = run(FP8, capability="8.9")
     assert made["moe"] == "triton" and "ada" in why["moe_runner_backend"]
     made, why = run(FP8, deterministic_inference=True)
-    assert made == {"moe": "triton", "fp8_gemm": "triton"} and "deterministic" in why["fp8_gemm_backend"]
+    assert made == {"moe": "triton", "fp8_gemm": "triton"} and "batch-invariant" in why["fp8_gemm_backend"]
 
 
 def test_with_reference_attention_all_is_by_the_reference() -> None:
@@ -99,7 +99,7 @@ def test_a_requested_backend_is_kept(backend: str) -> None:
         (
             FP8,
             {"moe_runner_backend": "deep_gemm", "libraries": ("triton",)},
-            ["moe_runner_backend", "installed", "use triton"],
+            ["moe_runner_backend", "installed", "Use triton."],
         ),
         (
             FP8,
@@ -109,10 +109,10 @@ def test_a_requested_backend_is_kept(backend: str) -> None:
         (
             FP8,
             {"fp8_gemm_backend": "cublas", "deterministic_inference": True},
-            ["fp8_gemm_backend", "deterministic", "use triton"],
+            ["fp8_gemm_backend", "batch-invariant", "Use triton."],
         ),
         (DENSE, {"fp8_gemm_backend": "deep_gemm"}, ["fp8_gemm_backend", "plain"]),
-        (FP8, {"moe_runner_backend": "triton", "attention": "reference"}, ["moe_runner_backend", "use reference"]),
+        (FP8, {"moe_runner_backend": "triton", "attention": "reference"}, ["moe_runner_backend", "Use reference."]),
     ],
 )
 def test_refusals_name_the_setting_and_the_nearest(

@@ -170,7 +170,7 @@ def test_every_choice_is_noted() -> None:
         ("speculative_algorithm", "NEXTN", "user"),
         ("speculative_num_steps", 3, "user"),
         ("speculative_adaptive", True, "auto"),
-        ("speculative_acceptance", "race", "auto"),
+        ("speculative_acceptance", "gumbel-max", "auto"),
     ]
     assert not decided(mtp=4, speculative_adaptive=False)[0].speculative_adaptive
     assert [(one.name, one.value, one.source) for one in decided()[1].entries] == [
@@ -234,7 +234,7 @@ def test_a_folder_says_what_drafts(
         (EAGLE, {"speculative_algorithm": "EAGLE3"}, ("before EAGLE-3", "--speculative-algorithm EAGLE")),
         (EAGLE3, {"mtp": 3}, ("mtp", "--speculative-num-steps")),
         (EAGLE3 | {"vocab_size": 32000}, {}, ("vocab_size is 32000", "another model's")),
-        (LLAMA | {"hidden_size": 512}, {"speculative_algorithm": "EAGLE"}, ("hidden_size 512",)),
+        (LLAMA | {"hidden_size": 512}, {"speculative_algorithm": "EAGLE"}, ("hidden_size is 512", "another model's")),
         ({"model_type": "medusa", "medusa_num_heads": 4}, {}, ("config.json is of a Medusa drafter", "EAGLE head")),
         ({"architectures": ["MedusaModel"]}, {}, ("Medusa",)),
     ],

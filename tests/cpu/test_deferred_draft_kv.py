@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.cpu.batches import whole_batch
 from tests.cpu.test_speculation import GREEDY, engine, prompts, run, unrecorded
 from thalweg.batch.batch import Batch, RowExtent
 from thalweg.batch.inputs import groups_of
 from thalweg.batch.slots import Slots
-from thalweg.bench.nextn_acceptance import whole_batch
 from thalweg.core.plan import PAGE, Row, StepPlan
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.local import LocalEngine

@@ -36,7 +36,7 @@ def sample(one: Setting) -> str:
     if one.choices:
         return str(one.choices[0])
     if one.kind in (int, float):
-        return str(one.kind(one.metadata["least"] or 1))
+        return str(one.kind(one.least or 1))
     return "x"
 
 

@@ -191,11 +191,11 @@ def decoded(width: int, rate: float, batch: int = 1, **fields: Any) -> dict[str,
         "decode_throughput": rate,
         "step_latency": 0.01,
     }
-    return made | {"accept_length": 2.0, "drafted_tokens": 1, "steps_by_width": [0, 1], **fields}
+    return made | {"accept_length": 2.0, "drafted_tokens": 1, "steps_by_num_drafts": [0, 1], **fields}
 
 
 def test_what_the_engine_chose_says_how_often_it_drafted() -> None:
-    chosen = decoded(-1, 160.0, steps_by_width=[30, 10, 0, 0])
+    chosen = decoded(-1, 160.0, steps_by_num_drafts=[30, 10, 0, 0])
     rows = [
         decoded(0, 100.0, accept_length=1.0),
         decoded(1, 150.0),

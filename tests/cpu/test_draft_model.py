@@ -11,8 +11,8 @@ import torch
 from tests.compose.matrix import MODEL, settings
 from tests.configs import changed
 from tests.cpu import zoo
+from tests.cpu.batches import whole_batch
 from tests.cpu.test_eagle import GREEDY, SEEDED, plain, prompts, run
-from thalweg.bench.nextn_acceptance import whole_batch
 from thalweg.core.sampling import SamplingParams
 from thalweg.core.tree import CHAIN, TreeShape
 from thalweg.engine.local import LocalEngine

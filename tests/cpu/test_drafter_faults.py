@@ -25,7 +25,7 @@ from thalweg.core.errors import InsufficientMemory, UnsupportedConfig
 from thalweg.core.plan import PAGE
 from thalweg.core.sampling import SamplingParams
 from thalweg.core.tree import CHAIN, TreeShape
-from thalweg.engine import build, fallback
+from thalweg.engine import build
 from thalweg.engine.local import LocalEngine
 from thalweg.launch.resolve import resolve
 from thalweg.launch.resolved import Resolved
@@ -136,7 +136,7 @@ def test_a_drafter_with_nan_logits_is_switched_off(
     (line,) = errors(caplog)
     assert "not numbers" in line
     stats = made.loop.stats()
-    assert stats.drafter_failures == 1 and stats.steps_by_width[0] > 1, "steps after it are counted"
+    assert stats.drafter_failures == 1 and stats.steps_by_num_drafts[0] > 1, "steps after it are counted"
     assert calls < 20
 
 
@@ -297,11 +297,11 @@ def test_other_errors_than_lack_of_memory_are_raised() -> None:
 
     for error in (RuntimeError("shapes differ"), UnsupportedConfig("no such backend")):
         with pytest.raises(type(error), match=str(error)):
-            fallback.build_or_drop_drafter(failing(error), made)
+            build.build_or_drop_drafter(failing(error), made)
     with pytest.raises(MemoryError):
-        fallback.build_or_drop_drafter(failing(MemoryError("none left")), fallback.without_drafter(made, "why"))
+        build.build_or_drop_drafter(failing(MemoryError("none left")), build.without_drafter(made, "why"))
     with pytest.raises(InsufficientMemory):
-        fallback.build_or_drop_drafter(failing(InsufficientMemory("no page")), made)
+        build.build_or_drop_drafter(failing(InsufficientMemory("no page")), made)
 
 
 def test_a_started_engine_has_no_failure() -> None:

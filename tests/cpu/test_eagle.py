@@ -15,18 +15,19 @@ from tests.compose.matrix import MODEL, settings
 from tests.configs import changed
 from tests.cpu import eagle_heads as heads
 from tests.cpu import zoo
+from tests.cpu.batches import whole_batch
 from tests.cpu.eagle_heads import Reference
 from thalweg.bench.eval_prompts import PromptFormat
-from thalweg.bench.nextn_acceptance import whole_batch
 from thalweg.bench.tasks import make_items
 from thalweg.core.errors import CheckpointError
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.local import LocalEngine
+from thalweg.kernels.experts.ref import SCRIPTABLE
 from thalweg.memory.planes import Planes
 from thalweg.models import traced
 from thalweg.models.catalog import read_facts
-from thalweg.models.decoder import Target
 from thalweg.models.eagle import Eagle, Eagle3
+from thalweg.models.interface import Target
 from thalweg.spec.autoregressive import AutoregressiveDrafter
 from thalweg.spec.eagle import eagle_head
 from thalweg.weights import stream
@@ -355,7 +356,7 @@ def test_a_folder_with_a_config_alone_gets_random_weights(bundled: Bundled, tmp_
         assert isinstance(head, Eagle)
 
 
-@pytest.mark.skipif(not traced.script.AVAILABLE, reason="TorchScript does not support this Python")
+@pytest.mark.skipif(not SCRIPTABLE, reason="TorchScript does not support this Python")
 def test_recorded_steps_draft_the_same(bundled: Bundled, monkeypatch: pytest.MonkeyPatch) -> None:
     eager = bundled.engine(2, max_running_requests=1)
     monkeypatch.setattr(traced, "ROWS", 1)

@@ -20,16 +20,13 @@ from thalweg.bench.answering import EngineAnswerer, NoAnswer, ServerAnswerer
 from thalweg.bench.errors import DatasetError
 from thalweg.bench.eval_files import (
     ChoiceQuestion,
-    Picks,
     continuations,
-    pick_choices,
     read_questions,
     recall_questions,
 )
 from thalweg.bench.eval_prompts import Continuation, EvalAnswer, EvalPrompt, PromptFormat
 from thalweg.bench.evaluation import EvalSettings, Evaluation, evaluate
 from thalweg.bench.tasks import make_items, score
-from thalweg.config.tree import options_of
 from thalweg.core.errors import UnsupportedConfig
 from thalweg.llm import LLM
 from tools import harness_tasks
@@ -107,7 +104,7 @@ def test_a_broken_line_is_named(tmp_path: Path, row: object) -> None:
     path = write(tmp_path / "q.jsonl", {"question": "?", "choices": ["yes", "no"], "answer": 0}, row)
     with pytest.raises(DatasetError, match="q.jsonl, line 2: needs"):
         read_questions(path)
-    with pytest.raises(DatasetError, match="no questions"):
+    with pytest.raises(DatasetError, match="nothing in it"):
         read_questions(write(tmp_path / "empty"))
 
 
@@ -127,11 +124,7 @@ class Weights:
 
 def test_the_sum_favours_short_choices_and_the_byte_does_not(tmp_path: Path, texts: PromptFormat) -> None:
     path = write(tmp_path / "q.jsonl", {"prompt": "x", "choices": ["no", "certainly"], "answer": 1})
-    weights = Weights([-2.0, -4.5])
-    picks: dict[int, Picks] = {}
-    pick_choices(read_questions(path), texts, weights, "", picks)
-    assert picks == {0: Picks(by_sum=0, by_byte=1)}
-    run = Evaluation(texts, weights, 10, 0)
+    run = Evaluation(texts, Weights([-2.0, -4.5]), 10, 0)
     rows = list(evaluate(run, EvalSettings(choices=str(path))))
     assert [(row["task"], row["hits"], row["total"]) for row in rows] == [("q", 0, 1), ("q, a byte", 1, 1)]
 
@@ -402,10 +395,13 @@ def test_a_missing_harness_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pyt
         eval.run(["--model", str(TINY), "--harness", "t"])
 
 
-def test_evaluation_settings_become_request_fields() -> None:
-    config = options_of(model="m", radix_cache=False, threads=3, cuda_graph_bs=(1, 2))
-    words = harness._words(config)
-    assert words == ["m", "--threads", "3", "--cuda-graph-bs", "1", "--cuda-graph-bs", "2", "--no-radix-cache"]
+def test_the_harness_gets_a_server_with_the_settings(installed: Path, tmp_path: Path) -> None:
+    out = tmp_path / "o.json"
+    words = [*ENGINE, "--no-radix-cache", "--max-running-requests", "2", "--harness", "t", "--output-file", str(out)]
+    assert eval.main(words) == 0
+    resolved = json.loads(out.read_text())["configuration"]["resolved"]
+    assert (resolved["radix_cache"]["value"], resolved["max_running_requests"]["value"]) == (False, 2)
+    assert "model=tiny" in json.loads(installed.read_text())[4]
 
 
 def test_the_bundled_tasks_as_task_files(tmp_path: Path, texts: PromptFormat) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import random
 
 import pytest
@@ -11,18 +10,17 @@ import torch
 
 from tests.cpu import zoo
 from tests.cpu.batches import Bench
+from tests.cpu.in_memory import InMemory
 from tests.cpu.zoo import draw_config
+from tests.seed import SEED
 from thalweg.config.model import facts_of
 from thalweg.core.errors import CheckpointError
 from thalweg.core.kernels import KernelConfig
 from thalweg.layers.reference import ReferenceLayers
 from thalweg.memory.planes import Planes
 from thalweg.models import catalog
-from thalweg.models.decoder import Model
-from thalweg.weights.cache_scales import read_cache_scales
-from thalweg.weights.stream import InMemory
-
-SEED = int(os.environ.get("TEST_SEED", int.from_bytes(os.urandom(3), "little")))
+from thalweg.models.interface import Model
+from thalweg.weights.loader import read_cache_scales
 
 
 def drawn(family: str, kv: str) -> Model:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 
+from tests.seed import SEED
 from thalweg.attention.selection import RandomSelection, select_top_k
 from thalweg.kernels.case import KernelCase, Run
 from thalweg.kernels.catalog import OPERATIONS
 from thalweg.kernels.fp8_block.ref import dequantize, quantize, quantize_rows, scales_of
 from thalweg.kernels.temperature import case as temperature
 from thalweg.kernels.topk_topp import case as topk_topp
-
-SEED = int(os.environ.get("TEST_SEED", int.from_bytes(os.urandom(3), "little")))
 
 
 def every_case() -> list[object]:
@@ -32,7 +29,12 @@ def test_backend_meets_the_definition(case: KernelCase, run: Run) -> None:
     with torch.inference_mode():
         errors = case.errors(run(**case.fresh_inputs()))
     assert max(errors) <= case.tolerance, f"TEST_SEED={SEED}"
-    assert case.flops > 0 and case.bytes > 0
+
+
+def test_cases_that_are_timed_have_a_cost() -> None:
+    for name, offered in OPERATIONS.items():
+        if not any(offered.sizes(torch.device("cpu"))):
+            assert all(case.flops and case.bytes for case in offered.cases(torch.Generator().manual_seed(SEED))), name
 
 
 def test_a_wrong_result_is_noticed() -> None:
@@ -48,16 +50,10 @@ def test_a_wrong_result_is_noticed() -> None:
 def test_a_wrong_sampled_token_is_noticed() -> None:
     """With the same score, too."""
     for case in temperature.cases(torch.Generator().manual_seed(SEED)):
-        left, coins = (
-            case.exact[0],
-            topk_topp.coins_of(*map(case.inputs.get, ("seed_E", "position_E")), case.exact[0].shape[1]),
-        )
-        raced = left - coins.log()
-        assert (
-            max(case.errors(temperature.won(left, raced)))
-            <= case.tolerance
-            < min(case.errors(temperature.won(left, raced.roll(1, 1)))[2:])
-        )
+        left = case.exact[0]
+        noisy = left + topk_topp.noise(case.inputs["ints_EI"], left.shape[1])
+        assert max(case.errors(temperature.with_best(left, noisy))) <= case.tolerance
+        assert min(case.errors(temperature.with_best(left, noisy.roll(1, 1)))[2:]) > case.tolerance
 
 
 def test_exact_powers_of_two_stay() -> None:

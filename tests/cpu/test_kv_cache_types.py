@@ -17,6 +17,7 @@ from torch import Tensor
 from tests.configs import config
 from tests.cpu import zoo
 from tests.cpu.batches import Bench
+from tests.cpu.in_memory import InMemory
 from thalweg.config.engine import EngineConfig
 from thalweg.config.model import facts_of
 from thalweg.core.errors import UnsupportedConfig
@@ -31,9 +32,8 @@ from thalweg.llm import LLM
 from thalweg.memory.planes import FP8, FP8_MAX, decode, encode
 from thalweg.models import catalog
 from thalweg.models.catalog import read_facts
-from thalweg.models.decoder import Model
-from thalweg.weights.cache_scales import read_cache_scales
-from thalweg.weights.stream import InMemory
+from thalweg.models.interface import Model
+from thalweg.weights.loader import read_cache_scales
 
 FOLDER = Path(__file__).parents[2] / "models" / "tiny"
 

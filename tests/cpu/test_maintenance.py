@@ -121,7 +121,7 @@ def test_replaced_weights_compute_what_their_checkpoint_does(
     assert result.outputs[0].ids == want["other"] and result.cached_tokens == 0
     recorder: Any = llm.engine.loop.recorder
     path = recorder.dump("test")
-    assert [change.path for change in read(path).changed] == [str(some), str(other)]
+    assert [folder for _, folder in read(path).weights] == [str(some), str(other)]
     with pytest.raises(UnsupportedConfig, match=f"replaced at step {at}, from .*--until {at - 1}"):
         replay.main([str(path), "--json"])
     assert replay.main([str(path), "--json", "--until", str(at - 1)]) == 0

@@ -15,9 +15,9 @@ from tests.cpu import zoo
 from tests.cpu.batches import Bench
 from thalweg.attention.context import AttentionMetadata
 from thalweg.attention.selection import SelectedContexts
-from thalweg.kernels.attend.ref import index_scores
-from thalweg.layers.residual import ResidualStream
-from thalweg.models.decoder import Model
+from thalweg.kernels.attend.ref import index_scores, rotate_
+from thalweg.layers.interface import ResidualStream
+from thalweg.models.interface import Model
 
 LENGTH = 60
 CONFIG: dict[str, Any] = {
@@ -60,7 +60,11 @@ def rotate_halves(x_TX: Tensor, cos_sin_T1c: Tensor, first: int, heads: int, dim
 
 
 def main_rope_by_halves(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("thalweg.layers.mla.rotate_", rotate_halves)
+    def rotate(x_TX: Tensor, cos_sin_T1c: Tensor, first: int, heads: int, dim: int) -> None:
+        turn = rotate_halves if first else rotate_  # the indexer's dims begin at 0
+        turn(x_TX, cos_sin_T1c, first, heads, dim)
+
+    patch.setattr("thalweg.layers.mla.rotate_", rotate)
 
 
 def indexer_rope_by_pairs(patch: pytest.MonkeyPatch) -> None:
@@ -69,22 +73,25 @@ def indexer_rope_by_pairs(patch: pytest.MonkeyPatch) -> None:
 
 def indexer_rope_on_the_last_dims(patch: pytest.MonkeyPatch) -> None:
     def rotate_last(x_TX: Tensor, cos_sin_T1c: Tensor, first: int, heads: int, dim: int) -> None:
-        rotate_halves(x_TX, cos_sin_T1c, first + dim - 2 * cos_sin_T1c.shape[-1], heads, dim)
+        if first:
+            rotate_(x_TX, cos_sin_T1c, first, heads, dim)
+        else:  # of the indexer
+            rotate_halves(x_TX, cos_sin_T1c, dim - 2 * cos_sin_T1c.shape[-1], heads, dim)
 
     indexer_rope_by_pairs(patch)  # keeps the published order of dims
-    patch.setattr("thalweg.layers.indexer.rotate_", rotate_last)
+    patch.setattr("thalweg.layers.mla.rotate_", rotate_last)
 
 
 def key_norm_as_rms(patch: pytest.MonkeyPatch) -> None:
     def forward(self: Any, x: Tensor) -> Tensor:
         return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * self.weight + self.bias
 
-    patch.setattr("thalweg.layers.reference_linear.LayerNorm.forward", forward)
+    patch.setattr("thalweg.layers.linear.LayerNorm.forward", forward)
 
 
 def key_norm_without_bias(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
-        "thalweg.layers.reference_linear.LayerNorm.forward",
+        "thalweg.layers.linear.LayerNorm.forward",
         lambda self, x: torch.layer_norm(x, x.shape[-1:], self.weight, None, 1e-6),
     )
 
@@ -114,14 +121,14 @@ def softmax_scale_without_m(patch: pytest.MonkeyPatch) -> None:
 def weights_with_bias(patch: pytest.MonkeyPatch) -> None:
     from thalweg.kernels.router import ref
 
-    original = ref.noaux_tc
+    original = ref.choose_experts
 
-    def noaux_tc(logits: Tensor, bias: Tensor, topk: int, scale: float, *rest: Any) -> tuple[Tensor, Tensor]:
-        ids = original(logits, bias, topk, scale, *rest)[1]
+    def choose_experts(logits: Tensor, bias: Tensor, rule: ref.RouterConfig) -> tuple[Tensor, Tensor]:
+        ids = original(logits, bias, rule)[1]
         weights = (logits.sigmoid() + bias).gather(1, ids)
-        return weights / weights.sum(-1, keepdim=True) * scale, ids
+        return weights / weights.sum(-1, keepdim=True) * rule.scale, ids
 
-    patch.setattr(ref, "noaux_tc", noaux_tc)
+    patch.setattr(ref, "choose_experts", choose_experts)
 
 
 def group_score_by_best_one(patch: pytest.MonkeyPatch) -> None:
@@ -152,7 +159,7 @@ def gate_and_up_swapped(patch: pytest.MonkeyPatch) -> None:
 
 def choice_before_the_causal_mask(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
-        "thalweg.layers.indexer.index_scores",
+        "thalweg.layers.mla.index_scores",
         lambda q, weights, keys, bias, scale: index_scores(q, weights, keys, torch.zeros_like(bias), scale),
     )
 
@@ -167,7 +174,7 @@ def hadamard(size: int) -> Tensor:
 def hadamard_on_queries_only(patch: pytest.MonkeyPatch) -> None:
     matrix = hadamard(CONFIG["index_head_dim"])
     patch.setattr(
-        "thalweg.layers.indexer.index_scores",
+        "thalweg.layers.mla.index_scores",
         lambda q, weights, keys, bias, scale: index_scores(q @ matrix, weights, keys, bias, scale),
     )
 
@@ -176,7 +183,7 @@ def no_relu(patch: pytest.MonkeyPatch) -> None:
     def scores(q: Tensor, weights: Tensor, keys: Tensor, bias: Tensor, scale: float) -> Tensor:
         return bias + scale * torch.einsum("nh,nhd,sd->ns", weights, q, keys[0])
 
-    patch.setattr("thalweg.layers.indexer.index_scores", scores)
+    patch.setattr("thalweg.layers.mla.index_scores", scores)
 
 
 PLANTS: list[Plant] = [
@@ -207,7 +214,7 @@ def test_hadamard_on_both_sides_changes_nothing(
     folder, ids, want = checkpoint
     matrix = hadamard(CONFIG["index_head_dim"])
     monkeypatch.setattr(
-        "thalweg.layers.indexer.index_scores",
+        "thalweg.layers.mla.index_scores",
         lambda q, weights, keys, bias, scale: index_scores(q @ matrix, weights, keys @ matrix, bias, scale),
     )
     assert error(zoo.ours(folder), ids, want) < 1e-5

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from tests.cpu import zoo
 from tests.cpu.batches import Bench
-from tests.cpu.test_models_parity import SEED, TOLERANCE, error
+from tests.cpu.test_models_parity import TOLERANCE, error
+from tests.seed import SEED
 from thalweg.core.errors import CheckpointError
 from thalweg.models import catalog
 from thalweg.models.catalog import read_facts

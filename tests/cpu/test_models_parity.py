@@ -1,8 +1,7 @@
-"""Every family against transformers, in float32, on configurations drawn anew in each run (TEST_SEED repeats one)."""
+"""Every family against transformers, in float32, on drawn configurations (`make soak` draws others)."""
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -15,9 +14,9 @@ from torch import Tensor, nn
 from tests.cpu import zoo
 from tests.cpu.batches import Bench
 from tests.cpu.equality import SameTokens
-from thalweg.models.decoder import Model
+from tests.seed import SEED
+from thalweg.models.interface import Model
 
-SEED = int(os.environ.get("TEST_SEED", int.from_bytes(os.urandom(3), "little")))
 TOLERANCE = 1e-4  # max |difference| / max |reference|
 LENGTH = 150  # far past every index_topk that the zoo draws, and past two pages
 

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from tests.cpu import zoo
 from tests.cpu.batches import Bench
-from tests.cpu.test_models_parity import SEED, TOLERANCE, error
+from tests.cpu.test_models_parity import TOLERANCE, error
+from tests.seed import SEED
 from thalweg.attention.selection import select_top_k
 from thalweg.models import catalog
 from thalweg.models.catalog import read_facts
@@ -78,7 +79,7 @@ def test_transformers_agrees_on_the_dequantised_weights(theirs: nn.Module) -> No
     cache.
     """
     draw, compared = random.Random(SEED), 0
-    for _ in range(12):
+    for _ in range(60):
         nearest = Nearest()
         model = zoo.ours(FOLDER, selection=nearest)
         ids = [draw.randrange(3, model.facts.vocab) for _ in range(LENGTH)]

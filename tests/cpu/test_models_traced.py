@@ -15,13 +15,13 @@ import torch
 
 from tests.cpu import zoo
 from tests.cpu.batches import Bench
+from tests.cpu.in_memory import InMemory
 from thalweg.attention.selection import RandomSelection
-from thalweg.kernels.experts import script
+from thalweg.kernels.experts.ref import SCRIPTABLE
 from thalweg.models.traced import ROWS, TracedModel
 from thalweg.weights.loader import load
-from thalweg.weights.stream import InMemory
 
-pytestmark = pytest.mark.skipif(not script.AVAILABLE, reason="TorchScript does not support this Python")
+pytestmark = pytest.mark.skipif(not SCRIPTABLE, reason="TorchScript does not support this Python")
 
 
 @pytest.fixture(scope="module", params=["v2-lite", "v3", "v32", "glm-5", "llama", "qwen2", "qwen3"])

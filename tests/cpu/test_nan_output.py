@@ -26,7 +26,7 @@ from thalweg.engine.local import LocalEngine
 from thalweg.engine.streams import Piece
 from thalweg.llm import LLM
 from thalweg.memory.planes import Planes
-from thalweg.server.errors import error_info
+from thalweg.server.errors import api_error
 from thalweg.text.tokenizer import Tokenizer
 
 assert unrecorded  # a fixture of this module, too
@@ -69,7 +69,7 @@ def answered(made: LocalEngine, asked: list[list[int]], params: SamplingParams) 
         ("greedy", 0, 2, {}),
         ("truncated", 0, 1, {}),
         ("penalised", 0, 2, {}),
-        ("sampled", 2, 1, {"speculative_acceptance": "standard"}),
+        ("sampled", 2, 1, {"speculative_acceptance": "rejection-sampling"}),
         (
             "truncated",
             2,
@@ -161,5 +161,5 @@ def test_a_stream_delivers_its_tokens_before_the_nan_error(caplog: pytest.LogCap
         and not front.running
         and sum(one.name == "thalweg.client" for one in caplog.records) == 1
     )
-    problem = error_info(raised.value)
-    assert (problem.status, problem.code) == (500, "no_numbers") and "NaN" in problem.message
+    problem = api_error(raised.value)
+    assert (problem.status, problem.code) == (500, "nan_output") and "NaN" in problem.message

@@ -35,8 +35,8 @@ from thalweg.launch.planning.roofline import (
     absorbed,
     by_name,
     decompressed,
+    expected,
     seconds,
-    uniform,
     verified,
 )
 from thalweg.launch.planning.weights import KVBytes, PlannedModel, WeightGroup
@@ -122,7 +122,7 @@ DISTINCT = {1: "8", 2: "15.8", 4: "30.5", 8: "57.4", 16: "102", 32: "163", 64: "
 def test_distinct_experts(tokens: int, experts: str) -> None:
     assert V3.moe is not None
     digits = len(experts.partition(".")[2])
-    assert f"{uniform(V3.moe, tokens):.{digits}f}" == experts
+    assert f"{expected(V3.moe, tokens):.{digits}f}" == experts
 
 
 # ---- floors of decoding ----
@@ -218,7 +218,7 @@ def test_qwen_72b_on_eight(top: Ceilings, batch: int, context: int, expected: st
     ],
 )
 def test_v2_lite_on_one_h100(batch: int, experts: str, gigabytes: str, milliseconds: tuple[str, ...]) -> None:
-    assert LITE_FACTS.moe is not None and f"{uniform(LITE_FACTS.moe, batch):.1f}" == experts
+    assert LITE_FACTS.moe is not None and f"{expected(LITE_FACTS.moe, batch):.1f}" == experts
     made = [phases("LITE", StepShape(batch, 1, context)) for context in (1024, 4096, 16384)]
     assert tuple(f"{1e3 * sum(part.bytes for part in each) / H100.read:.2f}" for each in made) == milliseconds
     assert f"{sum(part.bytes for part in made[0] if part.name != 'attention') / 1e9:.2f}" == gigabytes

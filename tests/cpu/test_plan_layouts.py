@@ -26,8 +26,8 @@ from thalweg.core.errors import UnsupportedConfig
 from thalweg.launch.planning.collectives import collectives
 from thalweg.launch.planning.gpu_memory import GpuMemory, graph_bytes, slot_bytes, step_bytes
 from thalweg.launch.planning.layouts import ONE, ParallelLayout, layouts, why_not
-from thalweg.launch.planning.roofline import Ceilings, StepPhase, StepShape, expected, seconds, uniform
-from thalweg.launch.planning.search import PlanningTarget, ServedLayout, Workload, outcomes
+from thalweg.launch.planning.roofline import Ceilings, StepPhase, StepShape, expected, seconds
+from thalweg.launch.planning.search import PlannedLayout, PlanningInput, Workload, outcomes
 
 # ---- memory ----
 
@@ -109,7 +109,7 @@ def test_layouts_that_blocks_allow() -> None:
     assert all(one.gpus == 8 and not why_not(V3, one) for one in layouts(V3, 8))
 
 
-def served(of: str, name: str) -> PlanningTarget:
+def served(of: str, name: str) -> PlanningInput:
     where, model = hardware(name), planned(of)
 
     def memory(layout: ParallelLayout) -> GpuMemory:
@@ -117,7 +117,7 @@ def served(of: str, name: str) -> PlanningTarget:
         page = 64 * rank.kv_bytes() / layout.pp
         return GpuMemory(0.9 * 141e9, 0.0, rank.weight_bytes, 6e9, 0.0, 0.0, 0.0, page)
 
-    return PlanningTarget(where, Ceilings(where.chip.read, where.chip.bf16, where.chip.fp8), model, memory)
+    return PlanningInput(where, Ceilings(where.chip.read, where.chip.bf16, where.chip.fp8), model, memory)
 
 
 def test_few_requests_are_served_by_tensor_parallelism_and_many_by_data_parallel_attention() -> None:
@@ -135,11 +135,11 @@ def test_targets_and_rates() -> None:
     site = served("QWEN72", "h100x8")
     first = outcomes(site, wished, 8)[0]
     assert first.tpot <= 0.02 and not first.trouble
-    more = ServedLayout(site, first.layout, wished).tpot(first.requests + 1)[0]
+    more = PlannedLayout(site, first.layout, wished).tpot(first.requests + 1)[0]
     assert more > 0.02, "one request more would miss the target"
     rate = Workload(1024, 512, rate=3.0)
     calm = outcomes(site, rate, 8)[0]
-    makes = ServedLayout(site, calm.layout, rate)
+    makes = PlannedLayout(site, calm.layout, rate)
     assert makes.finished(calm.requests) >= 3.0 > makes.finished(calm.requests - 1)
     busy = outcomes(site, Workload(1024, 512, rate=1e5), 8)
     assert all("at most" in one.trouble for one in busy if one.fits)
@@ -158,7 +158,7 @@ def test_what_does_not_fit_comes_last() -> None:
 
 def test_skewed_experts_are_fewer() -> None:
     assert V3.moe is not None
-    assert expected(V3.moe, 32) == uniform(V3.moe, 32)
+    assert expected(V3.moe, 32) == pytest.approx(256 * (1 - (1 - 8 / 256) ** 32))
     skewed = [expected(V3.moe, 32, skew) for skew in (0.0, 0.5, 1.0, 2.0)]
     assert skewed == sorted(skewed, reverse=True) and skewed[-1] < 0.5 * skewed[0]
     assert expected(V3.moe, 1, 1.0) == pytest.approx(8), "a token chooses eight, whichever they are"
@@ -168,9 +168,8 @@ def test_skewed_experts_are_fewer() -> None:
 # ---- machines ----
 
 
-def test_every_chip_has_its_figures_and_their_sources() -> None:
+def test_every_chip_has_its_figures() -> None:
     for chip in CHIPS.values():
-        assert {name for name, source in chip.sources if source} == {"memory", "read", "bf16", "fp8", "link"}
         assert 0 < chip.link < chip.read < chip.bf16 <= chip.fp8
     assert (hardware("h200x8").chip.read, hardware("h200x8").gpus) == (4.8e12, 8)
     assert hardware("H100").name == "h100" and hardware("b200x8").machine().gpus == ("NVIDIA B200",) * 8

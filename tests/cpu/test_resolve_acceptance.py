@@ -22,7 +22,7 @@ class Facts:
 
 @dataclass
 class Acceptance:
-    rule: str = "race"
+    rule: str = "gumbel-max"
     relaxed: tuple[int, float] = (10, 0.6)
     imposed: float = 0.0
 
@@ -43,16 +43,16 @@ def decided(drafter: str = "NEXTN", trees: bool = False, **wishes: Any) -> tuple
 
 def test_default_acceptance_is_coupled_sampling() -> None:
     acceptance, (noted,) = decided()
-    assert (acceptance.rule, noted.value, noted.source) == ("race", "race", "auto")
-    assert decided("NONE", speculative_acceptance="standard") == (Acceptance(), []), "nothing drafts"
+    assert (acceptance.rule, noted.value, noted.source) == ("gumbel-max", "gumbel-max", "auto")
+    assert decided("NONE", speculative_acceptance="rejection-sampling") == (Acceptance(), []), "nothing drafts"
 
 
 def test_standard_acceptance_needs_sampled_drafts() -> None:
-    assert decided(speculative_acceptance="standard")[0].rule == "standard"
-    acceptance, (noted,) = decided("NGRAM", speculative_acceptance="standard")
-    assert acceptance.rule == "race" and noted.value == "standard" and "no samples" in noted.reason
-    acceptance, (noted,) = decided(trees=True, speculative_acceptance="standard")
-    assert acceptance.rule == "race" and noted.value == "standard" and "multi-draft" in noted.reason
+    assert decided(speculative_acceptance="rejection-sampling")[0].rule == "rejection-sampling"
+    acceptance, (noted,) = decided("NGRAM", speculative_acceptance="rejection-sampling")
+    assert acceptance.rule == "gumbel-max" and noted.value == "rejection-sampling" and "no samples" in noted.reason
+    acceptance, (noted,) = decided(trees=True, speculative_acceptance="rejection-sampling")
+    assert acceptance.rule == "gumbel-max" and noted.value == "rejection-sampling" and "multi-draft" in noted.reason
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_relaxed_acceptance_is_reported_as_lossy(wishes: dict[str, Any], relaxed
 def test_simulated_acceptance_is_for_benchmarks_only() -> None:
     length = {"speculative_simulate_accept_length": 2.5}
     acceptance, (rule, noted) = decided(**length)
-    assert acceptance == Acceptance(imposed=2.5) and rule.value == "race"
+    assert acceptance == Acceptance(imposed=2.5) and rule.value == "gumbel-max"
     assert (noted.name, noted.value) == ("speculative_simulate_accept_length", 2.5) and "means nothing" in noted.reason
     assert decided("NONE", **length) == (Acceptance(), [])
     assert decided(speculative_simulate_accept_length=4.0)[0].imposed == 4, "as many as there can be"
@@ -91,12 +91,18 @@ def test_simulated_acceptance_is_for_benchmarks_only() -> None:
 @pytest.mark.parametrize(
     ("wishes", "words"),
     [
-        ({"speculative_relaxed_topk": 3}, ("speculative_relaxed_topk", "race", "--speculative-acceptance relaxed")),
-        ({"speculative_relaxed_delta": 0.1, "speculative_acceptance": "standard"}, ("delta", "standard")),
+        (
+            {"speculative_relaxed_topk": 3},
+            ("speculative_relaxed_topk", "gumbel-max", "--speculative-acceptance relaxed"),
+        ),
+        (
+            {"speculative_relaxed_delta": 0.1, "speculative_acceptance": "rejection-sampling"},
+            ("delta", "rejection-sampling"),
+        ),
         ({"speculative_simulate_accept_length": 4.5}, ("4.5 tokens", "3 drafts", "4 at most")),
         (
-            {"speculative_simulate_accept_length": 2.5, "speculative_acceptance": "standard"},
-            ("standard accepts no draft", "--speculative-simulate-accept-length"),
+            {"speculative_simulate_accept_length": 2.5, "speculative_acceptance": "rejection-sampling"},
+            ("rejection-sampling accepts no draft", "--speculative-simulate-accept-length"),
         ),
     ],
 )

@@ -56,7 +56,7 @@ def test_repetition_penalty_equals_transformers_over_prompt_and_output() -> None
     want = RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor([tokens]), logits.clone())
     got = logits.clone()
     index = torch.tensor([2])
-    penalise(got, slots, index, slots.length[index], slots.prompt_len[index], slots.context)
+    penalise(got, slots, index, slots.ints_SI[index], slots.context)
     torch.testing.assert_close(got, want)
 
 
@@ -65,7 +65,7 @@ def test_frequency_and_presence_count_the_output_only() -> None:
     slots = bound(SamplingParams(frequency_penalty=0.5, presence_penalty=0.25), tokens, 3)
     logits = torch.zeros(1, VOCAB)
     index = torch.tensor([2])
-    penalise(logits, slots, index, slots.length[index], slots.prompt_len[index], slots.context)
+    penalise(logits, slots, index, slots.ints_SI[index], slots.context)
     want = torch.zeros(1, VOCAB)
     want[0, 5], want[0, 6] = -(2 * 0.5 + 0.25), -(0.5 + 0.25)
     torch.testing.assert_close(logits, want)

@@ -15,6 +15,8 @@ import pytest
 from tests.cpu.fakes import CONTEXT, EOS, FakeFront, Piece, Script, eventually, fake_app, serving
 from thalweg.config.server import ServerOptions
 from thalweg.core.errors import EngineDead, InvalidRequest, NumericalError, UnsupportedConfig
+from thalweg.core.grammar import Grammar
+from thalweg.server.structured_output import GrammarChecker, grammar_of
 
 ADMIN = {"Authorization": "Bearer root"}
 
@@ -47,7 +49,7 @@ def events(response: httpx.Response) -> list[Any]:
 # ---- bodies ----
 
 BROKEN = [
-    (b"", ""),
+    (b"", "prompt"),
     (b"not json", ""),
     (b"[1]", ""),
     (b'{"prompt": "x"', ""),
@@ -238,6 +240,27 @@ def test_generate_one(api: httpx.Client) -> None:
     assert api.post("/generate", json=body).json()["meta_info"]["finish_reason"] == {"type": "stop", "matched": "wer"}
 
 
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_generate_reads_the_grammar_of_many_prompts_once(
+    api: httpx.Client, monkeypatch: pytest.MonkeyPatch, is_shared: bool
+) -> None:
+    calls = []
+
+    def read(*args: Any, **kwargs: Any) -> Grammar:
+        calls.append("read")
+        return grammar_of(*args, **kwargs)
+
+    async def check(checker: GrammarChecker, grammar: Grammar) -> None:
+        calls.append("check")
+
+    monkeypatch.setattr("thalweg.server.generate.grammar_of", read)
+    monkeypatch.setattr(GrammarChecker, "check", check)
+    structure = {"json_schema": {"enum": ["aye"]}}
+    body = structure if is_shared else {"sampling_params": structure}
+    api.post("/generate", json={"text": ["x"] * 50, **body}).raise_for_status()
+    assert calls == ["read", "read", "check"]
+
+
 def test_generate_streams_the_whole_text_so_far(api: httpx.Client) -> None:
     body = {"text": "hi", "sampling_params": {"max_new_tokens": 4}, "stream": True}
     with api.stream("POST", "/generate", json=body) as response:
@@ -285,7 +308,7 @@ def test_generate_logprobs(api: httpx.Client) -> None:
         ({"text": []}, "text"),
         ({"text": ["x", ""]}, "text[1]"),
         ({"input_ids": []}, "input_ids"),
-        ({"input_ids": [1, [2]]}, "input_ids[0]"),
+        ({"input_ids": [1, [2]]}, "input_ids[1]"),
         ({"input_ids": [999999]}, "input_ids"),
         ({"text": "x", "sampling_params": {"temperature": -1}}, "sampling_params.temperature"),
         ({"text": "x", "sampling_params": {"max_new_tokens": -1}}, "sampling_params.max_new_tokens"),
@@ -561,7 +584,7 @@ def test_a_nan_request_gets_its_own_error(path: str, body: dict[str, Any]) -> No
     with talk(Breaking(lambda prompt, choice: "word " * 400)) as api:
         answer = api.post(path, json=body)
         error = answer.json()["error"]
-        assert (answer.status_code, error["type"], error["code"]) == (500, "server_error", "no_numbers")
+        assert (answer.status_code, error["type"], error["code"]) == (500, "server_error", "nan_output")
         assert "NaN" in error["message"] and "Retry-After" not in answer.headers
         with api.stream("POST", path, json=body | {"stream": True}) as response:
             lines = [line for line in response.iter_lines() if line]
@@ -621,6 +644,26 @@ def test_information() -> None:
         for asked, shown in ((None, "big"), ("", "big"), ("default", "big"), ("alias", "alias")):
             assert api.post("/v1/completions", json={"prompt": "x", "model": asked}).json()["model"] == shown
         assert api.post("/v1/completions", json={"prompt": "x", "model": "scripted"}).status_code == 404
+        assert api.get("/v1/models/alias").json()["id"] == "alias"
+        for path in ("/v1/models/default", "/v1/models/"):
+            answer = api.get(path)
+            assert answer.status_code == 404 and answer.json()["error"]["code"] == "model_not_found"
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [("max_tokens", -1, "at least 0 and fit 64 bits"), ("top_k", -2, "-1 or 0 (off)"), ("n", 0, "between 1 and 128")],
+)
+def test_ranges_are_in_words(api: httpx.Client, field: str, value: int, words: str) -> None:
+    answer = api.post("/v1/completions", json={"prompt": "x", field: value})
+    assert answer.status_code == 400 and words in answer.json()["error"]["message"]
+
+
+def test_hidden_tools_are_counted(api: httpx.Client) -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}] * 1025
+    body = {"messages": [{"role": "user", "content": "x"}], "tools": tools, "tool_choice": "none"}
+    answer = api.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "tools"
 
 
 def test_openapi_describes_every_route(api: httpx.Client) -> None:
@@ -629,12 +672,13 @@ def test_openapi_describes_every_route(api: httpx.Client) -> None:
     reference = paths["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"]
     body = page["components"]["schemas"][reference.rpartition("/")[2]]
     assert "messages" in body["required"] and body["properties"]["stream_options"]["anyOf"]
+    optional = {"/abort", "/abort_request", "/generate", "/tokenize"}  # no field is required by itself
     needed = {
         path: one["post"]["requestBody"]["required"]
         for path, one in paths.items()
         if "requestBody" in one.get("post", {})
     }
-    assert {path for path in needed if not needed[path]} == {"/start_profile"}
+    assert {path for path in needed if not needed[path]} == {*optional, "/start_profile"}
     for path in (
         "/v1/completions",
         "/generate",

@@ -41,5 +41,5 @@ def test_python(address: str) -> None:
 
 def test_every_route_has_its_page() -> None:
     pages = "".join(page.read_text(encoding="utf-8") for page in DOCS.glob("*.md"))
-    for path, *_ in ROUTES:
-        assert path.replace(":path", "") in pages, path
+    for route in ROUTES:
+        assert route.path.replace(":path", "") in pages, route.path

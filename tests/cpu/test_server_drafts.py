@@ -70,7 +70,7 @@ def test_metrics_count_the_drafts_of_all_requests() -> None:
         page = api.get("/metrics").text
     assert (state["avg_spec_accept_length"], state["spec_accept_rate"]) == (2.2, 0.6)
     assert (state["spec_accept_rate_by_depth"], state["spec_rolled_back_tokens"]) == ([0.8, 0.4], 8)
-    assert state["stats"]["steps_by_width"] == [5, 0, 10] and state["stats"]["wasted_drafts"] == 3
+    assert state["stats"]["steps_by_num_drafts"] == [5, 0, 10] and state["stats"]["wasted_drafts"] == 3
     samples = [s for family in text_string_to_metric_families(page) for s in family.samples]
 
     def values(name: str, label: str = "model_name") -> dict[str, float]:
@@ -78,7 +78,7 @@ def test_metrics_count_the_drafts_of_all_requests() -> None:
 
     assert values("thalweg_accepted_by_depth_total", "depth") == {"1": 8, "2": 4}
     assert values("thalweg_drafted_by_depth_total", "depth") == {"1": 10, "2": 10}
-    assert values("thalweg_steps_by_width_total", "width") == {"0": 5, "1": 0, "2": 10}
+    assert values("thalweg_steps_by_num_drafts_total", "num_drafts") == {"0": 5, "1": 0, "2": 10}
     assert values("vllm:spec_decode_num_accepted_tokens_per_pos_total", "position") == {"0": 8, "1": 4}
     one = {name: next(iter(values(name).values())) for name in (
         "thalweg_rolled_back_tokens_total", "thalweg_wasted_drafts_total", "sglang:spec_accept_length", "sglang:spec_accept_rate",
@@ -91,17 +91,17 @@ def test_the_server_says_when_drafts_are_accepted_with_a_loss() -> None:
     front = FakeFront()
     with serving(fake_app(front)) as url, httpx.Client(base_url=url) as api:
         assert api.get("/server_info").json()["speculative_acceptance"] is None
-        for rule, lossless in (("standard", True), ("relaxed", False)):
+        for rule, lossless in (("rejection-sampling", True), ("relaxed", False)):
             decision = Decision("speculative_acceptance", rule, USER, "because")
             assert front.ready is not None
             front.ready = msgspec.structs.replace(front.ready, report=Report((decision,)))
             told = api.get("/server_info").json()["speculative_acceptance"]
             assert told == {"rule": rule, "lossless": lossless, "reason": "because", "simulated": None}
-        simulated = Decision("speculative_simulate_accept_length", 2.5, USER, "by decree")
-        report = Report((msgspec.structs.replace(decision, value="race"), simulated))
+        simulated = Decision("speculative_simulate_accept_length", 2.5, USER, "simulated")
+        report = Report((msgspec.structs.replace(decision, value="gumbel-max"), simulated))
         front.ready = msgspec.structs.replace(front.ready, report=report)
         told = api.get("/server_info").json()["speculative_acceptance"]
-        assert told == {"rule": "race", "lossless": False, "reason": "by decree", "simulated": 2.5}
+        assert told == {"rule": "gumbel-max", "lossless": False, "reason": "simulated", "simulated": 2.5}
 
 
 class Lost(FakeFront):
@@ -119,7 +119,7 @@ def test_the_server_says_whether_anything_still_drafts() -> None:
         report = Report(
             (
                 Decision("speculative_algorithm", "NEXTN", AUTO, "why"),
-                Decision("speculative_acceptance", "race", AUTO, ""),
+                Decision("speculative_acceptance", "gumbel-max", AUTO, ""),
             )
         )
         front.ready = msgspec.structs.replace(ready, report=report)
@@ -146,8 +146,8 @@ def test_the_load_generator_reads_what_its_own_load_was_given() -> None:
     with serving(fake_app(Drafting())) as url:
         after = read_counters(httpx.get(url + "/metrics").text)
     assert (after.totals["drafts"], after.totals["accepted"]) == (10, 12)
-    before = Counters(None, {"drafts": 6.0, "accepted": 2.0})
-    assert accept_length({"internal_states": [{"avg_spec_accept_length": 9.0}]}, before, after) == 1 + 10 / 4
+    before = Counters({"drafts": 6.0, "accepted": 2.0})
+    assert accept_length({"internal_states": [{"avg_spec_accept_length": 9.0}]}, after.since(before)) == 1 + 10 / 4
 
 
 def test_the_engine_counts_drafts_for_each_request() -> None:
@@ -161,4 +161,4 @@ def test_the_engine_counts_drafts_for_each_request() -> None:
     assert len(ended) == 4 and stats.acceptance.accepted > 0
     for count in ("verifications", "drafted", "accepted"):
         assert sum(getattr(one, count) for one in ended) == getattr(stats.acceptance, count)
-    assert stats.steps_by_width[1:3] == (0, 0) and sum(stats.steps_by_width) > 0
+    assert stats.steps_by_num_drafts[1:3] == (0, 0) and sum(stats.steps_by_num_drafts) > 0

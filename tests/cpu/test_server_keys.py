@@ -16,7 +16,7 @@ from tests.cpu.test_server_safety import ALICE, BOB, CAROL, FREE, KEYS, LONG, RO
 from thalweg.config.server import ServerOptions
 from thalweg.core.errors import UnsupportedConfig
 from thalweg.server.admin import PREFIXES
-from thalweg.server.api_keys import MINUTE, ApiKey, ApiKeyEntry, ApiKeys
+from thalweg.server.api_keys import MINUTE, ApiKey, ApiKeyEntry, ApiKeys, RequestQuota, ServerLoad
 from thalweg.server.errors import ApiError
 
 server, unharmed = test_server_safety.server, test_server_safety.unharmed  # fixtures
@@ -130,19 +130,19 @@ def test_no_minute_has_more_than_its_tokens() -> None:
         for _ in range(400):
             now += rng.choice((0.0, 0.1, 3.0, 30.0))
             if running and rng.random() < 0.5:
-                charge, entry = running.pop(rng.randrange(len(running)))
-                entry[1] = rng.randint(0, charge.tokens)
-                tenant.settle(charge, entry[1])
+                quota, entry = running.pop(rng.randrange(len(running)))
+                entry[1] = quota.used = rng.randint(0, entry[1])
+                quota.close()
             else:
-                tokens = rng.randint(1, 600)
+                tokens, quota = rng.randint(1, 600), RequestQuota(tenant, ServerLoad(ServerOptions()))
                 try:
-                    charge = tenant.charge(tokens, now)
+                    quota.reserve(tokens, now)
                 except ApiError as refused:
-                    assert refused.info.status == 429 and 1 <= refused.info.retry_after <= MINUTE + 1
+                    assert refused.status == 429 and 1 <= refused.retry_after <= MINUTE + 1
                     continue
                 entry = [now, tokens]
                 admitted.append(entry)
-                running.append((charge, entry))
+                running.append((quota, entry))
             assert sum(used for at, used in admitted if at > now - MINUTE) <= 1000
         assert sum(used for _, used in admitted) > 5000, "and what is not used can be had"
 
@@ -165,14 +165,15 @@ def test_a_keys_file_that_makes_no_sense_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "keys.yaml"
     for text, why in (
         ("- {name: a}", "either key or sha256"),
-        ("- {name: a, key: b, sha256: c}", "either key or sha256"),
-        ("- {name: a, sha256: abc}", "64 hexadecimal"),
+        (f"- {{name: a, key: b, sha256: {'a' * 64}}}", "either key or sha256"),
+        ("- {name: a, sha256: abc}", "key 'a': sha256 must be 64 hexadecimal digits"),
         ("- {name: a, key: b, max_concurency: 1}", "max_concurency"),
-        ("- {name: a, key: b, tokens_per_minute: 0}", "at least 1"),
-        ("- {name: 'a b', key: b}", "letters"),
+        ("- {name: a, key: b, tokens_per_minute: 0}", "tokens_per_minute must be at least 1, got 0; leave it out"),
+        ("- {name: a, key: ä}", "ASCII"),
+        ("- {name: 'a b', key: b}", "a name has 1 to 64 letters"),
         ("- {name: a, key: b}\n- {name: a, key: c}", "two keys"),
         ("- {name: a, key: b}\n- {name: c, key: b}", "another"),
-        ("a: b", "list"),
+        ("a: b", "array"),
         ("- 2020-13-45", "month"),
     ):
         path.write_text(text)

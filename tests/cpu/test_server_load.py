@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 import subprocess
 import sys
@@ -16,21 +15,28 @@ from typing import Any
 
 import msgspec
 import pytest
-from starlette.types import Receive, Scope, Send
 
-from thalweg.bench.backends import RequestOptions, make_backend, send_request
+from thalweg.bench.backends import BACKENDS, RequestOptions, send_request
 from thalweg.bench.datasets import Prompt, vocabulary_of
 from thalweg.bench.errors import BenchError
 from thalweg.bench.http_client import HttpClient
-from thalweg.bench.load_checks import LoadRound, LoadSample, LoadTest, as_json, checks, step_rate
-from thalweg.bench.load_test import ServerWatcher, main
+from thalweg.bench.load_checks import (
+    LoadRound,
+    LoadSample,
+    LoadTest,
+    PairedTexts,
+    StepRate,
+    as_json,
+    checks,
+    margin_at,
+    step_rate,
+)
+from thalweg.bench.load_test import LoadedServer, main
 from thalweg.bench.metrics import Record
-from thalweg.bench.paired_requests import PairedTexts, compare, margin_at
-from thalweg.bench.pinned_engine import StepRate
 from thalweg.bench.server_process import ProcessUsage, ServerProcess, engine_processes, raise_file_limit, usage
 from thalweg.bench.statistics import common_length
 from thalweg.core.messages import Stats
-from thalweg.server.middleware import PER_TURN, ConcurrencyLimit
+from thalweg.server.turns import PER_TURN, TurnLimit
 
 MODEL = Path(__file__).resolve().parents[2] / "models" / "tiny"
 FLAGS = ("--max-running-requests", "48", "--max-total-tokens", "8192", "--context-length", "256", "--threads", "1")
@@ -50,7 +56,7 @@ def prompts(count: int, seed: int) -> list[Prompt]:
 
 async def answer(client: HttpClient, route: str, prompt: Prompt, stream: bool) -> Record:
     record = Record()
-    await send_request(client, make_backend(route), prompt, RequestOptions("tiny", stream=stream, timeout=60), record)
+    await send_request(client, BACKENDS[route], prompt, RequestOptions("tiny", stream=stream, timeout=60), record)
     return record
 
 
@@ -58,7 +64,7 @@ async def leave(client: HttpClient, prompt: Prompt, rng: Random) -> bool:
     """Reads some tokens of a stream, none perhaps, and hangs up; whether that was before its end."""
     record = Record()
     body = replace(prompt, output_len=150)
-    asked = asyncio.create_task(send_request(client, make_backend("openai"), body, RequestOptions("tiny"), record))
+    asked = asyncio.create_task(send_request(client, BACKENDS["openai"], body, RequestOptions("tiny"), record))
     enough, patience = rng.randint(1, 20), rng.uniform(0.1, 3.0)
     deadline = asyncio.get_running_loop().time() + patience
     while len(record.itl) < enough and asyncio.get_running_loop().time() < deadline and not asked.done():
@@ -66,16 +72,6 @@ async def leave(client: HttpClient, prompt: Prompt, rng: Random) -> bool:
     asked.cancel()
     await asyncio.wait({asked})
     return not record.done
-
-
-async def settled(watcher: ServerWatcher) -> Stats:
-    """The engine's counters once nothing runs, or after some seconds."""
-    for _ in range(100):
-        stats = (await watcher.sample()).stats
-        if not (stats.running or stats.waiting or stats.pages_used):
-            break
-        await asyncio.sleep(0.05)
-    return stats
 
 
 async def counter(client: HttpClient, name: str) -> float:
@@ -96,10 +92,10 @@ def test_streams_equal_unstreamed_requests_while_others_disconnect() -> None:
     async def body() -> None:
         rng = Random(5)
         async with ServerProcess((str(MODEL), *FLAGS)) as server:
-            client, control = HttpClient(server.url), HttpClient(server.url)
-            watcher = ServerWatcher(server, control)
+            loaded = LoadedServer(server, "tiny")
+            client, control = loaded.client, loaded.control
             await answer(client, "openai", prompts(1, 0)[0], True)
-            before = await settled(watcher)
+            before = (await loaded.settled()).stats
             mine, files = prompts(STREAMS, 1), usage(server.pid).files
             kinds = [ROUTES[i % len(ROUTES)] for i in range(STREAMS)]
             leaving = [asyncio.create_task(leave(client, p, rng)) for p in prompts(LEAVERS, 2)]
@@ -107,16 +103,14 @@ def test_streams_equal_unstreamed_requests_while_others_disconnect() -> None:
             left = sum(await asyncio.gather(*leaving))
             twins = await asyncio.gather(*(answer(client, k, p, False) for k, p in zip(kinds, mine, strict=True)))
             plain = [i for i, kind in enumerate(kinds) if kind != "openai-chat"]
-            verdict = await compare(
-                control,
-                RequestOptions("tiny", stream=False),
-                *([rows[i] for i in plain] for rows in (mine, streams, twins)),
-            )
-            after = await settled(watcher)
+            verdict = PairedTexts()
+            rounds = [LoadRound([rows[i] for i in plain], 0.0, [], 0.0, None) for rows in (streams, twins)]
+            await loaded.compare([mine[i] for i in plain], rounds[0], rounds[1], verdict)
+            after = (await loaded.settled()).stats
             assert verdict.compared == len(plain) and not verdict.wrong
             assert verdict.excused <= 1, "near-ties are rarer than that"
             chats = [i for i, kind in enumerate(kinds) if kind == "openai-chat"]
-            check_texts(*([rows[i] for i in chats] for rows in (streams, twins, mine)))
+            check_texts([streams[i] for i in chats], [twins[i] for i in chats], [mine[i] for i in chats])
             assert [r.output_tokens for r in (*streams, *twins)] == [p.output_len for p in (*mine, *mine)]
             assert len({r.text for r in streams}) == STREAMS, "the prompts have to have answers of their own"
 
@@ -139,38 +133,29 @@ def test_streams_equal_unstreamed_requests_while_others_disconnect() -> None:
 
 
 def test_a_burst_begins_a_few_at_a_time_and_in_order() -> None:
-    """What runs beside it gets its turn between them; a probe waits for nobody; who gives up meanwhile blocks
-    nobody.
-    """
+    """Other work gets its turn between them; a request that is cancelled meanwhile blocks nobody."""
 
     async def body() -> None:
         begun: list[int] = []
 
-        async def app(scope: Scope, receive: Receive, send: Send) -> None:
-            begun.append(scope["n"])
+        async def come(n: int) -> None:
+            await turns.wait()
+            begun.append(n)
 
-        async def come(n: int, method: str = "POST") -> None:
-            await door({"type": "http", "method": method, "n": n}, unused, unused)
-
-        async def unused(*_: object) -> Any:
-            raise AssertionError("the turnstile reads and writes nothing")
-
-        door = ConcurrencyLimit(app)
+        turns = TurnLimit()
         for burst in range(2):  # the second finds it as the first did
             begun.clear()
             tasks = [asyncio.create_task(come(n)) for n in range(10 * PER_TURN)]
-            tasks.append(asyncio.create_task(come(-1, "GET")))
             seen, most = 0, 0
             for turn in range(12):
                 await asyncio.sleep(0)
                 if turn == 0:
-                    assert -1 in begun and len(begun) == PER_TURN + 1
+                    assert len(begun) == PER_TURN
                     seen = len(begun)
                     tasks[2 * PER_TURN].cancel()
                 most, seen = max(most, len(begun) - seen), len(begun)
             await asyncio.gather(*tasks, return_exceptions=True)
-            posts = [n for n in begun if n >= 0]
-            assert posts == [n for n in range(10 * PER_TURN) if n != 2 * PER_TURN], f"burst {burst}"
+            assert begun == [n for n in range(10 * PER_TURN) if n != 2 * PER_TURN], f"burst {burst}"
             assert 0 < most <= PER_TURN
 
     asyncio.run(asyncio.wait_for(body(), 10))
@@ -221,7 +206,7 @@ def test_the_first_difference_of_two_texts_and_its_margin() -> None:
         "text_offset": [0, 2, 2, 4],
         "top_logprobs": [{"a": -0.5, "b": -3.0}, {"c": -1.0, "d": -1.0001}, {"e": 0.0, "f": -9.0}, None],
     }
-    page = json.dumps({"choices": [{"text": "abcdef", "logprobs": log}]}).encode()
+    page = {"text": "abcdef", "logprobs": log}
     assert margin_at(page, 0) == 2.5
     assert margin_at(page, 3) == pytest.approx(0.0001), "the nearest of the tokens that make these characters"
     assert margin_at(page, 5) == float("inf") and margin_at(page, 7) == float("inf")
@@ -240,7 +225,7 @@ def test_the_step_rate_counts_full_batches_only() -> None:
     assert step_rate([filling, full[0], ending], 4) is None
     records = [Record(output_tokens=40, done=True) for _ in range(4)]
     one = LoadRound(records, 9.0, [filling, *full, look(9.0, 95, running=0, cpu=3.2)], 0.08, None)
-    assert one.server_us == pytest.approx(1e4) and one.as_json()["client_cpu_us_per_token"] == pytest.approx(500)
+    assert one.cpu_us["server"] == pytest.approx(1e4) and one.as_json()["client_cpu_us_per_token"] == pytest.approx(500)
     assert one.as_json()["engine_pace"] == msgspec.to_builtins(StepRate(10.0, 1e6 / 80, 20))
 
 
@@ -263,7 +248,7 @@ def whole(**changes: Any) -> tuple[LoadTest, tuple[StepRate, StepRate]]:
         pairs=one(4, 20),
         few=one(2, 30),
         chat=one(2, 40),
-        texts=[PairedTexts(compared=4, equal=3, excused=1, asked_tokens=10), PairedTexts(compared=4, equal=4)],
+        texts=PairedTexts(compared=8, equal=7, excused=1, asked_tokens=10),
         after=before._replace(stats=Stats(decode_tokens=3 + 160 + 10)),
     )
     return seen._replace(**changes), (StepRate(5.0, 100.0, 10), StepRate(5.0, 100.0, 10))
@@ -283,11 +268,11 @@ def missed(seen: LoadTest, paces: tuple[StepRate, StepRate], **args: float) -> l
 
 def test_every_broken_promise_is_reported() -> None:
     good, paces = whole()
-    assert missed(good, paces) == [] and as_json(good, paces, [])["memory"]["rows"][0][:2] == [0.0, 1.0]  # type: ignore[index]
+    assert missed(good, paces) == [] and as_json(good, paces, [])["ok"]
     stats = good.after.stats
     lost = whole(after=good.after._replace(stats=msgspec.structs.replace(stats, decode_tokens=stats.decode_tokens + 1)))
     assert missed(*lost) == ["sampled tokens that the answers have"]
-    assert missed(*whole(texts=[PairedTexts(compared=4, equal=3, wrong=["x"], asked_tokens=10)])) == [
+    assert missed(*whole(texts=PairedTexts(compared=4, equal=3, wrong=["x"], asked_tokens=10))) == [
         "streams with the text of their pair"
     ]
     held = good.after._replace(stats=msgspec.structs.replace(stats, pages_used=1), server=ProcessUsage(0, 1 << 20, 12))

@@ -94,8 +94,7 @@ def piece(tokens: int, total: int, finish: str | None = None, index: int = 0, ad
 
 def test_a_piece_of_several_tokens_is_several_gaps() -> None:
     meters, account = ServerMetrics(), RequestAccounting("POST", "/generate", {}, 10.0)
-    timer = RequestTimer(meters, account)
-    timer.submit([[1] * 7], [SamplingParams(max_tokens=9)], 10.1)
+    timer = RequestTimer(meters, account, [[1] * 7], [SamplingParams(max_tokens=9)], 10.1)
     timer.piece(0, piece(1, 1), 10.5)
     timer.piece(0, piece(0, 1), 10.6)
     timer.piece(0, piece(4, 5), 10.9)
@@ -114,8 +113,7 @@ def test_a_piece_of_several_tokens_is_several_gaps() -> None:
 
 def test_what_did_not_end_by_itself_is_counted_too() -> None:
     meters, account = ServerMetrics(), RequestAccounting("POST", "/generate", {}, 10.0)
-    timer = RequestTimer(meters, account)
-    timer.submit([[1], [2]], [SamplingParams(n=2)] * 2, 10.0)
+    timer = RequestTimer(meters, account, [[1], [2]], [SamplingParams(n=2)] * 2, 10.0)
     timer.piece(1, piece(2, 2, index=1, admitted=0.0), 11.0)
     timer.ended(1, piece(0, 2, "stop", 1), 11.0)
     timer.piece(2, piece(3, 3, admitted=0.0), 12.0)

@@ -244,7 +244,7 @@ def test_engine_events_are_logged_with_the_request_id(monkeypatch: pytest.Monkey
     killed.
     """
     exporter = InMemorySpanExporter()
-    monkeypatch.setattr("thalweg.server.app.traces_to", lambda endpoint: Traces(SimpleSpanProcessor(exporter)))
+    monkeypatch.setattr("thalweg.server.tracing.traces_to", lambda endpoint: Traces(SimpleSpanProcessor(exporter)))
     keys = ServerOptions(api_key=("k",), log_requests=True, otlp_traces_endpoint="http://nowhere")
 
     async def test() -> None:

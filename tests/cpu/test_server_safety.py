@@ -5,10 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -26,13 +23,12 @@ from thalweg.config.server import ServerOptions
 from thalweg.core.errors import InvalidRequest, Overloaded
 from thalweg.core.grammar import NO_GRAMMAR, Grammar
 from thalweg.core.sampling import SamplingParams
-from thalweg.engine import ipc
-from thalweg.server import generate, grammar_check
+from thalweg.server import generate, structured_output
 from thalweg.server.connection import bounded
 from thalweg.server.generation import PromptJob
-from thalweg.server.grammar_check import GrammarChecker
 from thalweg.server.parsing import MAX_DEPTH
 from thalweg.server.protocol import GenerateRequest
+from thalweg.server.structured_output import GrammarChecker
 from thalweg.text.tokenizer import Tokenizer
 
 PATIENCE = 1.5  # seconds that the server waits for a client
@@ -408,31 +404,16 @@ def test_other_origins_may_not_send(server: Target) -> None:
 # ---- without the server ----
 
 
-def test_files_of_a_killed_server_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    code = (
-        "import sys, time\nfrom thalweg.engine.ipc import ipc_directory\nwith ipc_directory() as folder:\n print(folder, flush=True)\n"
-        " time.sleep(60)"
-    )
-    environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    held = []
-    for _ in range(2):
-        child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment)
-        assert child.stdout is not None
-        held.append((child, Path(child.stdout.readline().strip())))
-    (dead, left), (alive, used) = held
-    dead.send_signal(signal.SIGKILL)
-    dead.wait()
-    try:
-        for folder in (left, used):
-            os.utime(folder, (time.time() - 2 * ipc.YOUNG,) * 2)
-        (tmp_path / "thalweg-other").mkdir()
-        with ipc.ipc_directory() as fresh:
-            assert not left.exists() and used.exists() and Path(fresh).exists()
-        assert not Path(fresh).exists() and (tmp_path / "thalweg-other").exists()
-    finally:
-        alive.kill()
-        alive.wait()
+def test_a_killed_server_leaves_no_files() -> None:
+    """The socket's folder is gone once the engine serves, and the connection goes on."""
+    from tests.cpu import test_client as client
+
+    async def test() -> None:
+        async with client.serving() as front:
+            assert not Path(front._folder).exists()
+            assert await client.collect(front, [20, 21], client.GREEDY)
+
+    client.run(test)
 
 
 def test_grammars_that_wait_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -446,13 +427,13 @@ def test_grammars_that_wait_are_counted(monkeypatch: pytest.MonkeyPatch) -> None
         go.wait(10)
         return "is wrong" if grammar.source == "0" else ""
 
-    monkeypatch.setattr(grammar_check, "_error_of", verdict)
+    monkeypatch.setattr(structured_output, "_error_of", verdict)
 
     async def crowd() -> None:
         desk = GrammarChecker()
         tasks = [
-            asyncio.create_task(desk.check(Grammar("regex", str(i % grammar_check.WAITING))))
-            for i in range(2 * grammar_check.WAITING)
+            asyncio.create_task(desk.check(Grammar("regex", str(i % structured_output.WAITING))))
+            for i in range(2 * structured_output.WAITING)
         ]
         await asyncio.sleep(0.05)
         with pytest.raises(Overloaded):
@@ -469,7 +450,7 @@ def test_grammars_that_wait_are_counted(monkeypatch: pytest.MonkeyPatch) -> None
             await desk.check(Grammar("regex", "0"))
 
     asyncio.run(crowd())
-    assert len(seen) == grammar_check.WAITING, "each is looked at once"
+    assert len(seen) == structured_output.WAITING, "each is looked at once"
 
 
 def test_a_long_native_stream_does_not_grow_as_the_square_of_its_length() -> None:
@@ -477,13 +458,13 @@ def test_a_long_native_stream_does_not_grow_as_the_square_of_its_length() -> Non
         text, ids, finish, stop, logprobs, prompt_logprobs, drafted = " a", (5,), None, None, (), (), None
         prompt_tokens = cached_tokens = completion_tokens = 1
 
-    prompt = PromptJob([5], SamplingParams(), "r", "text", NO_GRAMMAR)
+    prompt = PromptJob("text", [5], None, SamplingParams(), "r", NO_GRAMMAR)
     encoder: Any = generate.GenerateChoiceEncoder(FakeFront().tokenizer, GenerateRequest(text="x"), prompt, 0.0)  # type: ignore[arg-type]
     entries = events = 0
     for _ in range(50_000):
         encoder.add(Piece)
         if encoder.is_due(Piece):
             events += 1
-            entries += len(encoder.event(Piece)["output_ids"])
+            entries += len(encoder.event(Piece).output_ids)
     assert generate.SHORT < events < generate.SHORT + 1000
     assert entries < 30_000_000, "an event a token would make 1,250,000,000"

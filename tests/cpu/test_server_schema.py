@@ -46,3 +46,19 @@ def test_limits_are_on_the_page() -> None:
     assert {"type": "number", "minimum": 0, "maximum": 100} in temperature
     assert components["ChatRequest"]["properties"]["messages"]["minItems"] == 1
     assert components["MessagesRequest"]["properties"]["max_tokens"] == {"type": "integer", "minimum": 0}
+
+
+def test_fields_of_responses_are_on_the_page() -> None:
+    components = schema.raw_schema["components"]["schemas"]
+    for name, fields in (
+        ("ServerInfoResponse", {"version", "internal_states"}),
+        ("InternalState", {"token_usage", "stats"}),
+        ("AbortResponse", {"aborted"}),
+        ("FlushResponse", {"flushed"}),
+        ("ModelCard", {"id", "object", "owned_by"}),
+        ("ResponsesResponse", {"output", "status", "metadata"}),
+    ):
+        assert fields <= set(components[name]["required"]), name
+    assert "model" not in components["ChatRequest"].get("required", ())
+    assert "prompt_token_ids" not in components["ChatChoice"]["properties"]
+    assert "wedged" in components["ServerState"]["properties"]["status"]["enum"]

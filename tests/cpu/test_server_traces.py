@@ -16,13 +16,13 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span as OtlpSpan
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from tests.cpu.fakes import FakeFront, eventually
+from tests.cpu.fakes import FakeFront, eventually, fake_app
 from tests.cpu.operations import APIS, CHAT, lines, logged, talk
 from thalweg.config.server import ServerOptions
 from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.sampling import SamplingParams
 from thalweg.server.accounting import RequestAccounting
-from thalweg.server.tracing import Traces, traces_to
+from thalweg.server.tracing import Traces
 
 
 class Collector:
@@ -95,7 +95,7 @@ def traced(front: FakeFront | None = None) -> Iterator[tuple[Traces, InMemorySpa
     exporter = InMemorySpanExporter()
     traces = Traces(SimpleSpanProcessor(exporter))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("thalweg.server.app.traces_to", lambda endpoint: traces)
+        patch.setattr("thalweg.server.tracing.traces_to", lambda endpoint: traces)
         with talk(front, otlp_traces_endpoint="http://nowhere") as api:
             yield traces, exporter, api
 
@@ -186,8 +186,9 @@ def test_where_traces_go(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UnsupportedConfig, match="4318"):
         ServerOptions(otlp_traces_endpoint="localhost:4317")
     monkeypatch.setitem(__import__("sys").modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
+    monkeypatch.delitem(__import__("sys").modules, "thalweg.server.tracing")
     with pytest.raises(UnsupportedConfig, match=r"pip install 'thalweg\[otel\]'"):
-        traces_to("http://localhost:4318")
+        fake_app(FakeFront(), ServerOptions(otlp_traces_endpoint="http://localhost:4318"))
 
 
 def test_a_missing_collector_does_not_affect_requests(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,14 +20,14 @@ from thalweg.batch.batch import Batch, Group
 from thalweg.bench.make_checkpoint import main as make_checkpoint
 from thalweg.config.model import MoeFacts
 from thalweg.core.plan import PAGE
-from thalweg.layers.linear import Mlp, Part
+from thalweg.layers.linear import Linear, Mlp, Part
 from thalweg.layers.reference import ReferenceLayers
-from thalweg.layers.reference_linear import Linear
 from thalweg.layers.residual import ShardedStream
 from thalweg.memory.planes import Planes
 from thalweg.models import catalog
 from thalweg.models.catalog import read_facts
-from thalweg.models.decoder import Decoder, Stage, StageValue, stage_borders
+from thalweg.models.decoder import Decoder, StageValue
+from thalweg.models.stages import Stage, stage_borders
 from thalweg.parallel.axis import SINGLE
 from thalweg.parallel.layout import SINGLE_RANK, Layout
 from thalweg.spec.eagle import eagle_head

@@ -15,7 +15,7 @@ from torch import Tensor
 from thalweg.attention.context import AttentionGroup, AttentionMetadata
 from thalweg.engine import build
 from thalweg.kernels.router import ref
-from thalweg.layers.indexer import Indexer
+from thalweg.layers.mla import Indexer
 
 ROOT = Path(__file__).resolve().parents[2]
 CHUNK = 128
@@ -89,7 +89,7 @@ def test_attention_to_wrong_tokens_is_found(
 
 
 def test_a_router_that_rounds_is_found(script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    right = ref.noaux_tc
-    monkeypatch.setattr(ref, "noaux_tc", lambda logits_TE, *rest: right(logits_TE.bfloat16().float(), *rest))
+    right = ref.choose_experts
+    monkeypatch.setattr(ref, "choose_experts", lambda logits_TE, *rest: right(logits_TE.bfloat16().float(), *rest))
     status, found = choices(script, monkeypatch, tmp_path)
     assert status == 1 and found["runs"][f"chunks of {CHUNK}, imposed"]["experts_off_formula"] > 0

@@ -16,19 +16,19 @@ from torch import Tensor
 
 from tests.compose.matrix import MODEL, settings
 from tests.configs import changed
+from tests.cpu.batches import whole_batch
 from thalweg.batch.batch import Batch, Group
-from thalweg.bench.nextn_acceptance import whole_batch
 from thalweg.core.errors import CheckpointError
 from thalweg.core.grammar import NO_GRAMMAR, Grammar
 from thalweg.core.kernels import KernelConfig
 from thalweg.core.plan import PAGE
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.local import LocalEngine
-from thalweg.kernels.experts import script
+from thalweg.kernels.experts.ref import SCRIPTABLE
 from thalweg.memory.planes import Planes, PlaneSpec
 from thalweg.models import traced
 from thalweg.models.decoder import Decoder
-from thalweg.models.traced import TracedHead
+from thalweg.models.traced_head import TracedHead
 from thalweg.spec.autoregressive import HIDDEN, AutoregressiveDrafter
 from thalweg.spec.catalog import build_drafter
 from thalweg.text.tokenizer import Tokenizer
@@ -199,7 +199,7 @@ def test_a_hit_takes_the_hidden_state_from_its_last_page() -> None:
     assert torch.equal(hidden, made.runner.planes.paged(HIDDEN, drafter.head.index).flatten(1)[page])
 
 
-@pytest.mark.skipif(not script.AVAILABLE, reason="TorchScript does not support this Python")
+@pytest.mark.skipif(not SCRIPTABLE, reason="TorchScript does not support this Python")
 def test_recorded_drafts_are_bit_for_bit_the_eager_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(traced, "ROWS", 2)
     drafter = engine(1).runner.drafting.drafter

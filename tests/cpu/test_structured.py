@@ -20,8 +20,9 @@ from thalweg.core.grammar import NO_GRAMMAR, Grammar
 from thalweg.core.sampling import SamplingParams
 from thalweg.llm import LLM, AsyncLLM, CompletionOutput
 from thalweg.text.grammar import GrammarCompiler
-from thalweg.text.parser import TOOL_FORMATS, parse
+from thalweg.text.parser import TOOL_FORMATS
 from thalweg.text.tool_grammar import ToolGrammarSpec, tool_grammar
+from tools.fuzz_checks import parse
 
 MODEL = str(Path(__file__).resolve().parents[2] / "models" / "tiny")
 HOT = SamplingParams(temperature=1.0, max_tokens=600, skip_special_tokens=False)

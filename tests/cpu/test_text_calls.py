@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thalweg.text.chat import BUILTIN_ENCODERS, EOS, BuiltinEncoder
-from thalweg.text.events import ArgumentDelta, ParsedAnswer, collect
-from thalweg.text.parser import TOOL_FORMATS, AnswerParser, parse
-from tools.fuzz_checks import FRAMES, MARKS, check_answer, check_prompt, cut
+from thalweg.text.chat import BUILTIN_ENCODERS, EOS, builtin
+from thalweg.text.events import ParsedAnswer, PartKind
+from thalweg.text.parser import TOOL_FORMATS, AnswerParser
+from tools.fuzz_checks import FRAMES, MARKS, check_answer, check_prompt, collect, cut, parse
 
 F: dict[str, Any] = {"type": "object", "properties": {"q": {"type": "string"}}, "required": ["q"]}
 OPTIONAL: dict[str, Any] = {"type": "object", "properties": {"q": {"type": "string"}}}
@@ -241,7 +241,7 @@ def test_the_end_tag_never_leaks_into_arguments() -> None:
     for at in range(len(text)):
         parser = AnswerParser(None, "deepseekv32")
         events = parser.feed(text[:at])
-        shown = "".join(event.text for event in events if isinstance(event, ArgumentDelta))
+        shown = "".join(event.text for event in events if event.part.kind is PartKind.CALL)
         assert not set("<｜/>") & set(shown)
         message = collect(events + parser.feed(text[at:]) + parser.finish())
         assert message.content is None and calls(message) == [("f", {"q": "value"})]
@@ -313,7 +313,7 @@ def test_any_arguments_come_back_from_what_the_encoder_writes(
     turn = [{"id": str(i), "function": {"name": "f", "arguments": one}} for i, one in enumerate(arguments)]
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "So:", "tool_calls": turn}]
     for name in ("deepseek-v3", "deepseek-v31", "deepseek-v32"):
-        prompt = BuiltinEncoder(name).encode(messages, add_generation_prompt=False)
+        prompt = builtin(name).encode(messages, add_generation_prompt=False)
         text = prompt.rpartition("<｜Assistant｜>")[2].removeprefix("</think>").removesuffix(EOS)
         for pieces in ([text], list(text), cut(text, rng)):
             for hold in (True, False):

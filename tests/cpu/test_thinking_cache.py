@@ -14,8 +14,8 @@ from thalweg.core.plan import PAGE
 from thalweg.core.retention import RETAIN_ALL, CacheRetention
 from thalweg.core.sampling import SamplingParams
 from thalweg.llm import LLM, RequestOutput, _TextFrontend
-from thalweg.text.events import collect
 from thalweg.text.parser import AnswerParser
+from tools.fuzz_checks import collect
 
 MODEL = str(Path(__file__).resolve().parents[2] / "models" / "tiny")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=200, skip_special_tokens=False)

@@ -16,9 +16,10 @@ import pytest
 
 from thalweg.core.grammar import Grammar
 from thalweg.text.grammar import GrammarCompiler, GrammarMatcher
-from thalweg.text.parser import TOOL_FORMATS, parse
+from thalweg.text.parser import TOOL_FORMATS
 from thalweg.text.tokenizer import Tokenizer
 from thalweg.text.tool_grammar import ToolGrammarSpec, tool_grammar
+from tools.fuzz_checks import parse
 
 TOKENIZER = Tokenizer(Path(__file__).resolve().parents[2] / "models" / "tiny")
 COMPILER = GrammarCompiler(TOKENIZER, TOKENIZER.vocab_size, TOKENIZER.eos_ids)

@@ -10,7 +10,7 @@ import torch
 
 from tests.compose.matrix import MODEL
 from tests.cpu import zoo
-from thalweg.bench.nextn_acceptance import whole_batch
+from tests.cpu.batches import whole_batch
 from thalweg.memory.planes import Planes
 from thalweg.models.eagle import Eagle3
 from thalweg.spec.eagle import eagle_head

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tests.cpu import zoo
 from tests.cpu.batches import Bench
-from thalweg.attention.context import AttentionMetadata, paths_of_tree
+from thalweg.attention.context import AttentionMetadata
 from thalweg.batch.batch import Batch, Group, RowExtent, TreeMask
 from thalweg.config.model import ModelFacts
 from thalweg.core.kernels import KernelConfig
@@ -22,11 +22,12 @@ from thalweg.core.plan import PAGE
 from thalweg.layers.gqa import Gqa
 from thalweg.layers.mha import Mha
 from thalweg.layers.mla import Mla
+from thalweg.layers.paged import paths_of_tree
 from thalweg.layers.reference import ReferenceLayers
 from thalweg.memory.planes import Planes
 from thalweg.models import catalog
 from thalweg.models.catalog import read_facts
-from thalweg.models.decoder import Model
+from thalweg.models.interface import Model
 from thalweg.spec.tree import tree_masks_of
 
 SEED = 11
@@ -181,7 +182,7 @@ def latent_softmax(mla: Mla, query_Hd: Tensor, latent_SD: Tensor) -> Tensor:
         -1,
     )
     value = torch.einsum("sr,hrv->hsv", latent_SD[:, : mla.rank], mla.uv)
-    weights = (torch.einsum("hd,hsd->hs", query_Hd, key) * mla.latents.scale).softmax(-1)
+    weights = (torch.einsum("hd,hsd->hs", query_Hd, key) * mla.scale).softmax(-1)
     return torch.einsum("hs,hsv->hv", weights, value)
 
 
@@ -192,7 +193,7 @@ def test_latents(nodes: tuple[int, int], known: tuple[int, int], decompressed: b
     made = model("v2-lite", tmp_path)
     mla, scene = attention_of(made), Scene(made, nodes, known)
     assert isinstance(mla, Mla)
-    mla.latents.long = 0 if decompressed else 1 << 30
+    mla.long = 0 if decompressed else 1 << 30
     query = scene.normal(len(scene.seen), mla.heads, mla.nope + mla.rope)
     got = torch.cat([mla.attend(group, group.take(query), None, scene.step) for group in scene.step.groups])
     for token in range(len(query)):
@@ -210,7 +211,7 @@ def test_keys_and_values_of_all_heads(nodes: tuple[int, int], known: tuple[int, 
     got = torch.cat([mha.attend(group, group.take(query), None, scene.step) for group in scene.step.groups])
     for token in range(len(query)):
         key, value = (scene.kept(name, token).unflatten(1, (mha.heads, -1)) for name in ("key", "value"))
-        weights = (torch.einsum("hd,shd->hs", query[token], key) * mha.latents.scale).softmax(-1)
+        weights = (torch.einsum("hd,shd->hs", query[token], key) * mha.scale).softmax(-1)
         want = torch.einsum("hs,shv->hv", weights, value)
         torch.testing.assert_close(got[token].view_as(want), want, atol=2e-4, rtol=1e-3)
 
@@ -227,7 +228,7 @@ def test_the_indexers_choice(nodes: tuple[int, int], known: tuple[int, int], mas
     mla, scene = attention_of(made), Scene(made, nodes, known)
     assert isinstance(mla, Mla) and mla.indexer is not None
     indexer = mla.indexer
-    mla.latents.long, mla.latents.masked = (0, 1 << 30) if masked else (1 << 30, 0)
+    mla.long, mla.masked = (0, 1 << 30) if masked else (1 << 30, 0)
     query = scene.normal(len(scene.seen), mla.heads, mla.nope + mla.rope)
     index_query = scene.normal(len(scene.seen), indexer.heads, indexer.dim)
     weights = scene.normal(len(scene.seen), indexer.heads)

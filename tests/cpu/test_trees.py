@@ -79,7 +79,7 @@ def test_a_tree_of_all_nodes_there_may_be(plain: dict[SamplingParams, list[list[
 
 
 def test_a_tree_accepts_more_than_its_chain(plain: dict[SamplingParams, list[list[int]]]) -> None:
-    """Also where requests sample: children are the best of the race that the target runs."""
+    """Also where requests sample: children are the tokens that the target most likely draws."""
     for params in (GREEDY, SEEDED):
         lengths = []
         for made in (engine(3), growing(TreeShape(4, 3, 15))):

@@ -105,8 +105,9 @@ def test_the_faster_one_is_chosen_and_a_tie_is_the_tables(pace: dict[Any, float]
     pace |= {1: 1.0, 2: 0.7, 3: 0.99}
     tuner = Tuner(CPU, 96, 1 << 20)
     outcome = tuner.run(search((1, 2, 3)))
-    assert (outcome.choice, outcome.tried, outcome.wrong) == (2, 3, 0) and outcome.us == 0.7e6
-    assert tuner.run(search((1, 3))).choice == 1  # by less than timing errs
+    assert (outcome.found.choice, outcome.found.candidates, outcome.wrong) == ((2,), 3, 0)
+    assert outcome.found.us == 0.7e6
+    assert tuner.run(search((1, 3))).found.choice == (1,)  # by less than timing errs
 
 
 def test_a_fast_candidate_that_is_wrong_or_fails_is_never_chosen(pace: dict[Any, float]) -> None:
@@ -120,7 +121,11 @@ def test_a_fast_candidate_that_is_wrong_or_fails_is_never_chosen(pace: dict[Any,
         return (given["x"] * (2.1 if candidate == 2 else 2),)
 
     outcome = Tuner(CPU, 96, 1 << 20).run(search((1, 2, 3, 4, 5), run))
-    assert (outcome.choice, outcome.tried, outcome.wrong) == (5, 2, 3) and outcome.reason == "2: wrong by 0.05"
+    assert (outcome.found.choice, outcome.found.candidates, outcome.wrong) == (
+        (5,),
+        2,
+        3,
+    ) and outcome.reason == "2: wrong by 0.05"
 
     def none(candidate: int, given: Inputs) -> tuple[Tensor, ...]:
         return (given["x"] * 3,)
@@ -136,18 +141,18 @@ def test_a_candidate_must_be_right_in_its_other_uses_too(pace: dict[Any, float])
         return [(lambda: given["x"] + (candidate == 2), lambda: given["x"])]
 
     outcome = Tuner(CPU, 96, 1 << 20).run(replace(search((1, 2, 3)), uses=uses))
-    assert outcome.choice == 3 and "in another use" in outcome.reason
+    assert outcome.found.choice == (3,)
 
 
 def test_what_the_first_candidates_suggest_is_tried_too(pace: dict[Any, float]) -> None:
     pace |= {1: 1.0, 2: 0.5, 20: 0.1}
     outcome = Tuner(CPU, 96, 1 << 20).run(replace(search((1, 2)), further=lambda timed: [10 * timed[0]]))
-    assert outcome.choice == 20 and outcome.tried == 3
+    assert outcome.found.choice == (20,) and outcome.found.candidates == 3
 
 
 def test_most_candidates_is_a_limit_that_keeps_the_default(pace: dict[Any, float]) -> None:
     pace |= dict.fromkeys(range(20), 1.0)
-    assert Tuner(CPU, 4, 1 << 20).run(search(tuple(range(20)), default=19)).tried == 4
+    assert Tuner(CPU, 4, 1 << 20).run(search(tuple(range(20)), default=19)).found.candidates == 4
 
 
 def machine() -> Machine:
@@ -155,7 +160,7 @@ def machine() -> Machine:
 
 
 def put(folder: Path, choice: int = 0, label: str = "a case") -> Path:
-    outcome = TuningOutcome(search((1, 0), label=label), choice, 5.0, 10.0, 2, 0, "")
+    outcome = TuningOutcome(search((1, 0), label=label), tuned.TunedCase(label, (1,), (choice,), 5.0, 10.0, 2), 0, "")
     return TunedFiles(folder, "A CPU", tuned.versions("cpu"), {"date": "today"}).put(outcome)
 
 
@@ -233,7 +238,7 @@ def test_a_search_goes_on_where_it_was_broken_off(
         return real(self, one)
 
     monkeypatch.setattr(Tuner, "run", run)
-    monkeypatch.setattr(stopwatch, "time_calls", lambda *given: stopwatch.CallTime(1.0, (1.0,), "clock"))
+    monkeypatch.setattr(stopwatch, "time_calls", lambda *given: stopwatch.CallTime(1.0, "clock"))
     argv = [TINY, "--device", "cpu", "--threads", "1", "--cache-dir", str(tmp_path)]
     result = tmp_path / "r.json"
     assert tune.main([*argv, "--result-filename", str(result)]) == 130 and len(made) == 2
@@ -304,7 +309,8 @@ def test_a_tuned_model_says_the_same_words_and_reads_otherwise(tmp_path: Path) -
     found = tune.searches(resolve(changed(config, model=TINY, device="cpu", threads=1), weights=False))
     assert found
     for one in found:
-        shelf.put(TuningOutcome(one, 1 - one.default, 1.0, 2.0, 2, 0, ""))
+        case = tuned.TunedCase(one.label, flat(one.default), (1 - one.default,), 1.0, 2.0, 2)
+        shelf.put(TuningOutcome(one, case, 0, ""))
     llm = LLM(**plain)
     assert said(llm) == before
     assert prefetch.prefetch_for(weight) is prefetch.no_prefetch

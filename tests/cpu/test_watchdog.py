@@ -34,7 +34,7 @@ def test_health_says_when_an_engine_makes_no_step_and_when_it_goes_on(tmp_path: 
     settings = msgspec.structs.replace(SETTINGS, crash_dump_folder=str(folder), watchdog_timeout=TIMEOUT)
 
     def dumps() -> list[Path]:
-        return sorted(folder.glob("*.jsonl"))
+        return sorted(folder.glob("*.json"))
 
     async def test() -> None:
         front = EngineClient(settings, Tokenizer(MODEL))
@@ -46,15 +46,16 @@ def test_health_says_when_an_engine_makes_no_step_and_when_it_goes_on(tmp_path: 
                 front.record()
                 await eventually(lambda: len(dumps()) == 1)
                 await stopped(front, api)
+                await eventually(lambda: len(dumps()) == 2)
                 assert front._socket is not None
                 front._socket.send(b"no message")  # what no front sends
                 await eventually(lambda: front.restarts == 1 and front.state == "ready", 60)
         finally:
             await front.close()
-        asked, *_, died = map(read, dumps())
+        asked, _, died = map(read, dumps())
         out = [token for step in asked.steps for output in step.outputs or () for token in output.tokens]
-        assert asked.head.reason == "asked for by a signal" and out == [t for piece in first for t in piece.ids]
-        assert died.head.reason.startswith("the engine died: ") and "msgspec.ValidationError" in died.head.error
+        assert asked.reason == "asked for by a signal" and out == [t for piece in first for t in piece.ids]
+        assert died.reason.startswith("the engine died: ") and "msgspec.ValidationError" in died.error
 
     run(test)
 
@@ -93,3 +94,41 @@ def test_without_a_folder_the_signal_is_answered_by_a_word(caplog: pytest.LogCap
 
     run(test)
     assert "--crash-dump-folder" in caplog.text
+
+
+def test_a_hang_is_noticed_when_callers_give_up_sooner_and_while_the_server_drains(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = msgspec.structs.replace(SETTINGS, crash_dump_folder=str(tmp_path), watchdog_timeout=TIMEOUT)
+
+    async def give_up(front: EngineClient) -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(collect(front, [20, 21], GREEDY), TIMEOUT / 3)
+
+    async def test() -> None:
+        front = EngineClient(settings, Tokenizer(MODEL))
+        await front.start()
+        assert front.ready is not None
+        engine = front.ready.pid
+        try:
+            os.kill(engine, signal.SIGSTOP)
+            for _ in range(3):
+                await give_up(front)
+            await eventually(lambda: front.state == "wedged", 2)
+            os.kill(engine, signal.SIGCONT)
+            await eventually(lambda: front.state == "ready")
+            running = asyncio.create_task(collect(front, list(range(20, 50)), LONG))
+            await eventually(lambda: front.stats.running > 0)
+            os.kill(engine, signal.SIGSTOP)
+            caplog.clear()
+            draining = asyncio.create_task(front.drain(60))
+            await eventually(lambda: "the engine has made no step for 1 s" in caplog.text)
+            assert front.state == "draining"
+        finally:
+            os.kill(engine, signal.SIGCONT)
+        assert (await running)[-1].finish == "length"
+        await draining
+        reasons = [read(path).reason for path in sorted(tmp_path.glob("*.json"))]
+        assert len(reasons) == 2 and reasons[1] == "no step for 1 s while 1 requests wait"
+
+    run(test)

@@ -17,7 +17,7 @@ from thalweg.attention.selection import Selection, select_top_k
 from thalweg.layers.moe import Router
 from thalweg.models import catalog
 from thalweg.models.catalog import read_facts
-from thalweg.models.decoder import Model
+from thalweg.models.interface import Model
 from thalweg.weights.loader import load
 from thalweg.weights.random import load_random
 from thalweg.weights.stream import Safetensors
@@ -232,18 +232,18 @@ class Watched:
 
     def watch(self, router: Router) -> None:
         """Has every call of this router seen."""
-        forward, moe = router.forward, router.moe
+        forward, rule = router.forward, router.rule
 
         def seen(x_TH: Tensor) -> tuple[Tensor, Tensor]:
             logits = x_TH @ router.weight.T
             scores = logits.softmax(-1) if router.bias is None else logits.sigmoid() + router.bias
-            groups = scores.unflatten(-1, (moe.groups, -1))
+            groups = scores.unflatten(-1, (rule.groups, -1))
             best_groups = groups.amax(-1) if router.bias is None else groups.topk(2, -1).values.sum(-1)
-            if moe.method != "greedy":
-                self.see(best_groups, moe.topk_groups, self.NEAR_EXPERT)
-                outside = best_groups < best_groups.topk(moe.topk_groups, -1).values[..., -1:]
+            if rule.method != "greedy":
+                self.see(best_groups, rule.topk_groups, self.NEAR_EXPERT)
+                outside = best_groups < best_groups.topk(rule.topk_groups, -1).values[..., -1:]
                 scores = groups.masked_fill(outside.unsqueeze(-1), -torch.inf).flatten(-2)
-            self.see(scores, moe.topk, self.NEAR_EXPERT)
+            self.see(scores, rule.topk, self.NEAR_EXPERT)
             return forward(x_TH)
 
         router.forward = seen  # type: ignore[method-assign]

@@ -10,8 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from thalweg.batch.slots import INTS
-from thalweg.kernels.build_inputs.ref import SlotTensors
+from thalweg.kernels.build_inputs.ref import INTS, SlotTensors
 from thalweg.kernels.build_tree import ref
 from thalweg.kernels.build_tree.ref import BuiltTree, TreeCandidates, TreeLevel
 

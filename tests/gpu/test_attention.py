@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.seed import SEED
 from thalweg.kernels.attend.args import (
     ContextChunk,
     DecodeRows,
@@ -24,7 +24,6 @@ from thalweg.kernels.gqa import case as gqa
 from thalweg.kernels.mla import case as mla
 
 pytest.importorskip("triton")
-SEED = int(os.environ.get("TEST_SEED", int.from_bytes(os.urandom(3), "little")))
 
 
 def drawn() -> list[object]:

@@ -15,7 +15,6 @@ from tests.compose import deterministic, matrix
 from tests.compose.workload import Answer
 from tests.gpu.shapes import KERNELS, Part, batches, branched, folder
 from tests.gpu.test_compose import on_kernels
-from thalweg.attention.context import paths_of_tree
 from thalweg.batch.batch import Batch
 from thalweg.core.kernels import KernelConfig
 from thalweg.core.messages import TokenDelta
@@ -27,9 +26,8 @@ from thalweg.kernels.attend.case import PAGE, quantized
 from thalweg.kernels.attend.triton import DETERMINISTIC_SPLITS, merge
 from thalweg.kernels.gqa import triton as gqa
 from thalweg.kernels.mla import triton as mla
-from thalweg.layers.paged import ragged, rows_of
-from thalweg.runner.captured import CapturedSteps
-from thalweg.runner.tree_graphs import TreeGraph
+from thalweg.layers.paged import paths_of_tree, ragged, rows_of
+from thalweg.runner.runner import CapturedSteps
 from thalweg.spec.draft_model import DraftModel
 
 EXACT = msgspec.structs.replace(KERNELS, deterministic=True)
@@ -175,7 +173,7 @@ def counted(made: LocalEngine) -> list[tuple[int, int]]:
     graphs, replayed = made.runner.graphs, list[tuple[int, int]]()
     assert isinstance(graphs, CapturedSteps)
     for grove in graphs.graphs:
-        if not isinstance(grove, TreeGraph):
+        if grove.kind != "tree":
             continue
 
         def replay(plan: Any, forward: Any = grove.forward, form: tuple[int, int] = (grove.rows, grove.query)) -> Any:

@@ -25,8 +25,8 @@ from thalweg.kernels.build_inputs import triton as input_kernels
 from thalweg.kernels.build_inputs.ref import SlotTensors
 from thalweg.kernels.draft_state import ref, triton
 from thalweg.kernels.verify import case
+from thalweg.runner.captured import FAR, VerifyStep
 from thalweg.runner.draft_graphs import DraftGraphs
-from thalweg.runner.verify_graphs import FAR, VerifyGraph
 from thalweg.sampling.sample import Sampled, Sampler, accept
 from thalweg.spec.autoregressive import HIDDEN
 from thalweg.spec.drafter import DraftExtendInput, DraftOutput, DraftRequest
@@ -85,23 +85,23 @@ class Beside:
         assert isinstance(graphs, DraftGraphs) and graphs.extends and graphs.proposes
         self.graphs, self.accepted = graphs, 0
         for graph in made.runner.graphs.graphs:  # type: ignore[attr-defined]
-            if isinstance(graph, VerifyGraph):
+            if isinstance(graph, VerifyStep):
                 self._watch(graph)
 
-    def _watch(self, verified: VerifyGraph) -> None:
+    def _watch(self, verified: VerifyStep) -> None:
         real = verified.sample
 
-        def sample(rows: int, needs: SamplingNeeds, sampling: Sampler) -> Sampled | None:
+        def sample(rows: int, needs: SamplingNeeds, sampler: Sampler) -> Sampled | None:
             of, slots, count = verified.of, self.runner.slots, rows * verified.query
-            ints_RI, tokens_SL, logits_RV = slots.ints_SI.clone(), slots.tokens_SL.clone(), of.logits_RV[:count].clone()
-            made = real(rows, needs, sampling)
+            ints_RI, tokens_SL, logits_RV = slots.ints_SI.clone(), slots.tokens_SL.clone(), of.logits_TV[:count].clone()
+            made = real(rows, needs, sampler)
             assert made is not None
             published = [one.clone() for one in (made.tokens_EQ, made.count_E, made.done_E)]
             after = slots.ints_SI.clone(), slots.tokens_SL.clone()
             slots.ints_SI.copy_(ints_RI)
             slots.tokens_SL.copy_(tokens_SL)
-            slot_E, ints_EI = (x[:count].view(rows, verified.query, -1)[:, 0] for x in (of.slot_R, of.ints_RI))
-            again = accept(logits_RV, slots, slot_E[:, 0], ints_EI, needs, slots.context, None, sampling)
+            slot_E, ints_EI = (x[:count].view(rows, verified.query, -1)[:, 0] for x in (of.slot_R, of.step.ints_TI))
+            again = accept(logits_RV, slots, slot_E[:, 0], ints_EI, needs, slots.context, None, sampler)
             tokens_EQ, count_E, done_E = published
             assert torch.equal(count_E, again.count_E) and torch.equal(done_E, again.done_E)
             own_EQ = torch.arange(verified.query, device=count_E.device) < count_E.unsqueeze(1)
@@ -190,7 +190,7 @@ def test_kernels_do_what_their_references_do(seed: int, cuda: torch.device) -> N
         return torch.randint(low, high, shape, generator=generator).cuda()
 
     for one in case.cases(generator):
-        assert max(one.errors(case.run_triton(**one.fresh_inputs()))) == 0.0, one.name
+        assert max(one.errors(case.BACKENDS["triton"](**one.fresh_inputs()))) == 0.0, one.name
     slots, columns, tokens, width, first = 9, 200, 20, 7168, [0, 1, 5, 8, 12]
     ints = whole(0, 100, slots, 8)
     ints[:, 0] = whole(1, 190, slots)

@@ -14,6 +14,7 @@ from tests.gpu.shapes import KERNELS, Part, batches, pair, published
 from thalweg.config.eagle import eagle_of
 from thalweg.memory.planes import Planes
 from thalweg.models.eagle import Eagle, Eagle3
+from thalweg.quant.catalog import Declared
 
 STEPS: dict[str, list[Part]] = {
     "two prompts": [(1, 0, 130), (4, 0, 7)],
@@ -47,7 +48,7 @@ def test_states_and_what_is_stored_are_the_references(shape: str, third: bool, c
     for main in pair(shape, cuda, KERNELS):
         facts = eagle_of(config(shape, third), shape, main.facts)
         main.watch(facts.watched.layers)
-        head = kind(facts, main, ())
+        head = kind(facts, main, (), Declared({}))
         made.append(head)
         kept.append(Planes((*main.planes(), *head.planes()), 16, cuda))
     reference, kernels = made

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.seed import SEED
 from thalweg.kernels.case import KernelCase, normal
 from thalweg.kernels.catalog import OPERATIONS
 from thalweg.kernels.fp8_block.ref import dequantize
@@ -22,7 +22,6 @@ from thalweg.kernels.gemm.epilogue import Epilogue
 from thalweg.kernels.norm.triton import LazyNorm, rms_norm
 from thalweg.kernels.quantize.triton import quantize
 
-SEED = int(os.environ.get("TEST_SEED", int.from_bytes(os.urandom(3), "little")))
 EPS = 1e-6
 
 

@@ -5,7 +5,6 @@ prompts, equal bits in deterministic mode, and SwiGLU within a few-row product.
 from __future__ import annotations
 
 import dataclasses
-import os
 from typing import Any
 
 import msgspec
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.gpu.shapes import KERNELS, Part, batches, facts, kernel_layers
+from tests.seed import SEED
 from thalweg.batch.batch import Attend
 from thalweg.core.kernels import KernelConfig
 from thalweg.kernels.attend.args import ContextChunk, DecodeRows, KvPlanes, KvWrite
@@ -24,7 +24,6 @@ from thalweg.layers.residual import SingleStream
 from thalweg.memory.planes import Planes
 
 pytest.importorskip("triton")
-SEED = int(os.environ.get("TEST_SEED", int.from_bytes(os.urandom(3), "little")))
 TOKENS = 3000  # whose projections a sequence is made of; the same for every way of computing it
 
 
@@ -108,7 +107,7 @@ class Sequences:
     def __init__(self, choice: KernelConfig, device: torch.device) -> None:
         of = facts("qwen2")
         layers = kernel_layers(of, device, choice)
-        self.device, self.layer = device, layers.gqa(of, 0, "attention", qk_norm=False, out_bias=False)
+        self.device, self.layer = device, layers.gqa(of, 0, "attention")
         self.metadata = layers.metadata(of, None)  # type: ignore[arg-type]
         self.planes = Planes(tuple(layers.plane(name, 0, 512, "heads") for name in ("key", "value")), 64, device)
         generator = torch.Generator(device).manual_seed(1)

@@ -18,9 +18,8 @@ from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.plan import PAGE, Bind, PageAppend, Row, StepPlan
 from thalweg.core.sampling import SamplingParams
 from thalweg.kernels.attend.triton import waves
-from thalweg.runner.decode_attention import fitting
 from thalweg.runner.graph_pool import GraphPool, view_of
-from thalweg.runner.piecewise import Piecewise
+from thalweg.runner.piecewise import Piecewise, fitting
 from thalweg.runner.runner import Runner
 
 GREEDY = SamplingParams(temperature=0.0)

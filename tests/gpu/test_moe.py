@@ -5,12 +5,12 @@ on other tokens.
 from __future__ import annotations
 
 import importlib.util
-import os
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.seed import SEED
 from thalweg.core.kernels import CheckCase
 from thalweg.kernels.case import KernelCase, Run, normal
 from thalweg.kernels.catalog import OPERATIONS
@@ -30,10 +30,9 @@ from thalweg.kernels.moe_align.triton import sort, way_of
 from thalweg.kernels.norm.triton import rms_norm
 from thalweg.kernels.quantize.triton import quantize
 from thalweg.kernels.router import triton as router
-from thalweg.kernels.router.triton import RouterConfig, RouterOutput, route
+from thalweg.kernels.router.ref import RouterConfig
+from thalweg.kernels.router.triton import RouterOutput, route
 from thalweg.kernels.silu_mul.triton import silu_mul, silu_mul_quantize
-
-SEED = int(os.environ.get("TEST_SEED", int.from_bytes(os.urandom(3), "little")))
 
 
 def draw() -> torch.Generator:
@@ -285,7 +284,7 @@ def test_fp8_products_of_many_rows_do_without_cublas_where_it_has_no_block_scali
 def test_fp8_products_agree(backend: str) -> None:
     if "deep_gemm" in backend and not deep_gemm.available():
         pytest.skip("deep_gemm is not installed, or this is no Hopper")
-    fp8_gemm.check(torch.device("cuda"), backend)
+    fp8_gemm.check(torch.device("cuda"), CheckCase(backend))
     weight, scale = fp8_weight(320, 1024)
     for rows in (1, 20, 70, 129):
         x, _ = tokens_of(rows, 1024)

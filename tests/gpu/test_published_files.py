@@ -31,7 +31,7 @@ SPARSE = {"index_n_heads": 64, "index_head_dim": 128, "index_topk": 128}
 V3, QWEN3 = SHAPES["v3"], SHAPES["qwen3"]
 PLAIN = {name: value for name, value in V3.items() if name != "quantization_config"}
 QWEN3_MOE = {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 768, "norm_topk_prob": True}
-SHARED_INDEX = {"num_hidden_layers": 4, "index_topk_freq": 2, "index_skip_topk_offset": 2}
+SHARED_INDEX = {"num_hidden_layers": 4, "index_topk_freq": 2, "index_skip_topk_offset": 2, "first_k_dense_replace": 3}
 
 
 def of(architecture: str, shape: dict[str, Any], **fields: Any) -> dict[str, Any]:
@@ -102,4 +102,4 @@ def test_an_engine_starts_from_published_files(family: str, cuda: torch.device, 
             read = Read(f"model.layers.{config['num_hidden_layers']}.eh_proj.weight")
             (stored,) = stream.deliver([read], cuda)
         assert torch.equal(nextn.join.linear.weight, stored)  # type: ignore[attr-defined]
-        assert engine.loop.scheduler.counters.drafts.drafted > 0
+        assert engine.loop.stats().drafted_tokens > 0

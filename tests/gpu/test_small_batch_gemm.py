@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.seed import SEED
 from thalweg.kernels.case import normal
 
 if not torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
     pytest.skip("needs a CUDA device and triton", allow_module_level=True)
 
+from thalweg.kernels.attend.triton import merge
 from thalweg.kernels.gemm.epilogue import Epilogue
 from thalweg.kernels.mla import triton as mla
 from thalweg.kernels.small_batch_gemm import triton as small_batch_gemm
-
-SEED = int(os.environ.get("TEST_SEED", int.from_bytes(os.urandom(3), "little")))
 
 
 @pytest.fixture(autouse=True)
@@ -88,7 +87,7 @@ def test_splits_are_joined_in_the_product_that_reads_them(tokens: int, splits: i
     partial[3, :, 1] = torch.nan
     with torch.inference_mode():
         got = mla.merge_up_many(partial, lse, up)
-        joined = mla.merge(partial, lse).double()
+        joined = merge(partial, lse).double()
     exact = torch.einsum("thr,hrv->thv", joined, up.double()).flatten(1)
     assert error(got, exact) < 1e-2, f"TEST_SEED={SEED}"
     assert mla.merges_many(tokens, 128, splits, 512) and not got[2].any()

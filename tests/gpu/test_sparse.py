@@ -21,7 +21,7 @@ from thalweg.config.model import facts_of
 from thalweg.core.kernels import KernelConfig
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.local import LocalEngine
-from thalweg.layers.indexer import Indexer
+from thalweg.layers.mla import Indexer
 from thalweg.models.token_by_token import TokenByToken
 
 TOPK, PROMPT, NEW = 2048, 3900, 12

@@ -33,8 +33,8 @@ from thalweg.kernels.mla import triton as mla
 from thalweg.kernels.verify import case as verify
 from thalweg.runner.accepted_path import compact_accepted_path
 from thalweg.runner.graph_pool import NEEDS, GraphPool
+from thalweg.runner.graphs import Capture
 from thalweg.runner.runner import Runner
-from thalweg.runner.tree_graphs import tree_graphs
 from thalweg.sampling.catalog import sampler_on
 from thalweg.sampling.sample import Moved, accept
 from thalweg.sampling.simulated_acceptance import SimulatedAcceptance
@@ -181,7 +181,9 @@ def test_a_recorded_step_is_the_eager_one(shape: str, cuda: torch.device) -> Non
         eager = kernels.forward(build_inputs(plan, slots).batch, here)
         runner = Runner(kernels, kernels, here, slots)
         runner.sampler, move = SimulatedAcceptance(sampler_on(cuda), 3.0), runner.move
-        (grove,), _, _ = tree_graphs(runner, [4], [15], (512, 4), GraphPool())
+        capture = Capture(runner, 512, 4, GraphPool())
+        capture.trees(4, 16)
+        (grove,) = capture.steps
         torch.cuda.synchronize()
         logits, slot_E, ints_EI, seen = grove.forward(plan)
         given = logits, slot_E, ints_EI
@@ -320,10 +322,10 @@ def test_flashmla_is_used_for_rows_without_trees(
     plain = answers(
         engine("NONE", tmp_path / "plain", (), cuda_graph_bs=graphs, max_running_requests=8, num_drafts=0), greedy
     )
-    own, library = mla.decode, flashmla.decode
+    own, library = mla.decode, flashmla.FlashMlaDecode.attend_with_lse
 
     def by_own(*args: Any, **kwargs: Any) -> Any:
-        called["own"] += kwargs.get("tree_mask_T") is not None
+        called["own"] += args[2].tree_mask_T is not None
         return own(*args, **kwargs)
 
     def by_library(*args: Any, **kwargs: Any) -> Any:
@@ -331,7 +333,7 @@ def test_flashmla_is_used_for_rows_without_trees(
         return library(*args, **kwargs)
 
     monkeypatch.setattr(mla, "decode", by_own)
-    monkeypatch.setattr(flashmla, "decode", by_library)
+    monkeypatch.setattr(flashmla.FlashMlaDecode, "attend_with_lse", by_library)
     made = engine("NEXTN", tmp_path / "made", (), cuda_graph_bs=graphs, kernels=choice("triton+flashmla"), **fields)
     rng = random.Random(3)
     made.loop.scheduler.draft_length.choose = lambda emitting, most: rng.choice((0, 9))  # type: ignore[method-assign]
@@ -342,7 +344,7 @@ def test_flashmla_is_used_for_rows_without_trees(
 
 @pytest.mark.parametrize("case", list(verify.cases(torch.Generator().manual_seed(5))), ids=lambda case: case.name)
 def test_tree_verification_equals_the_reference(case: KernelCase, cuda: torch.device) -> None:
-    assert max(case.errors(verify.run_triton(**case.fresh_inputs()))) == 0
+    assert max(case.errors(verify.BACKENDS["triton"](**case.fresh_inputs()))) == 0
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ def test_a_tuned_tile_takes_the_tables_place_and_gives_the_same() -> None:
 def test_a_search_ends_with_a_choice_that_is_right(which: int) -> None:
     search = next((tuning.searches(200, 2048, 2), experts.searches(6, 256, 128, 3, 1, False))[which])
     outcome = Tuner(CUDA, 6, 1 << 24).run(search)
-    assert outcome.tried >= 2 and 0 < outcome.us <= outcome.default_us
+    assert outcome.found.candidates >= 2 and 0 < outcome.found.us <= outcome.found.default_us
 
 
 def small() -> list[tuple[str, TimedCase]]:
@@ -80,5 +80,5 @@ def test_backends_of_a_size_agree_with_their_reference(name: str, case: TimedCas
 
 def test_a_backend_is_timed_in_a_graph() -> None:
     case = next(case for case in OPERATIONS["norm"].sizes(CUDA))
-    row = KernelBenchmark(CUDA, TOP, 0.01).row(KernelWork("norm", case, False), "triton")
+    (row,) = KernelBenchmark(CUDA, TOP, 0.01).rows(KernelWork("norm", case, False), ["triton"])
     assert not row.failed and row.how == "graph" and 0 < row.share < 1

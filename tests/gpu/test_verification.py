@@ -34,4 +34,4 @@ def test_tokens_are_those_of_plain_decoding(
     assert [len(one) for one in got] == [len(one) for one in plain]
     assert agreement(plain, got, 8) >= 0.7
     stats = made.loop.stats()
-    assert stats.drafted_tokens > 30 and not stats.drafter_failures
+    assert stats.drafted_tokens >= 30 and not stats.drafter_failures

@@ -9,8 +9,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from thalweg.bench.ablation_tables import cell_table, effects, markdown
-from thalweg.bench.plots import ablation, digest, save_ablation
+from thalweg.bench.ablation_tables import cell_table, digest, effects, figure, markdown, save_plot
+from thalweg.bench.plots import Bars
 
 
 def round_of(rate: float, **more: Any) -> dict[str, Any]:
@@ -122,27 +122,31 @@ def test_on_a_cpu_there_is_a_rate_by_cpu_time() -> None:
     assert "| radix  | 1.00 (1.00 – 1.00 of 2 pairs) | 2.00 (2.00 – 2.00 of 2 pairs) |" in shown
 
 
+def panels(result: dict[str, Any]) -> list[Bars]:
+    return [panel for panel in figure(result).panels if isinstance(panel, Bars)]
+
+
 def test_the_plot_has_a_bar_for_each_rate_and_counts_what_has_none() -> None:
     result = made()
-    panels = ablation(result).panels
-    assert [panel.title for panel in panels] == ["one request", "8 at a time", "each of 8"]
-    fastest, others = panels[0].series
-    assert fastest.values == [80.0, None, None, None] and others.values == [None, 40.0, 10.0, 20.0]
-    assert others.intervals == [None] * 4 and panels[0].places[0] == "the base"
+    assert [panel.title for panel in panels(result)] == ["one request", "8 at a time", "each of 8"]
+    first = panels(result)[0]
+    assert (
+        first.values[""] == [80.0, 40.0, 10.0, 20.0] and first.intervals == [None] * 4 and first.rows[0] == "the base"
+    )
     result["cells"][3] = {"columns": result["cells"][3]["columns"], "status": "failed", "reason": "x"}
-    assert "1 more could not run" in ablation(result).panels[0].label and len(ablation(result).panels[0].places) == 3
+    assert "1 more could not run" in panels(result)[0].label and len(panels(result)[0].rows) == 3
 
 
 def test_the_plot_shows_the_range_of_the_rounds() -> None:
-    fastest, others = ablation(alone([10.0, 20.0, 40.0], [80.0, 40.0, 60.0])).panels[0].series
-    assert (fastest.values, others.values) == ([60.0, None], [None, 20.0]), "medians"
-    assert others.intervals == [(40.0, 80.0), (10.0, 40.0)]
+    first = panels(alone([10.0, 20.0, 40.0], [80.0, 40.0, 60.0]))[0]
+    assert first.values[""] == [60.0, 20.0], "medians"
+    assert first.intervals == [(40.0, 80.0), (10.0, 40.0)]
 
 
 def test_a_plot_is_an_svg_of_its_result(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     result = made() | {"checkpoint": "a<b"}
-    save_ablation(result, tmp_path / "plot")
+    save_plot(result, tmp_path / "plot")
     text = (tmp_path / "plot.svg").read_text()
     assert digest(result) in text and "a<b" in "".join(ElementTree.fromstring(text).itertext())
     assert digest(made() | {"cells": []}) not in text

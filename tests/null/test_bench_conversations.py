@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from thalweg.bench.dataset_files import TraceLimits, file_prompts, sharegpt_prompts, trace_prompts
+from thalweg.bench.dataset_files import file_prompts, sharegpt_prompts
 from thalweg.bench.datasets import (
     LengthRange,
     OrdinaryTokens,
@@ -23,7 +23,7 @@ from thalweg.bench.datasets import (
 )
 from thalweg.bench.errors import DatasetError
 from thalweg.bench.metrics import Record, by_turn, goodput, samples, tokens_by_second, within_limits
-from thalweg.bench.servegen import servegen_prompts
+from thalweg.bench.traces import TraceLimits, trace_prompts
 
 WORDS = OrdinaryTokens(
     range(3, 900), lambda ids: " ".join(map(str, ids)), lambda text: [int(word) for word in text.split()]
@@ -119,7 +119,7 @@ def test_sharegpt(tmp_path: Path) -> None:
     assert [p.input_len for p in sharegpt_prompts(path, 0, (6, 20), WORDS, seed=0)] == [3]
     assert len(sharegpt_prompts(path, 1, (0, 0), WORDS, seed=0)) == 1
     for content, words in (
-        ("[1]", "entry 1"),
+        ("[1]", "JSON list"),
         ("{}", "JSON list"),
         ("[", "not a JSON list"),
         ("[]", "no conversation"),
@@ -188,7 +188,7 @@ def test_a_part_of_a_trace_scaled_and_jittered(tmp_path: Path) -> None:
     )  # 512 / 8 tokens are shared
     moved = [p.at for p in trace_prompts(path, WORDS, 0, TraceLimits(jitter=0.5), seed=1)]
     assert all(0 <= at - i <= 0.5 for i, at in enumerate(moved)) and len({at - i for i, at in enumerate(moved)}) == 10
-    with pytest.raises(DatasetError, match="without requests in the part"):
+    with pytest.raises(DatasetError, match="no requests between"):
         trace_prompts(path, WORDS, 0, TraceLimits(begin=50.0), seed=1)
 
 
@@ -247,7 +247,7 @@ CLIENT = {
 
 def test_requests_are_drawn_from_statistics(tmp_path: Path) -> None:
     path = archive(tmp_path / "s.tar.gz", **CLIENT)
-    prompts = servegen_prompts(path, WORDS, 0, TraceLimits(), seed=1)
+    prompts = trace_prompts(path, WORDS, 0, TraceLimits(), seed=1)
     early, late = ([p for p in prompts if (p.at < 600) == first] for first in (True, False))
     assert 1100 < len(early) < 1300 and 2300 < len(late) < 2500 and all(1200 <= p.at < 1800 for p in late)
     assert {p.output_len for p in early} == {7} and {p.output_len for p in late} == {50}
@@ -255,29 +255,29 @@ def test_requests_are_drawn_from_statistics(tmp_path: Path) -> None:
         early
     ) < 0.55
     assert [p.at for p in prompts] == sorted(p.at for p in prompts)
-    part = servegen_prompts(path, WORDS, 5, TraceLimits(begin=1500, end=1600, slowdown=0.5), seed=1)
+    part = trace_prompts(path, WORDS, 5, TraceLimits(begin=1500, end=1600, slowdown=0.5), seed=1)
     assert len(part) == 5 and all(750 <= p.at < 800 for p in part)
-    assert part == servegen_prompts(path, WORDS, 5, TraceLimits(begin=1500, end=1600, slowdown=0.5), seed=1)
-    with pytest.raises(DatasetError, match="no client sends anything"):
-        servegen_prompts(path, WORDS, 0, TraceLimits(begin=700, end=1100), seed=1)
+    assert part == trace_prompts(path, WORDS, 5, TraceLimits(begin=1500, end=1600, slowdown=0.5), seed=1)
+    with pytest.raises(DatasetError, match="no requests between"):
+        trace_prompts(path, WORDS, 0, TraceLimits(begin=700, end=1100), seed=1)
 
 
 @pytest.mark.parametrize(
     ("changed", "words"),
     [({"chunk_1_trace_csv": "0,2.0,1.0,Zipf,1.2,0.4\n"}, "trace.csv, line 1: expected Gamma or Weibull"),
      ({"chunk_1_trace_csv": "0,2.0,1.0,Gamma,1.2,0.4\n600,x,1.0,Gamma,1,1\n"}, "trace.csv, line 2"),
-     ({"chunk_1_dataset_json": "{"}, "dataset.json: not JSON"),
-     ({"chunk_1_dataset_json": json.dumps({"0": LENGTHS | {"output_tokens": "{1: "}})}, "window 0, output_tokens"),
-     ({"chunk_2_trace_csv": "0,1,1,Gamma,1,1"}, "client 2 has trace.csv only")],
+     ({"chunk_1_dataset_json": "{"}, "dataset.json: "),
+     ({"chunk_1_dataset_json": json.dumps({"0": LENGTHS | {"output_tokens": "{1: "}})}, "dataset.json, window 0"),
+     ({"chunk_2_trace_csv": "0,1,1,Gamma,1,1"}, "chunk-2-dataset.json|chunk-2-.*dataset.json")],
 )  # fmt: skip
 def test_broken_statistics_name_their_place(tmp_path: Path, changed: dict[str, str], words: str) -> None:
     with pytest.raises(DatasetError, match=words):
-        servegen_prompts(archive(tmp_path / "s.tar.gz", **(CLIENT | changed)), WORDS, 0, TraceLimits(), seed=1)
+        trace_prompts(archive(tmp_path / "s.tar.gz", **(CLIENT | changed)), WORDS, 0, TraceLimits(), seed=1)
 
 
 def test_an_archive_of_something_else(tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match="no clients in it"):
-        servegen_prompts(archive(tmp_path / "s.tar.gz", readme="hello"), WORDS, 0, TraceLimits(), seed=1)
+        trace_prompts(archive(tmp_path / "s.tar.gz", readme="hello"), WORDS, 0, TraceLimits(), seed=1)
     (tmp_path / "t").write_text("no archive")
-    with pytest.raises(DatasetError, match="cannot read"):
-        servegen_prompts(tmp_path / "t", WORDS, 0, TraceLimits(), seed=1)
+    with pytest.raises(DatasetError, match="nor ServeGen's archive"):
+        trace_prompts(tmp_path / "t", WORDS, 0, TraceLimits(), seed=1)

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from thalweg.bench.errors import DatasetError
-from thalweg.bench.eval_files import MathProblem, plain_number, problem_items, read_problems, score_number
+from thalweg.bench.eval_files import MathProblem, problem_items, read_problems
 from thalweg.bench.statistics import Share
+from thalweg.bench.tasks import plain_number, score
 
 
 @pytest.mark.parametrize(
@@ -58,17 +59,13 @@ def test_items_and_their_scores(tmp_path: Path) -> None:
         {"question": "A thousand and one?", "answer": "easy\n#### 1,001"},
     ]
     shot, asked = problems(tmp_path, rows)
-    assert (shot.reasoning, shot.answer, asked.answer) == ("2+2 = 4 eggs", "4", "1001")
+    assert (shot.reasoning, shot.number, asked.number) == ("2+2 = 4 eggs", "4", "1001")
     (item,) = problem_items([asked], [shot], thinking=False, max_new_tokens=64)
     assert [message["role"] for message in item.messages] == ["user", "assistant", "user"]
     assert item.messages[1]["content"] == "2+2 = 4 eggs\n#### 4"
-    assert (
-        score_number(item, "It is 1,001.")
-        and score_number(item, "1000 + 1 = 1001")
-        and not score_number(item, "1001 or 7")
-    )
+    assert score(item, "It is 1,001.") and score(item, "1000 + 1 = 1001") and not score(item, "1001 or 7")
     (thought,) = problem_items([asked], [], thinking=True, max_new_tokens=64)
-    assert score_number(thought, "hm, 7</think>1001") and not score_number(thought, "it must be 1001")
+    assert score(thought, "hm, 7</think>1001") and not score(thought, "it must be 1001")
 
 
 @pytest.mark.parametrize("row", [{"question": "a"}, {"question": "a", "answer": "no mark"}])

@@ -18,7 +18,7 @@ from thalweg.bench.metrics import (
     peak_tokens_per_second,
     render,
 )
-from thalweg.bench.server_info import read_counters
+from thalweg.bench.server_info import Counters, overhead, read_counters
 from thalweg.bench.statistics import percentile
 
 
@@ -119,21 +119,24 @@ def test_histograms_of_a_real_prometheus_page() -> None:
     histogram = Histogram(
         "thalweg_emit_seconds", "time", ["route"], registry=registry, buckets=(0.001, 0.002, 0.005, 0.01)
     )
+
+    def page() -> Counters:
+        return read_counters(generate_latest(registry).decode())
+
     histogram.labels("a").observe(0.0005)
-    before = read_counters(generate_latest(registry).decode()).emit
+    before = page()
     for _ in range(100):
         histogram.labels("a").observe(0.0015)
     for _ in range(100):
         histogram.labels("b").observe(0.004)
-    after = read_counters(generate_latest(registry).decode()).emit
-    assert before is not None and after is not None
-    new = after.since(before)
-    assert new.samples == 200 and new.total == pytest.approx(0.15 + 0.4)
-    assert new.quantile(0.5) == pytest.approx(0.002)
-    assert new.quantile(0.25) == pytest.approx(0.0015)
-    assert new.quantile(0.99) == pytest.approx(0.002 + 0.003 * 0.98)
-    assert before.since(after).samples == 1  # a restarted server: all that it has is new
-    histogram.labels("a").observe(5.0)
-    beyond = read_counters(generate_latest(registry).decode()).emit
-    assert beyond is not None and beyond.quantile(1.0) == 0.01  # beyond the last finite bound nobody knows
-    assert read_counters("# nothing here\n").emit is None
+    after = page()
+    measured = overhead(after.since(before))
+    assert measured is not None and measured["samples"] == 200 and measured["mean"] == pytest.approx(0.55 / 0.2)
+    assert measured["p50"] == pytest.approx(2.0) and measured["p99"] == pytest.approx(2.0 + 3.0 * 0.98)
+    assert overhead(before.since(after)) is None, "a restarted server counts anew"
+    assert overhead(after.since(after)) is None
+    for _ in range(1000):
+        histogram.labels("a").observe(5.0)
+    beyond = overhead(page().since(after))
+    assert beyond is not None and beyond["p99"] == 10.0, "beyond the last finite bound nobody knows"
+    assert read_counters("# nothing here\n") == Counters()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.null.sim.fleet import NoGrammars
 from thalweg.cache.page_allocator import PageAllocator
 from thalweg.cache.radix import NoPrefixCache
 from thalweg.core.acceptance import AcceptanceCounter, AcceptanceCounts
@@ -15,7 +16,11 @@ from thalweg.scheduler.scheduler import Scheduler
 
 def test_counts_by_depth() -> None:
     count = AcceptanceCounter()
-    assert count.counts is None and AcceptanceCounts().mean_length is None and AcceptanceCounts().rate is None
+    assert (
+        count.counts == AcceptanceCounts()
+        and AcceptanceCounts().mean_length is None
+        and AcceptanceCounts().rate is None
+    )
     count.add(2, 2, 1)
     before = count.counts
     assert before == AcceptanceCounts(1, 2, 1, (1, 1), (1, 0))
@@ -25,12 +30,14 @@ def test_counts_by_depth() -> None:
     assert told == AcceptanceCounts(3, 10, 4, (3, 3, 1), (2, 1, 1))
     assert told.mean_length == 1 + 4 / 3 and told.rate == 0.4
     assert told.rates_at == (2 / 3, 1 / 3, 1.0) and told.histogram == (1, 1, 0, 1)
-    assert before is not None and told.since(before) == AcceptanceCounts(2, 8, 3, (2, 2, 1), (1, 1, 1))
+    assert told.since(before) == AcceptanceCounts(2, 8, 3, (2, 2, 1), (1, 1, 1))
 
 
 def make_scheduler() -> Scheduler:
     limits = Limits(slots=4, budget=64, context=40, vocab=100, eos_ids=(0,))
-    return Scheduler(limits, PageAllocator(100, NoPrefixCache(4)), draft_length=FixedDraftLength(2))
+    return Scheduler(
+        limits, PageAllocator(100, NoPrefixCache(4)), draft_length=FixedDraftLength(2), grammars=NoGrammars()
+    )
 
 
 def step(b: Scheduler, *outputs: Output, width: int = 2) -> None:
@@ -62,12 +69,12 @@ def test_unverified_drafts_count_as_wasted() -> None:
     assert b.stats(0.0).wasted_drafts == 2 and b.take_deltas()[-1].acceptance is None
 
 
-def test_steps_by_width_are_those_that_sampled() -> None:
+def test_steps_by_num_drafts_are_those_that_sampled() -> None:
     b = make_scheduler()
     b.handle([Submit(1, (5, 6), SamplingParams(max_tokens=20))])
     for width in (0, 2, 1, 2):
         step(b, Output((1,), (9,) * width), width=width)
-    assert b.stats(0.0).steps_by_width == (0, 1, 2), "each width was agreed with the plan behind its step"
+    assert b.stats(0.0).steps_by_num_drafts == (0, 1, 2), "each width was agreed with the plan behind its step"
     b.draft_length.disable()
     step(b, Output((1,)), width=0)
-    assert b.stats(0.0).steps_by_width == (0, 1, 2)
+    assert b.stats(0.0).steps_by_num_drafts == (0, 1, 2)

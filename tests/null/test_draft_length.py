@@ -7,6 +7,7 @@ from typing import Any, Callable
 
 import pytest
 
+from tests.null.sim.fleet import NoGrammars
 from thalweg.cache.page_allocator import PageAllocator
 from thalweg.cache.radix import NoPrefixCache
 from thalweg.core.messages import Submit
@@ -170,6 +171,7 @@ def test_drafts_that_do_not_fit_are_as_many_as_were_recorded() -> None:
         Limits(slots=8, budget=90, context=4096, vocab=100),
         PageAllocator(400, NoPrefixCache(16)),
         draft_length=FixedDraftLength(40),
+        grammars=NoGrammars(),
     )
     scheduler.handle([Submit(uid, (1, 2, 3), SamplingParams(max_tokens=1000)) for uid in range(5)])
     width, widths = 0, set()
@@ -188,6 +190,7 @@ def test_wide_drafts_leave_a_share_of_a_step_to_prompts_that_wait() -> None:
         Limits(slots=8, budget=32, context=4096, vocab=100),
         PageAllocator(400, NoPrefixCache(16)),
         draft_length=FixedDraftLength(7),
+        grammars=NoGrammars(),
     )
     greedy = SamplingParams(temperature=0.0, max_tokens=1000, ignore_eos=True)
     scheduler.handle([Submit(uid, (1, 2, 3), greedy) for uid in range(7)])

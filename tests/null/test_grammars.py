@@ -75,7 +75,7 @@ class Bench:
 
     def __init__(self, cached: int = 128) -> None:
         self.compiler = FakeCompiler()
-        self.book: GrammarRegistry[Counter] = GrammarRegistry(lambda: self.compiler, VOCAB, cached)
+        self.book = GrammarRegistry(lambda: self.compiler, VOCAB, cached)
         limits = Limits(slots=8, budget=256, context=512, vocab=VOCAB, eos_ids=(EOS,))
         self.scheduler = Scheduler(limits, PageAllocator(50, RadixTree(PAGE)), grammars=self.book)
         self.out: dict[int, list[int]] = {}
@@ -162,7 +162,7 @@ def test_each_grammar_is_compiled_once_until_it_is_forgotten() -> None:
 
 
 def test_reasoning_is_unconstrained_and_ends_before_the_grammar() -> None:
-    book: GrammarRegistry[Counter] = GrammarRegistry(FakeCompiler, VOCAB)
+    book: GrammarRegistry = GrammarRegistry(FakeCompiler, VOCAB)
     for uid, grammar in enumerate(
         (Grammar("regex", "20", True, -1, CLOSES), Grammar("regex", "20", False, OPENS, CLOSES))
     ):
@@ -185,7 +185,7 @@ def test_reasoning_is_unconstrained_and_ends_before_the_grammar() -> None:
     assert allowed(book, 2) == {22}, "no thought: the grammar held from the start"
 
 
-def allowed(book: GrammarRegistry[Counter], uid: int) -> set[int]:
+def allowed(book: GrammarRegistry, uid: int) -> set[int]:
     masks = book.fill(StepPlan(0, 0, (Row(uid, 0, 0, 1, 0, True),)), {uid: GrammarState(1, 0, ())})
     assert masks is not None
     return ids_of(masks.bits[0])

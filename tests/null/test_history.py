@@ -12,7 +12,7 @@ import pytest
 
 from thalweg.core.retention import RETAIN_ALL, CacheRetention
 from thalweg.text import retention
-from thalweg.text.chat import BUILTIN_ENCODERS, BuiltinEncoder, ChatFormat, ParserNames, TemplateEncoder
+from thalweg.text.chat import BUILTIN_ENCODERS, ChatEncoder, ChatFormat, ParserNames, builtin
 from thalweg.text.parser import TOOL_FORMATS, opens_thought
 from thalweg.text.retention import TOOL_CALL_TOKENS, ThinkingRetention
 from thalweg.text.template import Template
@@ -45,10 +45,10 @@ KEEPS_ALL = QWENISH.replace("loop.index0 > ns.last and ", "")
 
 def chat(name: str, strip: bool | None = None) -> ChatFormat:
     if name in BUILTIN_ENCODERS:
-        return ChatFormat(BuiltinEncoder(name), BUILTIN_ENCODERS[name].formats, "", strip)
+        return ChatFormat(builtin(name), BUILTIN_ENCODERS[name].formats, "", strip)
     source = {"qwenish": QWENISH, "keeps-all": KEEPS_ALL}[name]
     return ChatFormat(
-        TemplateEncoder({"default": Template(source, {})}), ParserNames("qwen3", "deepseekv31"), "", strip
+        ChatEncoder("jinja", {"default": Template(source, {})}, True), ParserNames("qwen3", "deepseekv31"), "", strip
     )
 
 
@@ -191,6 +191,6 @@ def test_a_template_that_refuses_results_is_never_asked_to_render_one() -> None:
         " %}<think>"
     )
     found = ChatFormat(
-        TemplateEncoder({"default": Template(refuses, {})}), ParserNames("deepseek-r1", "deepseekv31"), ""
+        ChatEncoder("jinja", {"default": Template(refuses, {})}, True), ParserNames("deepseek-r1", "deepseekv31"), ""
     )
     assert ThinkingRetention(found, TOKENIZER.mark_id).keep("q<think>", {}, True) == CacheRetention(False)

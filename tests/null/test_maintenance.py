@@ -240,11 +240,9 @@ def test_long_control_work_keeps_the_watchdog_quiet(monkeypatch: pytest.MonkeyPa
     now = [1000.0]
     monkeypatch.setattr("thalweg.engine.loop.time.time", lambda: now[0])
     rank = Rank()
-    turns = rank.loop.turns
     for _ in range(10):
         now[0] += 0.1
         rank.loop.alive()
-    assert rank.loop.turns == turns + 10
     assert len(rank.channel.outbox) == 4 and all(
         isinstance(one, StepUpdate) and one.stats for one in rank.channel.outbox
     )

@@ -7,6 +7,7 @@ from typing import Any, Callable
 
 import pytest
 
+from tests.null.sim.fleet import NoGrammars
 from thalweg.cache.page_allocator import PageAllocator
 from thalweg.cache.radix import PrefixCursor, RadixTree
 from thalweg.core.messages import Abort, ControlReply, Drain, FlushCache, Rejected, Submit, TokenDelta
@@ -24,7 +25,9 @@ EOS, VOCAB, PAGE = 0, 100, 4
 def make_scheduler(pages: int = 100, width: int = 0, tier: Any = None, **changes: Any) -> Scheduler:
     limits = Limits(**{"slots": 8, "budget": 64, "context": 40, "vocab": VOCAB, "eos_ids": (EOS,), **changes})
     allocator = PageAllocator(pages, RadixTree(PAGE))
-    return Scheduler(limits, allocator, *([tier] if tier else []), draft_length=FixedDraftLength(width))
+    return Scheduler(
+        limits, allocator, *([tier] if tier else []), draft_length=FixedDraftLength(width), grammars=NoGrammars()
+    )
 
 
 def submit(uid: int, prompt: tuple[int, ...] | int = 5, **changes: Any) -> Submit:
@@ -78,12 +81,6 @@ def test_prompts_beside_decoding_rows_get_what_the_table_says() -> None:
     )
 
 
-def test_the_mixed_step_table_is_checked() -> None:
-    for wrong in (((2, 5), (1, 5)), ((1, 0),), ((0, 5),), ((1, 5), (1, 6))):
-        with pytest.raises(ValueError, match="mixed_step_limits must have rising rows"):
-            make_scheduler(mixed_step_limits=wrong)
-
-
 # ---- the door
 
 
@@ -125,17 +122,6 @@ def test_the_context_is_what_model_and_pool_can_hold():
     assert isinstance(b.handle([submit(1, 20)])[0], Rejected)
     assert b.handle([submit(2, 19), submit(3, 20, max_tokens=0)]) == []
     assert b.requests[2].end == 20
-
-
-@pytest.mark.parametrize("name", ["slots", "budget", "context", "vocab", "stages"])
-def test_limits_must_be_positive(name: str):
-    with pytest.raises(ValueError, match=name):
-        make_scheduler(**{name: 0})
-
-
-def test_an_unknown_policy_names_the_known_ones():
-    with pytest.raises(ValueError, match="fcfs, lpm, priority"):
-        make_scheduler(policy="sjf")
 
 
 def test_a_bind_has_end_seed_and_stop_ids():
@@ -343,7 +329,7 @@ def test_admission_and_preemption_events_are_reported_once():
     marks = []
     while not b.is_idle:
         step(b)
-        marks += b.take_events()
+        marks += [(event.uid, event.kind) for event in b.take_events()]
     assert marks == [(1, "admitted"), (2, "admitted"), (2, "preempted")], "who returns is not admitted again"
     assert b.take_events() == ()
 

@@ -11,9 +11,9 @@ import pytest
 from thalweg.core.errors import CheckpointError, InvalidRequest, UnsupportedConfig
 from thalweg.text.chat import (
     BUILTIN_ENCODERS,
-    BuiltinEncoder,
     ChatOptions,
     ParserNames,
+    builtin,
     builtin_encoder,
     choose_chat,
     formats_of,
@@ -21,7 +21,7 @@ from thalweg.text.chat import (
 from thalweg.text.messages import read_messages, read_tools
 
 BOS, EOS = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
-encode_deepseek_v32 = BuiltinEncoder("deepseek-v32").encode
+encode_deepseek_v32 = builtin("deepseek-v32").encode
 GOLDEN = json.loads((Path(__file__).parent / "data" / "chat_golden.json").read_text(encoding="utf-8"))["cases"]
 ENCODERS = {"V3-0324": "deepseek-v3", "R1": "deepseek-r1", "V3.1": "deepseek-v31", "V3.2": "deepseek-v32"}
 USER = {"role": "user", "content": "hi"}
@@ -34,7 +34,7 @@ def call(arguments: str, name: str = "f", id: str = "c1") -> dict[str, Any]:
 
 @pytest.mark.parametrize("case", GOLDEN, ids=lambda case: case["id"])
 def test_golden_prompt(case: dict[str, Any]) -> None:
-    encoder = BuiltinEncoder(ENCODERS[case["model"]])
+    encoder = builtin(ENCODERS[case["model"]])
     prompt = encoder.encode(
         case["messages"],
         case["tools"],
@@ -105,14 +105,14 @@ def test_v3_tool_turns() -> None:
         {"role": "tool", "tool_call_id": "c1", "content": "R1"},
         {"role": "tool", "tool_call_id": "c2", "content": "R2"},
     ]
-    assert BuiltinEncoder("deepseek-v3").encode(history) == (
+    assert builtin("deepseek-v3").encode(history) == (
         BOS
         + "<｜User｜>hi<｜Assistant｜>t<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n"
         '{"a":1}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>g\n```json\n{}\n```<｜tool▁call▁end｜>'
         "<｜tool▁calls▁end｜>" + EOS + "<｜tool▁outputs▁begin｜><｜tool▁output▁begin｜>R1<｜tool▁output▁end｜>\n"
         "<｜tool▁output▁begin｜>R2<｜tool▁output▁end｜><｜tool▁outputs▁end｜>"
     )
-    assert BuiltinEncoder("deepseek-v31").encode(history) == (
+    assert builtin("deepseek-v31").encode(history) == (
         BOS + "<｜User｜>hi<｜Assistant｜></think>t<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>"
         '{"a":1}<｜tool▁call▁end｜><｜tool▁call▁begin｜>g<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>' + EOS
         + "<｜tool▁output▁begin｜>R1<｜tool▁output▁end｜><｜tool▁output▁begin｜>R2<｜tool▁output▁end｜>"
@@ -122,30 +122,42 @@ def test_v3_tool_turns() -> None:
 def test_r1_history_drops_thoughts() -> None:
     history = [USER, {"role": "assistant", "content": "a</think>b</think>c"}, USER]
     head = BOS + "<｜User｜>hi<｜Assistant｜>c" + EOS + "<｜User｜>hi"
-    assert BuiltinEncoder("deepseek-r1").encode(history) == head + "<｜Assistant｜><think>\n"
-    assert BuiltinEncoder("deepseek-r1-0528").encode(history) == head + "<｜Assistant｜>"
-    assert BuiltinEncoder("deepseek-r1").encode(history, add_generation_prompt=False) == head
-    assert '```json\n{"type": "function"' in BuiltinEncoder("deepseek-r1-0528").encode([USER], [TOOL])
-    assert not BuiltinEncoder("deepseek-r1").renders_tools
+    assert builtin("deepseek-r1").encode(history) == head + "<｜Assistant｜><think>\n"
+    assert builtin("deepseek-r1-0528").encode(history) == head + "<｜Assistant｜>"
+    assert builtin("deepseek-r1").encode(history, add_generation_prompt=False) == head
+    assert '```json\n{"type": "function"' in builtin("deepseek-r1-0528").encode([USER], [TOOL])
+    assert not builtin("deepseek-r1").renders_tools
 
 
 def test_v31_and_terminus_differ_in_a_turn_that_no_user_opened() -> None:
     system = [{"role": "system", "content": "S"}]
-    assert BuiltinEncoder("deepseek-v31").encode(system, thinking=True) == BOS + "S"
-    assert BuiltinEncoder("deepseek-v31-terminus").encode(system, thinking=True) == BOS + "S<｜Assistant｜><think>"
+    assert builtin("deepseek-v31").encode(system, thinking=True) == BOS + "S"
+    assert builtin("deepseek-v31-terminus").encode(system, thinking=True) == BOS + "S<｜Assistant｜><think>"
 
 
 @pytest.mark.parametrize("name", BUILTIN_ENCODERS)
 def test_a_final_message_can_be_continued(name: str) -> None:
-    encoder = BuiltinEncoder(name)
+    encoder = builtin(name)
     prompt = encoder.encode([USER, {"role": "assistant", "content": "The ans"}], continue_final_message=True)
     assert prompt.endswith("The ans") and prompt.startswith(BOS) and prompt.count(BOS) == 1
     with pytest.raises(InvalidRequest, match="continue_final_message"):
         encoder.encode([USER], continue_final_message=True)
 
 
+def test_other_template_kwargs_do_not_reach_a_builtin_template() -> None:
+    for name in BUILTIN_ENCODERS:
+        kwargs = {"response_format": "INJECT", "style": "INJECT", "tools": ["INJECT"]}
+        assert builtin(name).encode([USER], template_kwargs=kwargs) == builtin(name).encode([USER])
+
+
+def test_a_continued_message_ends_with_its_text_in_a_checkpoints_template(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[-1].content }}\n" + EOS)
+    encoder = choose_chat(tmp_path, {}).encoder
+    assert encoder.encode([USER, {"role": "assistant", "content": "So"}], continue_final_message=True) == "So"
+
+
 def test_thinking_may_come_in_the_template_kwargs() -> None:
-    encoder = BuiltinEncoder("deepseek-v32")
+    encoder = builtin("deepseek-v32")
     for kwargs in ({"thinking": True}, {"enable_thinking": True}):
         assert encoder.encode([USER], template_kwargs=kwargs).endswith("<think>")
         assert encoder.encode([USER], thinking=False, template_kwargs=kwargs).endswith("</think>")
@@ -286,7 +298,7 @@ def test_choice_without_a_template(tmp_path: Path) -> None:
     assert builtin_encoder(v32, "DeepSeek-V3.2-Exp") == "deepseek-v31-terminus"
     assert builtin_encoder({"architectures": ["LlamaForCausalLM"]}, "r1") is None
     chat = choose_chat(tmp_path, v32)
-    assert chat.encoder == BuiltinEncoder("deepseek-v32") and chat.formats == ParserNames("deepseek-v3", "deepseekv32")
+    assert chat.encoder == builtin("deepseek-v32") and chat.formats == ParserNames("deepseek-v3", "deepseekv32")
     assert chat_of(tmp_path, None, "deepseek-r1", **v32).encoder.name == "deepseek-r1"
     base = choose_chat(tmp_path, {"architectures": ["LlamaForCausalLM"]})
     with pytest.raises(InvalidRequest, match="no chat template"):

@@ -13,11 +13,10 @@ from functools import cached_property
 from typing import Iterator, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from thalweg.batch.batch import Batch, Group, TreeMask
+from thalweg.batch.batch import Batch, Group
 from thalweg.core.plan import PAGE
-from thalweg.core.tree import MAX_TREE_NODES
 from thalweg.memory.planes import Planes
 
 # Added to the bias once per position, far below the rounding of any score. relu makes index scores of exactly 0
@@ -96,7 +95,7 @@ class AttentionGroup:
         columns_N1 = self.take_tile(self.columns_N, tile).unsqueeze(-1)
         unseen = positions_S > columns_N1
         if self.tree_mask_N is not None:
-            # the highest bit stands for all columns further away
+            # the highest bit is that of all columns further away
             before = (columns_N1 - positions_S).clamp(0, 63)
             unseen |= (self.take_tile(self.tree_mask_N, tile).unsqueeze(-1) >> before) & 1 == 0
         return torch.where(unseen, -torch.inf, positions_S * TIE)
@@ -124,24 +123,9 @@ class AttentionGroup:
         return torch.add(self._positions_S[:PAGE], self.table_RP.unsqueeze(-1), alpha=PAGE).view(self.rows, -1)
 
 
-def paths_of_tree(tree: TreeMask, tokens: int) -> Tensor:
-    """Columns of the last D positions of each of the step's first `tokens` tokens: int32 [tokens, D], own column first.
-
-    D is the number of bits of a tree mask; at earlier positions column and position are equal. Does not synchronize.
-    """
-    column_T1, tree_mask_T1 = (x[:tokens].unsqueeze(1) for x in tree[:2])
-    before_D = torch.arange(MAX_TREE_NODES + 1, device=column_T1.device)
-    is_seen_TD = (tree_mask_T1 >> before_D) & 1
-    seen_TD = is_seen_TD.cumsum(1)  # how many columns each token sees up to this one, going back
-    # where no column of the mask is left all before are seen
-    path_TD = column_T1 + seen_TD[:, -1:] - torch.nn.functional.pad(before_D + len(before_D), (0, 1))
-    path_TD.scatter_(1, torch.where(is_seen_TD == 0, len(before_D), seen_TD - 1), column_T1 - before_D)
-    return path_TD[:, :-1].to(torch.int32)
-
-
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """What every attention layer of a forward reads."""
+    """The metadata that every attention layer of a forward reads."""
 
     batch: Batch
     planes: Planes
@@ -150,19 +134,25 @@ class AttentionMetadata:
     max_kv_len: int
 
 
-def context_positions(context: int, device: torch.device) -> Tensor:
-    """0, 1, 2, ... for the whole pages of a context of this length."""
-    return torch.arange(-(-context // PAGE) * PAGE, device=device)
+class AttentionMetadataBuilder(nn.Module):
+    """Makes the metadata of each step. Owns the rotary table."""
 
+    cos_sin: Tensor
+    positions_S: Tensor  # 0, 1, 2, … of a context's whole pages
 
-def make_metadata(
-    batch: Batch, planes: Planes, cos_sin: Tensor, positions_S: Tensor, workspace: WorkspaceNeed
-) -> AttentionMetadata:
-    """cos_sin: the whole rotary table, complex64 [context, dim / 2]. positions_S: see `context_positions`."""
-    cos_sin_T1c = cos_sin.index_select(0, batch.positions_T).unsqueeze(1)
-    parts = (part for group in batch.groups for part in _split_rows(batch, group, workspace))
-    groups = tuple(AttentionGroup(batch, part, positions_S, workspace) for part in parts)
-    return AttentionMetadata(batch, planes, cos_sin_T1c, groups, max(group.max_kv_len for group in groups))
+    def __init__(self, cos_sin: Tensor, workspace: WorkspaceNeed) -> None:
+        """cos_sin: complex64 [context, dim / 2]."""
+        super().__init__()
+        self.workspace = workspace
+        positions_S = torch.arange(-(-len(cos_sin) // PAGE) * PAGE, device=cos_sin.device)
+        self.register_buffer("cos_sin", cos_sin, persistent=False)
+        self.register_buffer("positions_S", positions_S, persistent=False)
+
+    def build(self, batch: Batch, planes: Planes) -> AttentionMetadata:
+        cos_sin_T1c = self.cos_sin.index_select(0, batch.positions_T).unsqueeze(1)
+        parts = (part for group in batch.groups for part in _split_rows(batch, group, self.workspace))
+        groups = tuple(AttentionGroup(batch, part, self.positions_S, self.workspace) for part in parts)
+        return AttentionMetadata(batch, planes, cos_sin_T1c, groups, max(group.max_kv_len for group in groups))
 
 
 def _max_elements(x: Tensor) -> int:

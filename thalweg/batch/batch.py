@@ -17,7 +17,7 @@ from torch import Tensor
 class Group:
     """Consecutive rows with the same number of query tokens: a rectangle of rows × query tokens, in row order.
 
-    Decode rows are one group, ragged rows one each. `reach` is an upper bound (host's) of the longest context in it, in
+    Decode rows are one group, ragged rows one each. `max_kv_len` is the host's upper bound of its longest context, in
     tokens, this step's tokens included; the truth is in `Batch.positions_T`.
     """
 
@@ -85,6 +85,7 @@ class Batch:
     extents: tuple[RowExtent, ...] = ()  # of each row
     graph_break: GraphBreak = no_graph_break  # through which layers call their attention
     tree: TreeMask | None = None  # None: columns are positions, and all before is seen
+    shares_slots: bool = False  # rows of one token may belong to one request: they read each other's keys
     verifies: bool = False  # the rows of the first group have drafts, so their extents are upper bounds
 
     @property

@@ -1,33 +1,31 @@
-"""`prepare`: a plan (host, upper bounds) and `Slots` (device, truth) make a `Batch`. Bounds become truth here: tokens
-at or past a slot's end, which is 0 for one that has ended, turn into padding, which touches the null page only.
+"""`build_inputs`: a plan (host, upper bounds) and `Slots` (device, truth) make a `Batch`. Bounds become truth here:
+tokens at or past a slot's end, which is 0 for a slot that has ended, become padding, which touches the null page only.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
-from typing import Sequence
+from itertools import accumulate, groupby
 
 import torch
 from torch import Tensor
 
 from thalweg.batch.batch import Batch, Group, RowExtent, TreeMask
+from thalweg.batch.padding import empty_batch, pad_batch
 from thalweg.batch.slots import Slots, upload
 from thalweg.core.plan import PAGE, Row, StepPlan
-
-PAGE_BITS = PAGE.bit_length() - 1
+from thalweg.kernels.build_inputs import ref
 
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """batch: for the model. Of the emitting rows: slot_E int64, their slots; ints_EI int64, the slots' integers as this
-    step finds them. all_emitted: whether every token's logits are sampled, in order.
-    """
+    """The inputs of a step."""
 
-    batch: Batch
-    slot_E: Tensor
-    ints_EI: Tensor
-    all_sampled: bool
+    batch: Batch  # for the model
+    slot_E: Tensor  # int64: the slots of the emitting rows
+    ints_EI: Tensor  # int64: their slots' integers, as this step finds them
+    all_sampled: bool  # every token's logits are sampled, in order
 
     def padded(self, tokens: int) -> StepInputs:
         """The same step with padding behind it, up to so many tokens."""
@@ -53,11 +51,13 @@ def build_inputs(plan: StepPlan, slots: Slots) -> StepInputs:
         drafted_R = upload([int(row.num_drafts > 0) for row in rows], torch.int64, device)
         node_T = (column_T - ints_TI[:, 1]) * drafted_R.index_select(0, row_T)
         column_T = column_T.masked_fill(node_T > ints_TI[:, 7], slots.context)  # a draft that was not made
-    ids_T, column_T, write_T, real_T = gather(slot_T, column_T, ints_TI, slots.tokens_SL, slots.table_SP)
+    ids_T, column_T, write_T, real_T = gather(slots, slot_T, column_T, ints_TI)
     position_T, tree = column_T, None
     if is_tree:
-        last = max(i for i, row in enumerate(rows) if row.num_drafts)
-        position_T, tree = _tree_mask(slots, slot_T, node_T, column_T, real_T, last + 1)
+        _, depth_T, tree_mask_T = tree_nodes(slots, slot_T, node_T)
+        position_T = column_T - (node_T - depth_T) * real_T
+        # kernels read it as contiguous
+        tree = TreeMask(column_T, tree_mask_T.contiguous(), 1 + max(i for i, row in enumerate(rows) if row.num_drafts))
     emits, query = [i for i, row in enumerate(rows) if row.emit], plan.sampled_per_row
     all_sampled = all(row.emit and row.n == query == 1 + row.num_drafts for row in rows)
     batch = Batch(
@@ -80,33 +80,9 @@ def build_inputs(plan: StepPlan, slots: Slots) -> StepInputs:
     return StepInputs(batch, slot_R.index_select(0, emit_E), ints_RI.index_select(0, emit_E), all_sampled)
 
 
-def verification(slots: Slots, slot_R: Tensor, query: int, max_kv_len: int) -> StepInputs:
-    """What `prepare` makes of rows that each verify a tree, of `query` tokens with its root, and nothing else. It asks
-    the host for nothing, so that it can be recorded. reach: upper bound of every row's context.
-    """
-    rows, device = len(slot_R), slot_R.device
-    slot_T, ints_RI = slot_R.repeat_interleave(query), slots.ints_SI.index_select(0, slot_R)
-    ints_TI, node_T = ints_RI.repeat_interleave(query, 0), torch.arange(query, device=device).repeat(rows)
-    column_T = (ints_TI[:, 1] + node_T).masked_fill(node_T > ints_TI[:, 7], slots.context)
-    ids_T, column_T, write_T, real_T = gather(slot_T, column_T, ints_TI, slots.tokens_SL, slots.table_SP)
-    position_T, tree = _tree_mask(slots, slot_T, node_T, column_T, real_T, rows)
-    batch = Batch(
-        ids_T=ids_T,
-        positions_T=position_T,
-        write_T=write_T,
-        table_RP=slots.table_SP[:, : -(-max_kv_len // PAGE)].index_select(0, slot_R),
-        real_T=real_T,
-        emit_N=torch.arange(rows * query, device=device),
-        groups=(Group(0, rows, 0, query, max_kv_len),),
-        extents=(RowExtent(query, max_kv_len),) * rows,
-        tree=tree,
-    )
-    return StepInputs(batch, slot_R, ints_RI, True)
-
-
 def sampled_tokens(plan: StepPlan, device: torch.device) -> Tensor:
-    """Which of the step's tokens have their logits sampled, int64 [E * plan.query]: of each emitting row the last one
-    and those before its drafts, and of one with fewer drafts than `plan.query` has room for the last one again.
+    """Indices of the tokens whose logits are sampled, int64 [E * sampled_per_row]: each emitting row's last known token
+    and its drafts. A row with fewer drafts repeats its last token.
     """
     ends = accumulate(row.n for row in plan.rows)
     emitting = [
@@ -119,18 +95,9 @@ def sampled_tokens(plan: StepPlan, device: torch.device) -> Tensor:
     return torch.add(first_E1, ahead_Q.minimum(drafts_E1)).flatten()
 
 
-def gather(
-    slot_T: Tensor, position_T: Tensor, ints_TI: Tensor, tokens_SL: Tensor, table_SP: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Token, position, write index and reality of each token; what is padding is 0 in all of them. Of a tree positions
-    are columns here.
-    """
-    real_T = position_T < ints_TI[:, 2]
-    position_T = position_T * real_T
-    page_T = table_SP.view(-1).index_select(0, slot_T * table_SP.size(1) + (position_T >> PAGE_BITS))
-    write_T = torch.add(position_T & (PAGE - 1), page_T, alpha=PAGE) * real_T
-    ids_T = tokens_SL.view(-1).index_select(0, slot_T * tokens_SL.size(1) + position_T) * real_T
-    return ids_T, position_T, write_T, real_T
+def gather(slots: Slots, slot_T: Tensor, column_T: Tensor, ints_TI: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See `kernels.build_inputs.ref.gather`; column_T: positions, but for trees."""
+    return ref.gather(slots.tokens_SL, slots.table_SP, PAGE, slot_T, column_T, ints_TI[:, 2])
 
 
 def tree_nodes(slots: Slots, slot_T: Tensor, node_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -139,14 +106,6 @@ def tree_nodes(slots: Slots, slot_T: Tensor, node_T: Tensor) -> tuple[Tensor, Te
         slots.nodes_SN3.flatten(0, 1).index_select(0, slot_T * slots.nodes_SN3.size(1) + node_T).unbind(1)
     )
     return parent_T, depth_T, tree_mask_T
-
-
-def _tree_mask(
-    slots: Slots, slot_T: Tensor, node_T: Tensor, column_T: Tensor, real_T: Tensor, rows: int
-) -> tuple[Tensor, TreeMask]:
-    """Positions, and what is seen, where nodes are the tokens' in their slots' trees: 0 for all that are no drafts."""
-    _, depth_T, tree_mask_T = tree_nodes(slots, slot_T, node_T)
-    return column_T - (node_T - depth_T) * real_T, TreeMask(column_T, tree_mask_T, rows)
 
 
 def _expand(rows: Sequence[Row], ints_RI: Tensor) -> tuple[Tensor, Tensor]:
@@ -164,13 +123,10 @@ def groups_of(rows: Sequence[Row]) -> tuple[Group, ...]:
     """Rectangles of consecutive rows with equal n."""
     groups: list[Group] = []
     token = first = 0
-    for i, row in enumerate(rows):
-        if i + 1 == len(rows) or rows[i + 1].n != row.n:
-            count = i + 1 - first
-            max_kv_len = max(r.start + r.n for r in rows[first : i + 1])
-            groups.append(Group(first, count, token, row.n, max_kv_len))
-            token += count * row.n
-            first = i + 1
+    for n, neighbours in groupby(rows, lambda row: row.n):
+        starts = [row.start for row in neighbours]
+        groups.append(Group(first, len(starts), token, n, max(starts) + n))
+        first, token = first + len(starts), token + len(starts) * n
     return tuple(groups)
 
 
@@ -178,39 +134,3 @@ def padding_inputs(slots: Slots) -> StepInputs:
     """A step without rows, to be padded."""
     batch = empty_batch(slots)
     return StepInputs(batch, batch.ids_T, slots.ints_SI[:0], False)
-
-
-def empty_batch(slots: Slots) -> Batch:
-    """A batch without tokens, to be padded."""
-    none_T = slots.ints_SI.new_empty(0)
-    return Batch(none_T, none_T, none_T, slots.table_SP[:0, :1], none_T.to(torch.bool), none_T, ())
-
-
-def pad_batch(batch: Batch, tokens: int) -> Batch:
-    """The batch with padding behind it, up to so many tokens: rows of one token each on the null page."""
-    here = len(batch.ids_T)
-    missing = tokens - here
-    if missing <= 0:
-        return batch
-    ids_T, positions_T, write_T, real_T, table_RP = (
-        torch.cat((x, x.new_zeros(missing, *x.shape[1:])))
-        for x in (batch.ids_T, batch.positions_T, batch.write_T, batch.real_T, batch.table_RP)
-    )
-    tree = batch.tree
-    if tree is not None:
-        column_T, mask_T = tree.columns_T, tree.tree_mask_T
-        tree = TreeMask(
-            torch.cat((column_T, positions_T[here:])), torch.cat((mask_T, mask_T.new_full((missing,), -1))), tree.rows
-        )
-    rows = sum(group.rows for group in batch.groups)
-    return replace(
-        batch,
-        ids_T=ids_T,
-        positions_T=positions_T,
-        write_T=write_T,
-        table_RP=table_RP,
-        real_T=real_T,
-        groups=(*batch.groups, Group(rows, missing, here, 1, 1)),
-        extents=batch.extents + (RowExtent(1, 1),) * missing,
-        tree=tree,
-    )

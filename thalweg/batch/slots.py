@@ -14,10 +14,8 @@ from torch import Tensor
 from thalweg.core.plan import PAGE, Bind, PageAppend
 from thalweg.core.sampling import MAX_EOS_IDS, MAX_LOGIT_BIAS, MAX_STOP_IDS
 from thalweg.core.tree import CHAIN, TreeShape
-from thalweg.kernels.build_inputs.ref import SlotTensors
+from thalweg.kernels.build_inputs.ref import FLOATS, INTS, SlotTensors
 
-INTS = ("length", "at", "end", "seed", "prompt_len", "min_len", "top_k", "made")
-FLOATS = ("temperature", "top_p", "min_p", "repetition", "frequency", "presence")
 STOP_IDS = MAX_STOP_IDS + MAX_EOS_IDS  # the user's, and the model's end tokens
 
 
@@ -38,7 +36,7 @@ def refill(out: Tensor, values: Numbers) -> None:
 
 
 class Field(NamedTuple):
-    """What somebody else keeps of each slot: a tensor [S, *shape], zeroed when a request is bound."""
+    """A tensor [S, *shape] that a drafter or a sampler keeps of each slot, zeroed when a request is bound."""
 
     name: str
     shape: tuple[int, ...]
@@ -46,18 +44,22 @@ class Field(NamedTuple):
 
 
 class Slots:
-    """Device fields of S slots; letters: S slots, L context + 1, P pages of a context, I integers, F floats, K stop
-    ids, B biased ids, N nodes of a tree with its root.
-
-    tokens_SL int32: prompt and output; column L - 1 takes what is written for ended slots. table_SP: the page table,
-    int64, on a GPU int32 as its kernels want it. ints_SI int64 and floats_SF float32 hold the columns named in INTS and
-    FLOATS, so that a bind, a gather or an update is one operation. length: known tokens; at: positions whose KV is
-    computed; end: length at which the sequence is full, and 0 once it has ended; min_len: length before which no stop
-    id may be sampled; made: drafts, which stand in the tokens plane behind the known ones. extra: the fields that were
-    declared, by name. tree: the shape of the drafts. nodes_SN3 int64: of each draft of a tree (`core.tree`) its parent,
-    its depth and its mask (`batch.TreeMask`): 0, 0 and -1 for the root; of those behind `made` anything that such nodes
-    may have. A chain has none.
+    """Device fields of S slots. L context + 1, P pages of a context, I integers, F floats, K stop ids, B biased ids, N
+    nodes of a tree with its root.
     """
+
+    tokens_SL: Tensor  # int32: prompt and output; column L - 1 takes what is written for ended slots
+    table_SP: Tensor  # the page table: int64, on a GPU int32 as its kernels want it
+    # int64 and float32: the columns named in INTS and FLOATS, so that a bind or a gather is one operation.
+    # length: known tokens; at: positions whose KV is computed; end: length at which the sequence is full, 0 once it has
+    # ended; min_len: length before which no stop id may be sampled; made: drafts in the tokens plane, behind the known
+    ints_SI: Tensor
+    floats_SF: Tensor
+    # int64: of each draft of a tree (`core.tree`) its parent, its depth and its mask (`batch.TreeMask`): 0, 0 and -1
+    # for the root; behind `made` any that such nodes may have. A chain has the root alone
+    nodes_SN3: Tensor
+    extra: dict[str, Tensor]  # the declared fields, by name
+    tree: TreeShape  # of the drafts
 
     def __init__(
         self, slots: int, context: int, device: torch.device, fields: Sequence[Field] = (), tree: TreeShape = CHAIN
@@ -95,20 +97,21 @@ class Slots:
 
     @property
     def nbytes(self) -> int:
-        held = (one for one in vars(self).values() if isinstance(one, Tensor))
-        return sum(tensor.nbytes for tensor in (*held, *self.extra.values()))
+        fields = (field for field in vars(self).values() if isinstance(field, Tensor))
+        return sum(field.nbytes for field in (*fields, *self.extra.values()))
 
     def bind(self, binds: Sequence[Bind]) -> None:
-        """Rebuilds the slots of these binds; whatever stood there is forgotten."""
+        """Rebuilds the slots of these binds."""
         if not binds:
             return
         device = self.ints_SI.device
         index = upload([b.slot for b in binds], torch.int64, device)
         self.ints_SI[index] = upload([_ints(b) for b in binds], torch.int64, device)
         self.floats_SF[index] = upload([_floats(b) for b in binds], torch.float32, device)
+        stops = [[*b.stop_ids, *[-1] * (STOP_IDS - len(b.stop_ids))] for b in binds]
+        self.stop_SK[index] = upload(stops, torch.int64, device)
         for field in self.extra.values():
             field[index] = 0
-        self.stop_SK[index] = upload([_padded(b.stop_ids) for b in binds], torch.int64, device)
         for b in binds:
             self.tokens_SL[b.slot, : len(b.tokens)] = upload(b.tokens, torch.int32, device)
             self.bias_SB[b.slot].zero_()
@@ -139,7 +142,3 @@ def _floats(b: Bind) -> tuple[float, ...]:
     p = b.params
     temperature = 0.0 if p.is_greedy else p.temperature
     return (temperature, p.top_p, p.min_p, p.repetition_penalty, p.frequency_penalty, p.presence_penalty)
-
-
-def _padded(ids: tuple[int, ...]) -> list[int]:
-    return [*ids, *[-1] * (STOP_IDS - len(ids))]

@@ -5,12 +5,9 @@ on any machine.
 from __future__ import annotations
 
 import json
-import os
 import signal
 import sys
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +21,6 @@ from thalweg.bench.ablation_cell import (
     TIMED_OUT,
     CellOrder,
     CellWorkload,
-    Interrupted,
     Result,
     run_cell,
 )
@@ -38,13 +34,13 @@ from thalweg.bench.ablation_columns import (
     cells,
     columns,
 )
-from thalweg.bench.ablation_tables import differences_from_base, markdown
-from thalweg.bench.command import add_flags, exit_status
+from thalweg.bench.ablation_tables import differences_from_base, markdown, save_plot
+from thalweg.bench.command import add_flags, exit_status, report_interruption
 from thalweg.bench.display import progress_bar
 from thalweg.bench.errors import ResultError
 from thalweg.bench.evaluation import SCORED, TASKS, EvalSettings, read_files
 from thalweg.bench.in_process import configuration
-from thalweg.bench.plots import has_matplotlib, save_ablation
+from thalweg.bench.plots import has_matplotlib
 from thalweg.bench.results import hide_home, provenance
 from thalweg.config.args import options_parser, parse_options
 from thalweg.config.machine import Machine
@@ -104,18 +100,14 @@ def workload(args: Any) -> CellWorkload:
             f"--shared-prefix: {args.shared_prefix} must be shorter than the shortest prompt, {shortest} tokens by"
             " --input-len and --spread"
         )
-    names = ("input_len", "output_len", "spread", "shared_prefix", "waves", "repeat")
-    values = {name: getattr(args, name) for name in names}
-    return CellWorkload(**values, concurrency=tuple(args.concurrency), seed=args.bench_seed)
+    return msgspec.convert(vars(args) | {"seed": args.bench_seed}, CellWorkload)
 
 
 def accuracy(args: Any, options: Options) -> EvalSettings:
     """Raises UnsupportedConfig where random weights would be asked."""
     is_random = options.load.load_format == "dummy"
-    tasks = args.tasks or (() if is_random else SCORED)
-    asked = EvalSettings(
-        tasks=tuple(task for task in tasks if task != "none"), items=args.items, gsm8k=args.gsm8k, choices=args.choices
-    )
+    tasks = tuple(task for task in args.tasks or (() if is_random else SCORED) if task != "none")
+    asked = EvalSettings(tasks=tasks, items=args.items, gsm8k=args.gsm8k, choices=args.choices)
     if is_random and asked:
         raise UnsupportedConfig(
             "--load-format dummy: random weights know no answers; leave --tasks, --gsm8k and --choices out"
@@ -129,6 +121,7 @@ class Ablation:
 
     path: Path
     head: Result  # what identifies it: checkpoint, columns, load, base
+    source: Mapping[str, object]  # its provenance
     cells: Sequence[AblationCell]
     results: dict[str, Result]  # by a cell's key
 
@@ -138,86 +131,69 @@ class Ablation:
         return 1 + len(result.get("again", ())) if "status" in result else 0
 
     def add(self, cell: AblationCell, round: int, result: Result) -> None:
-        """A run. A later round is kept beside the first one; a failed one is dropped."""
+        """A run. A later round is kept beside the first one where it was completed."""
         if not round:
-            self.results[cell.key] = result
+            self.results[cell.key] = {**result, "commit": self.source["commit"]}
         elif result["status"] == DONE:
-            kept = {name: result[name] for name in ("single", "batches", "seconds", "commit")}
-            self.results[cell.key].setdefault("again", []).append({"round": round, **kept})
+            kept = {name: result[name] for name in ("single", "batches", "seconds")}
+            again = self.results[cell.key].setdefault("again", [])
+            again.append({"round": round, **kept, "commit": self.source["commit"]})
 
-    def as_json(self, source: Mapping[str, object]) -> Result:
-        rows = []
-        for cell in self.cells:
-            if cell.key in self.results:
-                names = {"columns": cell.labels, "wishes": cell.wishes, "decisions": cell.decisions}
-                rows.append({**{name: dict(value) for name, value in names.items()}, **self.results[cell.key]})
-        return {**self.head, "cells": rows, **source}
+    def as_json(self) -> Result:
+        rows = [
+            {"columns": cell.labels, "wishes": cell.wishes, "decisions": cell.decisions, **self.results[cell.key]}
+            for cell in self.cells
+            if cell.key in self.results
+        ]
+        return {**self.head, "cells": rows, **self.source}
 
-    def save(self, source: Mapping[str, object]) -> None:
+    def save(self) -> None:
         """Writes the JSON, and table and plot beside it; the files are whole at any moment. Raises ResultError."""
-        result = self.as_json(source)
+        result = self.as_json()
         texts = {".json": json.dumps(result, ensure_ascii=False, indent=1, default=str) + "\n", ".md": markdown(result)}
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             for suffix, text in texts.items():
                 new = self.path.with_suffix(f"{suffix}.new")
                 new.write_text(text, encoding="utf-8")
-                os.replace(new, self.path.with_suffix(suffix))
+                new.replace(self.path.with_suffix(suffix))
             if has_matplotlib():
-                save_ablation(result, self.path.with_suffix(""))
+                save_plot(result, self.path.with_suffix(""))
         except OSError as error:
             raise ResultError(f"cannot write {self.path} ({error.strerror}): give another --output-file") from error
 
+    def resume(self, limit: float, any_commit: bool) -> None:
+        """Takes the results of an earlier run that still hold: of the same commit unless any_commit. What failed or
+        was interrupted is measured again, and what ran out of time where it has more of it now.
 
-def earlier_results(
-    ablation: Ablation, source: Mapping[str, object], limit: float, any_commit: bool
-) -> dict[str, Result]:
-    """Results of an earlier run that still hold, by key: of the same commit unless any_commit. What failed or was
-    interrupted is measured again, and what ran out of time where it has more of it now.
-
-    Raises ResultError for a file that is no ablation, or one whose results would be lost: of another load, base, device
-    or versions, or with cells that this one does not have.
-    """
-    path = ablation.path
-    if not path.is_file():
-        return {}
-    try:
-        old: Result = json.loads(path.read_text(encoding="utf-8"))
-        now = {**ablation.head, "device": source["device"], "versions": source["versions"]}
-        other = [name for name, value in now.items() if name not in ("columns", "mode") and old[name] != value]
-        rows = {json.dumps(row["wishes"], sort_keys=True, default=str): row for row in old["cells"]}
-    except (ValueError, KeyError, TypeError, OSError) as error:
-        raise ResultError(f"{path} is no ablation that can be continued ({error!r}): {OTHER_FILE}") from error
-    if other:
-        raise ResultError(f"{path} has results of another {', '.join(other)}: {OTHER_FILE}")
-    done = {key for key, row in rows.items() if row["status"] == DONE}
-    if lost := len(done - {cell.key for cell in ablation.cells}):
-        raise ResultError(f"{path} has {lost} cells that this ablation does not have: {OTHER_FILE}")
-    late = {key for key, row in rows.items() if row["status"] == TIMED_OUT and row["seconds"] >= limit}
-    return {
-        key: {name: value for name, value in row.items() if name not in ("columns", "wishes", "decisions")}
-        for key, row in rows.items()
-        if key in done | late and (any_commit or row.get("commit") == source["commit"])
-    }
+        Raises ResultError for a file that is no ablation, or one whose results would be lost: of another load, base,
+        device or versions, or with cells that this one does not have.
+        """
+        if not self.path.is_file():
+            return
+        try:
+            old: Result = json.loads(self.path.read_text(encoding="utf-8"))
+            now = {**self.head, "device": self.source["device"], "versions": self.source["versions"]}
+            other = [name for name, value in now.items() if name not in ("columns", "mode") and old[name] != value]
+            rows = {json.dumps(row["wishes"], sort_keys=True, default=str): row for row in old["cells"]}
+            done = {key for key, row in rows.items() if row["status"] == DONE}
+            late = {key for key, row in rows.items() if row["status"] == TIMED_OUT and row["seconds"] >= limit}
+        except (ValueError, KeyError, TypeError, OSError) as error:
+            raise ResultError(f"{self.path} is no ablation that can be continued ({error!r}): {OTHER_FILE}") from error
+        if other:
+            raise ResultError(f"{self.path} has results of another {', '.join(other)}: {OTHER_FILE}")
+        if lost := len(done - {cell.key for cell in self.cells}):
+            raise ResultError(f"{self.path} has {lost} cells that this ablation does not have: {OTHER_FILE}")
+        for key in done | late:
+            if any_commit or rows[key].get("commit") == self.source["commit"]:
+                self.results[key] = {
+                    name: value for name, value in rows[key].items() if name not in ("columns", "wishes", "decisions")
+                }
 
 
-@contextmanager
-def sigterm_interrupts() -> Iterator[None]:
-    """SIGTERM is Ctrl-C in here: under `timeout` and job schedulers, what was measured is kept."""
-
-    def on_signal(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, on_signal)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def measure(ablation: Ablation, order: CellOrder, limit: float, rounds: int, source: Mapping[str, object]) -> bool:
+def measure(ablation: Ablation, order: CellOrder, limit: float, rounds: int) -> None:
     """Runs what is missing, round after round, so that a slow hour of the machine slows all cells; saves after each
-    run. Whether all of it ran. Raises ResultError.
+    run. Raises ResultError, KeyboardInterrupt.
     """
     for cell in ablation.cells:
         if cell.reason:
@@ -228,29 +204,20 @@ def measure(ablation: Ablation, order: CellOrder, limit: float, rounds: int, sou
         for cell in ablation.cells
         if not cell.reason and round >= ablation.rounds(cell)
     ]
-    spent = 0.0
-    with sigterm_interrupts(), progress_bar("runs", len(todo)) as bar:
+    with progress_bar("runs", len(todo)) as bar:
         for number, (round, cell) in enumerate(todo, 1):
             if round and ablation.results[cell.key]["status"] != DONE:
                 continue  # its first run has failed
             wishes = {**order.settings, **cell.wishes}
             answers = EvalSettings() if round else order.accuracy  # the same in every round
-            begin = time.perf_counter()
-            try:
-                result = run_cell(msgspec.structs.replace(order, settings=wishes, accuracy=answers), limit)
-            except (Interrupted, KeyboardInterrupt) as error:
-                if isinstance(error, Interrupted) and not round:
-                    ablation.results[cell.key] = error.result
-                ablation.save(source)
-                return False
-            spent += time.perf_counter() - begin
-            ablation.add(cell, round, {**result, "commit": source["commit"]})
-            ablation.save(source)
+            result = run_cell(msgspec.structs.replace(order, settings=wishes, accuracy=answers), limit)
+            ablation.add(cell, round, result)
+            ablation.save()
+            if result["status"] == INTERRUPTED:
+                raise KeyboardInterrupt
             bar.advance()
             name = differences_from_base(ablation.head["columns"], cell.labels)
-            left = f"about {spent / number * (len(todo) - number):.0f} s left"
-            print(f"{number} of {len(todo)}, {name}: {_short(result)}; {left}", file=sys.stderr)
-    return True
+            print(f"{number} of {len(todo)}, {name}: {_short(result)}", file=sys.stderr)
 
 
 def _short(result: Result) -> str:
@@ -297,20 +264,22 @@ def run(argv: list[str]) -> int:
     secrets = {str(value) for name, value in base.items() if settings()[name].secret}
     words = [word for word in argv if not any(secret in word for secret in secrets)]
     source = provenance("ablate", words, configuration(probe.start()))
-    ablation = Ablation(Path(args.output_file), head, found, {})
+    ablation = Ablation(Path(args.output_file), head, source, found, {})
     if not args.anew:
-        ablation.results = earlier_results(ablation, source, args.cell_timeout, args.any_commit)
+        ablation.resume(args.cell_timeout, args.any_commit)
     refused, kept = sum(bool(cell.reason) for cell in found), len(ablation.results)
     print(f"{len(found)} cells: {refused} cannot run, {kept} are taken from {ablation.path}", file=sys.stderr)
-    order = CellOrder(settings=base, work=work, accuracy=asked)
-    completed = measure(ablation, order, args.cell_timeout, args.rounds, source)
-    ablation.save(source)
-    print(markdown(ablation.as_json(source)), end="")
-    if not completed:
-        print(f"interrupted: what was measured is in {ablation.path}; the same command continues", file=sys.stderr)
-        return 130
+    status, before = 0, signal.signal(signal.SIGTERM, signal.default_int_handler)  # job schedulers send it: as Ctrl-C
+    try:
+        measure(ablation, CellOrder(settings=base, work=work, accuracy=asked), args.cell_timeout, args.rounds)
+    except KeyboardInterrupt:
+        status = report_interruption(f"what was measured is in {ablation.path}; the same command continues")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    ablation.save()
+    print(markdown(ablation.as_json()), end="")
     states = {result["status"] for result in ablation.results.values()}
-    return 0 if DONE in states and states <= {DONE, REFUSED, INTERRUPTED} else 1
+    return status or int(DONE not in states or not states <= {DONE, REFUSED})
 
 
 def _head(

@@ -1,9 +1,8 @@
-"""One cell of an ablation, measured in a process of its own (`python -m thalweg.bench.ablation_cell ORDER NEWS`) with a
+"""One cell of an ablation, measured in a process of its own, `python -m thalweg.bench.ablation_cell FOLDER`, with a
 time limit. The engine is in that process and HTTP is not measured, so a column shows its effect on the engine.
 
-ORDER is a JSON file (`CellOrder`). NEWS gets a JSON line as soon as something is known, so that a cell that is ended
-keeps what it has: {"started": seconds}, {"single": ...}, {"batch": ...}, {"accuracy": row}, and at last {"done": true}
-or {"refused": reason}.
+FOLDER has the order (`CellOrder`). The process writes the result there anew after each part, so that a cell that is
+ended keeps what it has.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from random import Random
 from statistics import fmean
@@ -35,8 +33,10 @@ from thalweg.llm import LLM
 
 WARM_UP_TOKENS = 4
 DONE, REFUSED, FAILED, TIMED_OUT, INTERRUPTED = "done", "not runnable", "failed", "timed out", "interrupted"
+ORDER, RESULT, OUTPUT = "order.json", "result.json", "output"  # files of a cell
 
 Result = dict[str, Any]
+NOTHING: Result = {"batches": [], "accuracy": []}
 
 
 class CellWorkload(msgspec.Struct, frozen=True, kw_only=True):
@@ -134,104 +134,73 @@ def batch(engine: LocalEngine, work: CellWorkload, vocabulary: OrdinaryTokens, c
     }
 
 
-def measure(order: CellOrder, report: Callable[[Result], None]) -> None:
-    """All of a cell. Raises ThalwegError."""
+def measure(order: CellOrder, save: Callable[[Result], None]) -> None:
+    """All of a cell; saves what there is after each part. Raises ThalwegError."""
     begin, wishes, work = time.perf_counter(), dict(order.settings), order.work
     llm = LLM(wishes.pop("model"), **wishes)
     engine, vocabulary = llm.engine, vocabulary_of(llm.texts.resolved.path)
     work.check(engine.context)
-    report({"started": time.perf_counter() - begin})
-    report({"single": single(engine, work, vocabulary)})
+    result = NOTHING | {"started": time.perf_counter() - begin, "single": single(engine, work, vocabulary)}
+    save(result)
     for concurrency in work.concurrency:
-        report({"batch": batch(engine, work, vocabulary, concurrency)})
+        result["batches"] = [*result["batches"], batch(engine, work, vocabulary, concurrency)]
+        save(result)
     if accuracy := order.accuracy:
         texts = PromptFormat(llm.texts.resolved.path)
         for row in evaluate(Evaluation(texts, EngineAnswerer(llm, False), accuracy.items, accuracy.seed), accuracy):
-            report({"accuracy": row})
-    report({"done": True})
-
-
-class Interrupted(Exception):
-    """Ctrl-C or SIGTERM came while a cell ran."""
-
-    def __init__(self, result: Result) -> None:
-        super().__init__("interrupted")
-        self.result = result  # what it had measured
+            kept = {name: value for name, value in row.items() if name != "wrong"}
+            result["accuracy"] = [*result["accuracy"], kept]
+            save(result)
+    save(result | {"status": DONE, "reason": ""})
 
 
 def run_cell(order: CellOrder, limit: float) -> Result:
     """Measures one cell in a process of its own: its status, the reason where it is not done, and what was measured.
 
-    limit: seconds. Raises Interrupted on Ctrl-C.
+    limit: seconds. Ctrl-C ends the cell, which is then INTERRUPTED.
     """
-    begin, status, reason = time.perf_counter(), "", ""
+    begin, ended = time.perf_counter(), Result()
     with TemporaryDirectory(prefix="thalweg-ablate-") as name:
         folder = Path(name)
-        (folder / "order.json").write_bytes(msgspec.json.encode(order))
-        words = [sys.executable, "-m", "thalweg.bench.ablation_cell", str(folder / "order.json"), str(folder / "news")]
-        with (folder / "output").open("wb") as output:  # a session of its own: Ctrl-C in the terminal does not reach it
+        (folder / ORDER).write_bytes(msgspec.json.encode(order))
+        words = [sys.executable, "-m", "thalweg.bench.ablation_cell", name]
+        with (folder / OUTPUT).open("wb") as output:  # a session of its own: Ctrl-C in the terminal does not reach it
             process = subprocess.Popen(words, stdout=output, stderr=output, start_new_session=True)
         try:
             process.wait(limit)
         except subprocess.TimeoutExpired:
-            status, reason = TIMED_OUT, f"not done within {limit:g} s"
+            ended = {"status": TIMED_OUT, "reason": f"not done within {limit:g} s"}
         except KeyboardInterrupt:
-            status = INTERRUPTED
+            ended = {"status": INTERRUPTED, "reason": ""}
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-        result = read_news(folder / "news")
-        if not status:
-            status, reason = _outcome(process.returncode, result, folder / "output")
-    result = {"status": status, "reason": reason, "seconds": time.perf_counter() - begin, **result}
-    if status == INTERRUPTED:
-        raise Interrupted(result)
-    return result
+        result = json.loads((folder / RESULT).read_bytes()) if (folder / RESULT).is_file() else NOTHING
+        if not ended and "status" not in result:
+            ended = {"status": FAILED, "reason": failure(process.returncode, folder / OUTPUT)}
+    return {**result, **ended, "seconds": time.perf_counter() - begin}
 
 
-def read_news(news: Path) -> Result:
-    """A cell's lines merged; a last line that was cut off is left out."""
-    result: Result = {"batches": [], "accuracy": []}
-    for line in news.read_text(encoding="utf-8").splitlines() if news.is_file() else ():
-        with suppress(ValueError):
-            for name, value in json.loads(line).items():
-                if name == "batch":
-                    result["batches"].append(value)
-                elif name == "accuracy":
-                    result["accuracy"].append({key: field for key, field in value.items() if key != "wrong"})
-                else:
-                    result[name] = value
-    return result
-
-
-def _outcome(status: int, result: Result, output: Path) -> tuple[str, str]:
-    """Of a process that ended by itself. Takes "done" and "refused" out of the result."""
-    refused, done = result.pop("refused", ""), result.pop("done", False)
-    if refused:
-        return REFUSED, str(refused)
-    if status == 0 and done:
-        return DONE, ""
+def failure(status: int, output: Path) -> str:
+    """How a process died, and its last line."""
     lines = [line.strip() for line in output.read_text(errors="replace").splitlines() if line.strip()]
     how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
-    return FAILED, f"{how}: {lines[-1] if lines else 'no output'}"
+    return f"{how}: {lines[-1] if lines else 'no output'}"
 
 
-def main(words: list[str]) -> int:
-    """0 when the news are complete, refusals included."""
-    order = msgspec.json.decode(Path(words[0]).read_bytes(), type=CellOrder)
-    with Path(words[1]).open("a", encoding="utf-8") as file:
+def main(folder: Path) -> None:
+    def save(result: Result) -> None:
+        """The file is whole at any moment."""
+        new = folder / f"{RESULT}.new"
+        new.write_text(json.dumps(result), encoding="utf-8")
+        new.replace(folder / RESULT)
 
-        def report(news: Result) -> None:
-            file.write(json.dumps(news) + "\n")
-            file.flush()
-
-        try:
-            measure(order, report)
-        except ThalwegError as error:
-            report({"refused": str(error)})
-    return 0
+    try:
+        measure(msgspec.json.decode((folder / ORDER).read_bytes(), type=CellOrder), save)
+    except ThalwegError as error:
+        save(NOTHING | {"status": REFUSED, "reason": str(error)})
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(Path(sys.argv[1]))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -71,8 +71,8 @@ class AblationColumn(NamedTuple):
 class SettingsProbe:
     """Resolves wishes on top of the base's. machine: the same for all, so that results differ by wishes alone."""
 
-    def __init__(self, base: Mapping[str, Any], machine: Machine, resolver: Callable[..., Resolved] = resolve) -> None:
-        self.base, self.machine, self._resolve = dict(base), machine, resolver
+    def __init__(self, base: Mapping[str, Any], machine: Machine) -> None:
+        self.base, self.machine = dict(base), machine
         self._known: dict[str, Resolved | str] = {}
 
     def __call__(self, wishes: Mapping[str, Any]) -> Resolved | str:
@@ -80,7 +80,7 @@ class SettingsProbe:
         key = repr(sorted(wishes.items()))
         if key not in self._known:
             try:
-                self._known[key] = self._resolve(options_of(**{**self.base, **wishes}), self.machine, weights=False)
+                self._known[key] = resolve(options_of(**{**self.base, **wishes}), self.machine, weights=False)
             except UnsupportedConfig as error:
                 self._known[key] = str(error)
         return self._known[key]
@@ -114,7 +114,7 @@ def features(base: Resolved) -> list[str]:
 
 def _off(setting: Setting, decided: bool) -> Any:
     """The value without the feature; UNCHANGED for a setting that is none."""
-    declared = setting.metadata["off"]
+    declared = setting.off
     return False if declared is UNCHANGED and setting.kind is bool and decided else declared
 
 
@@ -165,7 +165,7 @@ def _of_feature(name: str, setting: str, probe: SettingsProbe) -> AblationColumn
     if not probe.same_as_base({setting: off}):
         levels = ColumnLevel(OFF, off, _words(off)), ColumnLevel(ON, UNCHANGED, has)
         return AblationColumn(name, setting, levels, ON)
-    on = True if declared.kind is bool else declared.metadata["on"]
+    on = True if declared.kind is bool else declared.on
     return AblationColumn(name, setting, (ColumnLevel(OFF, UNCHANGED, has), ColumnLevel(ON, on, _words(on))), OFF)
 
 

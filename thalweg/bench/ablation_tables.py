@@ -1,14 +1,17 @@
-"""An ablation as Markdown: the table of its cells and the effect of each column, from the result's JSON alone."""
+"""An ablation as Markdown and as a plot: its cells and the effect of each column, from the result's JSON alone."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from math import exp, log
-from statistics import fmean, median
-from typing import Any
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+from statistics import geometric_mean, median
+from typing import Any, NamedTuple
 
 from thalweg.bench.display import markdown_table
+from thalweg.bench.plots import Bars, Figure, save
 from thalweg.bench.statistics import paired
 
 Json = Mapping[str, Any]
@@ -22,8 +25,7 @@ ONE_ROUND = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class RateGroup:
+class RateGroup(NamedTuple):
     """Rates of one table, by heading."""
 
     title: str
@@ -36,22 +38,21 @@ class RateGroup:
 
 def rate_groups(result: Json) -> list[RateGroup]:
     """The rates of a cell. Results of a CPU have CPU time too: other work on the machine disturbs it less."""
-    counts = result["workload"]["concurrency"]
 
     def batches(name: str, rate: Callable[[Json], float]) -> dict[str, Rate]:
-        return {name.format(count): _of_batch(count, rate) for count in counts}
+        return {name.format(count): partial(_of_batch, count, rate) for count in result["workload"]["concurrency"]}
 
-    single: dict[str, Rate] = {"one request": lambda row: row["single"]["decode_tokens_per_s"]}
     groups = [
         RateGroup(
             "Tokens a second",
             "decoding of one request alone; else (prompt + output) / time of a run",
-            single | batches("{} at a time", lambda batch: batch["throughput"]),
+            {"one request": lambda row: float(row["single"]["decode_tokens_per_s"])}
+            | batches("{} at a time", lambda batch: float(batch["throughput"])),
         ),
         RateGroup(
             "Tokens a second of a request",
             "output tokens / duration, mean of the run's requests",
-            batches("each of {}", lambda batch: batch["decode_per_request"]),
+            batches("each of {}", lambda batch: float(batch["decode_per_request"])),
         ),
     ]
     if not result["device"]["gpus"]:
@@ -62,8 +63,8 @@ def rate_groups(result: Json) -> list[RateGroup]:
     return groups
 
 
-def _of_batch(count: int, rate: Callable[[Json], float]) -> Rate:
-    return lambda row: next((rate(batch) for batch in row["batches"] if batch["concurrency"] == count), None)
+def _of_batch(count: int, rate: Callable[[Json], float], row: Json) -> float | None:
+    return next((rate(batch) for batch in row["batches"] if batch["concurrency"] == count), None)
 
 
 def _tokens(measured: Json, unit: str) -> float:
@@ -178,15 +179,27 @@ def effects(result: Json) -> list[str]:
     """A table for each group of rates: for each column and level beside its first, the ratio of the rates with it and
     without it, over all pairs of measured cells that differ in nothing else. Empty where there is no pair.
     """
-    effects_of = {
-        name: pairs for name, *level in _levels(result["columns"]) if (pairs := list(_pairs(result["cells"], *level)))
-    }
-    if not effects_of:
+    measured, pairs = [row for row in result["cells"] if rounds_of(row)], dict[str, Pairs]()
+    for column in result["columns"]:
+        name, (first, *others) = column["name"], column["levels"]
+        if column["base"] not in column["levels"]:
+            first, others = column["base"], column["levels"]
+        for level in others:
+            found = [
+                (without, with_it)
+                for with_it in measured
+                for without in measured
+                if with_it["columns"][name] == level and with_it["columns"] == without["columns"] | {name: level}
+                if without["columns"][name] == first
+            ]
+            if found:
+                pairs[name if level == "on" else f"{name} {level}, not {first}"] = found
+    if not pairs:
         return []
-    rounds = max(len(_ratios(pairs, lambda row: 1.0)) for pairs in effects_of.values())
+    rounds = max(len(_ratios(each, lambda row: 1.0)) for each in pairs.values())
     lines = ["Effect of each column: the rate with it / the rate without it, geometric mean.", "", _noise(rounds), ""]
     for group in rate_groups(result):
-        rows = [[name, *(_effect(pairs, rate) for rate in group.rates.values())] for name, pairs in effects_of.items()]
+        rows = [[name, *(_effect(each, rate) for rate in group.rates.values())] for name, each in pairs.items()]
         lines += [f"{group.title}:", "", *markdown_table(["column", *group.rates], rows), ""]
     return lines[:-1]
 
@@ -195,39 +208,12 @@ def _noise(rounds: int) -> str:
     """How far the ratios can be trusted."""
     if rounds < 2:
         return ONE_ROUND
-    few = (
-        f" {rounds} rounds make them wide: `--rounds {GOOD_ROUNDS}` makes them narrower."
-        if rounds < GOOD_ROUNDS
-        else ""
-    )
+    few = f" {rounds} rounds make them wide: `--rounds {GOOD_ROUNDS}` makes them narrower."
     return (
         f"In brackets the {CONFIDENCE:.0%} interval over {rounds} rounds, each round's cells against each other; **~"
-        f" has 1 in its interval: it may be noise**. About one in twenty of the others is noise too.{few}"
+        f" has 1 in its interval: it may be noise**. About one in twenty of the others is noise too."
+        f"{few if rounds < GOOD_ROUNDS else ''}"
     )
-
-
-def _levels(columns: Sequence[Json]) -> Iterator[tuple[str, str, str, str]]:
-    """(in words, column, level without it, level with it)."""
-    for column in columns:
-        first, *others = column["levels"]
-        if column["base"] not in column["levels"]:
-            first, others = column["base"], column["levels"]
-        for level in others:
-            words = column["name"] if level == "on" else f"{column['name']} {level}, not {first}"
-            yield words, column["name"], first, level
-
-
-def _pairs(rows: Sequence[Json], name: str, first: str, level: str) -> Iterator[tuple[Json, Json]]:
-    """(without, with) of the measured cells that differ in this column alone."""
-
-    def others(row: Json) -> dict[str, str]:
-        return {key: value for key, value in row["columns"].items() if key != name}
-
-    measured = [row for row in rows if rounds_of(row)]
-    for with_it in (row for row in measured if row["columns"][name] == level):
-        for without in (row for row in measured if row["columns"][name] == first):
-            if others(without) == others(with_it):
-                yield without, with_it
 
 
 def _ratios(pairs: Pairs, rate: Rate) -> list[list[float]]:
@@ -247,13 +233,40 @@ def _effect(pairs: Pairs, rate: Rate) -> str:
     round the least and most of the pairs instead.
     """
     rounds = _ratios(pairs, rate)
-    means = [exp(fmean(map(log, ratios))) for ratios in rounds]
+    means = [geometric_mean(ratios) for ratios in rounds]
     if not means:
         return "–"
     if len(means) == 1:
         ratios = rounds[0]
         spread = f" ({min(ratios):.2f} – {max(ratios):.2f} of {len(ratios)} pairs)" if len(ratios) > 1 else ""
         return f"{means[0]:.2f}{spread}"
-    ratio = paired([1.0] * len(means), means, CONFIDENCE, "")
+    ratio = paired([1.0] * len(means), means, CONFIDENCE)
     assert ratio.low is not None and ratio.high is not None
     return f"{'~ ' if ratio.low <= 1 <= ratio.high else ''}{ratio.value:.2f} ({ratio.low:.2f} – {ratio.high:.2f})"
+
+
+def digest(result: Json) -> str:
+    """Identifies the cells of an ablation, in the description of its plot."""
+    return sha256(json.dumps([result["columns"], result["cells"]]).encode()).hexdigest()
+
+
+def save_plot(result: Json, place: Path) -> None:
+    """Writes `place`.svg: a panel for each rate. Raises BenchError without matplotlib, OSError."""
+    save(figure(result), place, ("svg",), digest(result))
+
+
+def figure(result: Json) -> Figure:
+    """A bar for each measured cell: the median, with a line from the least to the most of its rounds."""
+    rows = [row for row in result["cells"] if rounds_of(row)]
+    labels = [differences_from_base(result["columns"], row["columns"]) for row in rows]
+    missing, panels = len(result["cells"]) - len(rows), list[Bars]()
+    note = f"tokens a second, {result['checkpoint']}"
+    note += f"; {missing} more could not run or were not measured" if missing else ""
+    for group in rate_groups(result):
+        for name, rate in group.rates.items():
+            rounds = [rates_of(row, rate) for row in rows]
+            medians = [median(each) if each else None for each in rounds]
+            ends = [(min(each), max(each)) if len(each) > 1 else None for each in rounds]
+            beside = ("", [""] * len(rows)) if panels else (note, labels)  # the first panel labels the rows of all
+            panels.append(Bars(group.full_name(name), *beside, {"": medians}, ends))
+    return Figure("", panels)

@@ -1,39 +1,40 @@
 """`thalweg bench acceptance`: accepted drafts by task, rule and depth, and a check that every token is plain
-decoding's. Under rules other than the lossless `race`, only greedy answers are checked.
+decoding's. Under rules other than the lossless `gumbel-max`, only greedy answers are checked.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
+from rich.table import Table
 
-from thalweg.bench.command import OUTPUT, PartialRun, add_flags, exit_status
-from thalweg.bench.display import make_table, show
-from thalweg.bench.draft_shapes import CHAIN, DraftShape, draft_shapes, resolved_for, tree_shape
+from thalweg.bench.command import OUTPUT, add_flags, exit_status
+from thalweg.bench.display import make_table
+from thalweg.bench.draft_shapes import CHAIN, DraftShape, Row, draft_shapes, measure_engines, tree_shape
 from thalweg.bench.eval_prompts import EvalPrompt, PromptFormat
-from thalweg.bench.in_process import ENGINE_FLAGS, Generation, configuration, run_all
-from thalweg.bench.results import provenance, write
+from thalweg.bench.in_process import ENGINE_FLAGS, Generation, run_all
 from thalweg.bench.statistics import common_length
 from thalweg.bench.tasks import MAKERS, make_items
 from thalweg.config.args import options_parser, parse_options
 from thalweg.config.speculative import RULES
+from thalweg.config.tree import replace
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.local import LocalEngine
+from thalweg.launch.resolved import Resolved
 from thalweg.scheduler.draft_length import FixedDraftLength
 
 TASKS = (*MAKERS, "dialogue")
-RACE, RELAXED = "race", "relaxed"
+GUMBEL_MAX, RELAXED = "gumbel-max", "relaxed"
 FLAGS = f"""
 --tasks        task...={" ".join(TASKS)}  held-out items of these
 --items        count=110    of each task
 --widths       int...=1 2 3  drafts a step, in a chain
 --trees        tree...      BRANCHESxDEPTHxNODES, such as 4x3x16: trees of drafts too
---rules        rule...=race  that accept drafts
+--rules        rule...=gumbel-max  that accept drafts
 --temperature  number...=0  0 is greedy
 --top-p        number...=1  of sampled answers
 {OUTPUT}
@@ -46,7 +47,6 @@ COLUMNS = {
     "as plain": lambda row: f"{row['same_tokens']} of {row['tokens']}" if "same_tokens" in row else "",
 }  # fmt: skip
 
-Row = dict[str, Any]
 Answers = list[list[int]]
 
 
@@ -93,30 +93,6 @@ def count(engine: LocalEngine, prompts: Sequence[EvalPrompt], choice: SamplingCh
     return row
 
 
-Plain = dict[tuple[str, SamplingChoice], Answers]
-
-
-def _rows(
-    engine: LocalEngine,
-    prompts: Mapping[str, Sequence[EvalPrompt]],
-    args: Any,
-    rule: str,
-    shape: DraftShape,
-    plain: Plain,
-) -> Iterator[Row]:
-    """plain: answers without drafts; missing ones are added."""
-    for task, temperature, top_p in product(args.tasks, args.temperature, args.top_p):
-        choice = SamplingChoice(temperature, top_p)
-        checked = rule == RACE or (rule != RELAXED and temperature == 0)
-        if checked and (task, choice) not in plain:
-            engine.loop.scheduler.draft_length = FixedDraftLength(0)
-            plain[task, choice] = answers(engine, prompts[task], choice)
-        for width in shape.widths:
-            engine.loop.scheduler.draft_length = FixedDraftLength(width)
-            row = count(engine, prompts[task], choice, plain[task, choice] if checked else None)
-            yield {"task": task, "rule": rule, **choice._asdict(), "shape": shape.name, "width": width, **row}
-
-
 def run(argv: list[str]) -> list[Row]:
     """Prints and writes what there is when it ends early. Raises ThalwegError, KeyboardInterrupt."""
     text = "Counts accepted drafts by task and depth, and compares the answers with plain decoding's."
@@ -124,26 +100,36 @@ def run(argv: list[str]) -> list[Row]:
     add_flags(parser, "Questions", FLAGS, task=TASKS, rule=RULES, int=int, tree=tree_shape)
     parsed = parse_options(parser, argv)
     args: Any = parsed.args
-    rows, source, plain = list[Row](), dict[str, object](), Plain()
-    with PartialRun() as partial:
-        for rule in args.rules:
-            for shape in draft_shapes(args.widths, args.trees if rule == RACE else []):  # trees: accepted by the race
-                resolved = resolved_for(shape, parsed.options, speculative_acceptance=rule)
-                engine = LocalEngine(msgspec.structs.replace(resolved.engine, speculative_adaptive=False))
-                source = provenance("bench acceptance", argv, configuration(resolved))
-                texts = PromptFormat(Path(resolved.path))
-                prompts = {
-                    task: list(map(texts.prompt, make_items(task, "held_out", args.items))) for task in args.tasks
-                }
-                for row in _rows(engine, prompts, args, rule, shape, plain):
-                    rows.append(row)
-                    print(" ".join(f"{name}={value}" for name, value in row.items()), file=sys.stderr)
-    show(make_table("acceptance", COLUMNS, rows, left=2))
-    if args.output_file and rows:
-        write(Path(args.output_file), {"acceptance": rows, "items": args.items, **partial.as_json(), **source})
-    if partial.finish():
-        raise KeyboardInterrupt
-    return rows
+    plain: dict[tuple[str, SamplingChoice], Answers] = {}  # answers without drafts
+
+    def rows_of(shape: DraftShape, resolved: Resolved, engine: LocalEngine) -> Iterator[Row]:
+        texts, rule = PromptFormat(Path(resolved.path)), resolved.engine.speculative_acceptance
+        for task, temperature, top_p in product(args.tasks, args.temperature, args.top_p):
+            prompts = [texts.prompt(item) for item in make_items(task, "held_out", args.items)]
+            choice, want = SamplingChoice(temperature, top_p), None
+            if rule == GUMBEL_MAX or (rule != RELAXED and temperature == 0):
+                if (task, choice) not in plain:
+                    engine.loop.scheduler.draft_length = FixedDraftLength(0)
+                    plain[task, choice] = answers(engine, prompts, choice)
+                want = plain[task, choice]
+            for width in shape.widths:
+                engine.loop.scheduler.draft_length = FixedDraftLength(width)
+                row = count(engine, prompts, choice, want)
+                yield {"task": task, "rule": rule, **choice._asdict(), "shape": shape.name, "width": width, **row}
+
+    engines = [
+        (shape, replace(parsed.options, speculative_acceptance=rule))
+        for rule in args.rules
+        for shape in draft_shapes(
+            args.widths, args.trees if rule == GUMBEL_MAX else []
+        )  # trees: accepted by gumbel-max
+    ]
+    fields = {"items": args.items}
+    return measure_engines("acceptance", argv, args.output_file, engines, rows_of, table, fields)
+
+
+def table(rows: Sequence[Row]) -> Table:
+    return make_table("acceptance", COLUMNS, rows, left=2)
 
 
 def _status(argv: list[str]) -> int:

@@ -6,32 +6,29 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Sized
 from contextlib import closing
 
-import msgspec
 from torch import nn
 
 from thalweg.attention.selection import Selection
-from thalweg.bench.backends import RequestOptions, make_backend
+from thalweg.bench.backends import BACKENDS, RequestOptions
 from thalweg.bench.datasets import Prompt
 from thalweg.bench.display import progress_bar
-from thalweg.bench.errors import BenchError, HttpError
+from thalweg.bench.errors import BenchError
 from thalweg.bench.eval_prompts import Continuation, EvalAnswer, EvalPrompt
-from thalweg.bench.http_client import HttpClient, HttpReply
+from thalweg.bench.http_client import HttpClient
 from thalweg.bench.in_process import Generation, generate
 from thalweg.bench.load import ServerLoad, interruptible
 from thalweg.bench.metrics import Record, failures
-from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.request import check_request
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.streams import Assembler, Piece
-from thalweg.layers.indexer import Indexer
+from thalweg.layers.mla import Indexer
 from thalweg.llm import LLM
 
 GREEDY = 0.0
 SCORE_PROMPT = SamplingParams(max_tokens=0, prompt_logprobs=0, temperature=GREEDY)
-ONE_TOKEN = {"max_tokens": 1, "temperature": GREEDY, "stream": False}  # other servers refuse no token at all
 
 
 class NoAnswer(BenchError):
@@ -83,50 +80,60 @@ class EngineAnswerer:
         modules = model.modules() if isinstance(model, nn.Module) else ()
         return [module for module in modules if isinstance(module, Indexer)]
 
-    def has_nextn(self) -> bool:
-        return self.llm.engine.runner.model.facts.nextn > 0
-
     def select(self, selection: Selection) -> None:
-        """Replaces the indexers' selection of context, and empties the prefix cache. Raises UnsupportedConfig for a
-        model that selects no context.
-        """
-        indexers = self.indexers()
-        if not indexers:
-            raise UnsupportedConfig("this model has no indexer, so there is no selection of context to replace")
-        for indexer in indexers:
+        """Replaces the indexers' selection of context, and empties the prefix cache."""
+        for indexer in self.indexers():
             indexer.selection = selection
         self.llm.engine.runner.eager()
         self.llm.engine.flush_cache()
 
 
-class _Logprobs(msgspec.Struct):
-    token_logprobs: list[float | None]
-
-
-class _Choice(msgspec.Struct):
-    logprobs: _Logprobs | None = None
-
-
-class _Completion(msgspec.Struct):
-    choices: tuple[_Choice]
+def _log_probability(record: Record, text: Continuation, label: str) -> float:
+    nats = [value for value in record.logprobs[text.at : len(text.ids)] if value is not None]
+    if len(nats) != len(text.ids) - text.at:
+        raise NoAnswer(
+            f"{label}: the server gives no log-probabilities of the prompt (echo with logprobs); leave --base-url out"
+        )
+    return math.fsum(nats)
 
 
 class ServerAnswerer:
     """A server's `/v1/completions`, with token ids."""
 
     def __init__(self, base_url: str, model: str, api_key: str, concurrency: int, progress: bool = True) -> None:
-        self.base_url, self.concurrency, self.progress = base_url, concurrency, progress
+        self.base_url, self.model, self.concurrency, self.progress = base_url, model, concurrency, progress
         self.headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self.options = RequestOptions(model, GREEDY, ignore_eos=False, extra={"skip_special_tokens": False})
 
     def answer(self, prompts: Sequence[EvalPrompt], label: str, into: dict[int, EvalAnswer]) -> None:
         """Raises NoAnswer as soon as a request fails, KeyboardInterrupt on Ctrl-C."""
-        asyncio.run(self._answer(prompts, label, into))
-
-    async def _answer(self, prompts: Sequence[EvalPrompt], label: str, into: dict[int, EvalAnswer]) -> None:
-        client, stop = HttpClient(self.base_url, self.headers), asyncio.Event()
+        options = RequestOptions(self.model, GREEDY, ignore_eos=False, extra={"skip_special_tokens": False})
         requests = [Prompt(limit, ids=ids, input_len=len(ids)) for ids, limit in prompts]
-        load = ServerLoad(client, make_backend("openai"), self.options, requests)
+        for place, record in self._answered(requests, options, label, into):
+            into[place] = EvalAnswer(record.text)
+
+    def likelihoods(self, texts: Sequence[Continuation], label: str, into: dict[int, float]) -> None:
+        """Raises NoAnswer when a request fails, or the server gives no log-probabilities of the prompt."""
+        scoring = {"echo": True, "logprobs": 0}
+        options = RequestOptions(self.model, GREEDY, ignore_eos=False, stream=False, extra=scoring)
+        requests = [Prompt(1, ids=text.ids, input_len=len(text.ids)) for text in texts]  # not every server takes 0
+        for place, record in self._answered(requests, options, label, into):
+            into[place] = _log_probability(record, texts[place], label)
+
+    def _answered(
+        self, prompts: Sequence[Prompt], options: RequestOptions, label: str, into: Sized
+    ) -> Iterator[tuple[int, Record]]:
+        """(place, record) of each answer. Raises NoAnswer and KeyboardInterrupt after the last one."""
+        records, stopped = asyncio.run(self._send(prompts, options, label))
+        yield from ((place, record) for place, record in enumerate(records) if record.ok)
+        for reason in failures(records):
+            raise NoAnswer(f"{len(into)} of {len(prompts)} requests of {label} were answered, then: {reason}")
+        if stopped:
+            raise KeyboardInterrupt
+
+    async def _send(self, prompts: Sequence[Prompt], options: RequestOptions, label: str) -> tuple[list[Record], bool]:
+        """The records, and whether a failure or Ctrl-C stopped the rest."""
+        client, stop = HttpClient(self.base_url, self.headers), asyncio.Event()
+        load = ServerLoad(client, BACKENDS["openai"], options, prompts)
         with progress_bar(label, len(prompts), self.progress) as bar, interruptible(stop):
 
             def on_done(record: Record) -> None:
@@ -136,48 +143,4 @@ class ServerAnswerer:
 
             await load.run([0.0] * len(prompts), self.concurrency, stop, on_done)
         client.close()
-        into.update((place, EvalAnswer(record.text)) for place, record in enumerate(load.records) if record.ok)
-        if failed := failures(load.records):
-            reason = next(iter(failed))
-            raise NoAnswer(f"{len(into)} of {len(prompts)} requests of {label} were answered, then: {reason}")
-        if stop.is_set():
-            raise KeyboardInterrupt
-
-    def likelihoods(self, texts: Sequence[Continuation], label: str, into: dict[int, float]) -> None:
-        """Raises NoAnswer when a request fails, or the server gives no log-probabilities of the prompt."""
-        asyncio.run(self._likelihoods(texts, label, into))
-
-    async def _likelihoods(self, texts: Sequence[Continuation], label: str, into: dict[int, float]) -> None:
-        client, free = HttpClient(self.base_url, self.headers), asyncio.Semaphore(self.concurrency)
-        with progress_bar(label, len(texts), self.progress) as bar:
-
-            async def score(place: int, text: Continuation) -> None:
-                body = {"model": self.options.model, "prompt": text.ids, "echo": True, "logprobs": 0, **ONE_TOKEN}
-                async with free:
-                    try:
-                        reply = await client.request("POST", "/v1/completions", msgspec.json.encode(body))
-                    except HttpError as error:
-                        raise NoAnswer(f"a request of {label} failed: {error}") from error
-                bar.advance()
-                into[place] = _log_probability(reply, text, label)
-
-            try:
-                await asyncio.gather(*(score(place, text) for place, text in enumerate(texts)))
-            finally:
-                client.close()
-
-
-def _log_probability(reply: HttpReply, text: Continuation, label: str) -> float:
-    if reply.status != 200:
-        raise NoAnswer(f"a request of {label} failed: HTTP {reply.status} {reply.reason}: {reply.text[:200]}")
-    try:
-        (choice,) = msgspec.json.decode(reply.body, type=_Completion).choices
-    except msgspec.DecodeError as error:
-        raise NoAnswer(f"an answer of {label} is not a completion: {error}") from error
-    logged = [] if choice.logprobs is None else choice.logprobs.token_logprobs[text.at : len(text.ids)]
-    nats = [value for value in logged if value is not None]
-    if len(nats) != len(text.ids) - text.at:
-        raise NoAnswer(
-            f"{label}: the server gives no log-probabilities of the prompt (echo with logprobs); leave --base-url out"
-        )
-    return math.fsum(nats)
+        return load.records, stop.is_set()

@@ -1,4 +1,4 @@
-"""The APIs of the load generator: what a request looks like in each, and how its stream is read.
+"""The APIs of the load generator: what a request looks like in each, and how its answer is read.
 
 Events are decoded into typed structs (unknown fields are skipped in C), because the client shares its cores with the
 server that it measures.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 
@@ -24,8 +24,11 @@ class _Details(msgspec.Struct):
 
 
 class _Usage(msgspec.Struct):
+    """OpenAI's `usage`, or SGLang's `meta_info`, which has the cached tokens itself."""
+
     prompt_tokens: int = 0
     completion_tokens: int | None = 0
+    cached_tokens: int | None = None
     prompt_tokens_details: _Details | None = None
 
 
@@ -38,35 +41,31 @@ class _Message(msgspec.Struct):
     tool_calls: object = None
 
 
+class _Logprobs(msgspec.Struct):
+    token_logprobs: list[float | None] = []
+
+
 class _Choice(msgspec.Struct):
     text: str | None = None
     delta: _Message | None = None
     message: _Message | None = None
     token_ids: list[int] | None = None
+    logprobs: _Logprobs | None = None
     finish_reason: str | None = None
 
 
 class _Event(msgspec.Struct):
-    """One `data:` line of an OpenAI stream, or a whole unstreamed answer."""
+    """One `data:` line of a stream, or a whole unstreamed answer."""
 
     choices: list[_Choice] = []
     usage: _Usage | None = None
     error: object = None
-
-
-class _Meta(msgspec.Struct):
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    cached_tokens: int = 0
-
-
-class _NativeEvent(msgspec.Struct):
-    """SGLang's `/generate`: text and counts are those of the whole output so far."""
-
-    text: str = ""
+    text: str = ""  # SGLang's `/generate`: text, ids and counts are those of the whole output so far
     output_ids: list[int] | None = None
-    meta_info: _Meta | None = None
-    error: object = None
+    meta_info: _Usage | None = None
+
+
+_decode = msgspec.json.Decoder(_Event).decode
 
 
 class RequestOptions(NamedTuple):
@@ -85,115 +84,38 @@ class RequestOptions(NamedTuple):
         return {limit: prompt.output_len, **eos, "temperature": self.temperature}
 
 
-class TokenTimes:
-    """Times of one request: `tokens(n)` at each arrival fills the record."""
-
-    def __init__(self, record: Record) -> None:
-        self.record, self.last, self.seen = record, 0.0, 0
-
-    def tokens(self, count: int, now: float) -> None:
-        if count <= 0:
-            return
-        record = self.record
-        if record.ttft < 0:
-            record.ttft = now - record.start
-        else:
-            record.itl.extend([(now - self.last) / count] * count)
-        self.last, self.seen = now, self.seen + count
-
-
-class Backend(Protocol):
+class Backend(NamedTuple):
     """One API."""
 
     path: str
+    token_ids: bool = False  # ask for them in the stream (Thalweg and vLLM have the field)
 
     def body(self, prompt: Prompt, options: RequestOptions) -> dict[str, object]:
         """Raises DatasetError when the API cannot carry such a prompt."""
-
-    def event(self, data: bytes, now: float, times: TokenTimes) -> None:
-        """One event of the stream, or a whole unstreamed answer. Raises msgspec.DecodeError."""
-
-
-class OpenAI:
-    """Completions or chat completions. ids: ask for token ids in the stream (Thalweg and vLLM have the field)."""
-
-    def __init__(self, chat: bool, ids: bool) -> None:
-        self.chat, self.ids = chat, ids
-        self.path = "/v1/chat/completions" if chat else "/v1/completions"
-        self._decode = msgspec.json.Decoder(_Event).decode
-
-    def body(self, prompt: Prompt, options: RequestOptions) -> dict[str, object]:
-        body = {"model": options.model, "stream": options.stream, **options.sampling(prompt, "max_tokens")}
+        body: dict[str, object] = {"stream": options.stream}
+        if self.path == GENERATE:
+            source = prompt.as_ids_or_text()
+            body["text" if isinstance(source, str) else "input_ids"] = source
+            return body | {"sampling_params": options.sampling(prompt, "max_new_tokens")} | dict(options.extra)
+        body |= {"model": options.model, **options.sampling(prompt, "max_tokens")}
         if options.stream:
             body["stream_options"] = {"include_usage": True}
-        if self.ids:
+        if self.token_ids:
             body["return_token_ids"] = True
-        if self.chat:
+        if self.path == CHAT:
             body["messages"] = prompt.as_messages()
         else:
             body["prompt"] = prompt.as_ids_or_text()
         return body | dict(options.extra)
 
-    def event(self, data: bytes, now: float, times: TokenTimes) -> None:
-        event, record = self._decode(data), times.record
-        if event.error is not None:
-            record.error = f"error event: {_error_text(event.error)}"
-            return
-        count = 0
-        for choice in event.choices:
-            text, called = choice.text or "", False
-            for part in (choice.delta, choice.message):
-                if part is not None:
-                    thought = part.reasoning_content or part.reasoning or ""
-                    record.thought += len(thought)
-                    text += thought + (part.content or "")
-                    called = called or bool(part.tool_calls)
-            count += bool(text or called) if choice.token_ids is None else len(choice.token_ids)
-            record.ids += choice.token_ids or ()
-            record.text += text
-            record.done = record.done or choice.finish_reason is not None
-        if (usage := event.usage) is not None:
-            record.prompt_tokens = usage.prompt_tokens or record.prompt_tokens
-            record.output_tokens = usage.completion_tokens or 0
-            if usage.prompt_tokens_details is not None:
-                record.cached_tokens = usage.prompt_tokens_details.cached_tokens or 0
-            if event.choices:  # continuous usage counts a chunk's tokens better than the chunk does
-                count = record.output_tokens - times.seen
-        times.tokens(count, now)
 
-
-class NativeApi:
-    """SGLang's `/generate`, which Thalweg serves too."""
-
-    path = "/generate"
-
-    def __init__(self) -> None:
-        self._decode = msgspec.json.Decoder(_NativeEvent).decode
-
-    def body(self, prompt: Prompt, options: RequestOptions) -> dict[str, object]:
-        source = prompt.as_ids_or_text()
-        body = {"text" if isinstance(source, str) else "input_ids": source, "stream": options.stream}
-        return body | {"sampling_params": options.sampling(prompt, "max_new_tokens")} | dict(options.extra)
-
-    def event(self, data: bytes, now: float, times: TokenTimes) -> None:
-        event, record = self._decode(data), times.record
-        if event.error is not None:
-            record.error = f"error event: {_error_text(event.error)}"
-            return
-        record.text, record.ids = event.text, event.output_ids or record.ids
-        if event.meta_info is not None:
-            record.prompt_tokens = event.meta_info.prompt_tokens or record.prompt_tokens
-            record.output_tokens = event.meta_info.completion_tokens
-            record.cached_tokens = event.meta_info.cached_tokens
-            times.tokens(record.output_tokens - times.seen, now)
-
-
-BACKENDS = ("thalweg", "openai", "openai-chat", "sglang", "sglang-oai", "sglang-oai-chat", "vllm", "vllm-chat")
-
-
-def make_backend(name: str) -> Backend:
-    """One of BACKENDS."""
-    return NativeApi() if name == "sglang" else OpenAI(chat=name.endswith("chat"), ids=name == "thalweg")
+COMPLETIONS, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/generate"
+BACKENDS = {
+    "thalweg": Backend(COMPLETIONS, token_ids=True),
+    "sglang": Backend(GENERATE),
+    **dict.fromkeys(("openai", "vllm", "sglang-oai"), Backend(COMPLETIONS)),
+    **dict.fromkeys(("openai-chat", "vllm-chat", "sglang-oai-chat"), Backend(CHAT)),
+}
 
 
 def _error_text(value: object) -> str:
@@ -206,14 +128,16 @@ def _error_text(value: object) -> str:
     return str(value)[:200]
 
 
-class _EventStream:
-    """Cuts chunks of a body into the `data:` lines of server-sent events."""
+class AnswerReader:
+    """Reads the answer of one request into its record."""
 
-    def __init__(self, backend: Backend, times: TokenTimes) -> None:
-        self.backend, self.times, self.rest = backend, times, b""
+    def __init__(self, backend: Backend, record: Record) -> None:
+        self.backend, self.record, self.rest = backend, record, b""
+        self.last, self.seen = 0.0, 0  # when tokens came last, and how many came
 
     def feed(self, chunk: bytes, now: float) -> None:
-        record = self.times.record
+        """A chunk of a stream of server-sent events."""
+        record = self.record
         *lines, self.rest = (self.rest + chunk).split(b"\n")
         for line in lines:
             if not line.startswith(b"data:"):
@@ -222,15 +146,64 @@ class _EventStream:
             if (data := line[5:].strip()) == b"[DONE]":
                 record.done = True
             else:
-                _read_event(self.backend, data, now, self.times)
+                self.event(data, now)
 
+    def event(self, data: bytes, now: float) -> None:
+        """One event, or a whole unstreamed answer. A broken one becomes the record's error, because the callback of the
+        parser must not raise.
+        """
+        record, count = self.record, 0
+        try:
+            event = _decode(data)
+        except msgspec.DecodeError as error:
+            record.error = record.error or f"not an event of this API ({self.backend.path}): {error}"
+            return
+        if event.error is not None:
+            record.error = f"error event: {_error_text(event.error)}"
+            return
+        for choice in event.choices:
+            text, called = choice.text or "", False
+            for part in (choice.delta, choice.message):
+                if part is not None:
+                    thought = part.reasoning_content or part.reasoning or ""
+                    record.thought += len(thought)
+                    text += thought + (part.content or "")
+                    called = called or bool(part.tool_calls)
+            count += bool(text or called) if choice.token_ids is None else len(choice.token_ids)
+            record.ids += choice.token_ids or ()
+            record.logprobs += choice.logprobs.token_logprobs if choice.logprobs else ()
+            record.text += text
+            record.done = record.done or choice.finish_reason is not None
+        if event.meta_info is not None:
+            record.text, record.ids = event.text, event.output_ids or record.ids
+        if (usage := event.usage or event.meta_info) is not None:
+            record.prompt_tokens = usage.prompt_tokens or record.prompt_tokens
+            record.output_tokens = usage.completion_tokens or 0
+            record.cached_tokens = (usage.prompt_tokens_details or usage).cached_tokens or record.cached_tokens
+            if event.choices or event.meta_info:  # it counts an event's tokens better than the event does
+                count = record.output_tokens - self.seen
+        if count > 0:
+            if record.ttft < 0:
+                record.ttft = now - record.start
+            else:
+                record.itl.extend([(now - self.last) / count] * count)
+            self.last, self.seen = now, self.seen + count
 
-def _read_event(backend: Backend, data: bytes, now: float, times: TokenTimes) -> None:
-    """A broken event becomes the record's error, because the parser's callback must not raise."""
-    try:
-        backend.event(data, now, times)
-    except msgspec.DecodeError as error:
-        times.record.error = times.record.error or f"not an event of this API ({backend.path}): {error}"
+    def finish(self, reply: HttpReply, stream: bool) -> None:
+        record = self.record
+        if reply.status != 200:
+            try:
+                text = _error_text(msgspec.json.decode(reply.body))
+            except msgspec.DecodeError:
+                text = reply.text.strip()[:200]
+            record.error = f"HTTP {reply.status} {reply.reason}: {text}"
+            return
+        if not stream:
+            record.latency, record.done = time.perf_counter() - record.start, True
+            self.event(bytes(reply.body), record.start + record.latency)
+        record.output_tokens = record.output_tokens or self.seen
+        if not record.done and not record.error:
+            record.error = "the stream ended without [DONE] or a finish reason"
 
 
 async def send_request(
@@ -242,7 +215,7 @@ async def send_request(
     Body and connection are made before. Where they are ready in time, latencies count from the moment of sending; else
     from the moment at which the request could have been sent, so that a slow connection shows.
     """
-    body, times = msgspec.json.encode(backend.body(prompt, options)), TokenTimes(record)
+    body, reader = msgspec.json.encode(backend.body(prompt, options)), AnswerReader(backend, record)
     record.prompt_tokens, record.turn = prompt.input_len, prompt.turn
     record.start = max(time.perf_counter(), due)
 
@@ -251,33 +224,14 @@ async def send_request(
         if now >= due > 0 and record.start == due:
             record.start = now
 
-    on_body = _EventStream(backend, times).feed if options.stream else None
+    on_body = reader.feed if options.stream else None
     try:
         async with asyncio.timeout(options.timeout + max(due - time.perf_counter(), 0.0)):
             reply = await client.request("POST", backend.path, body, on_body, SendTime(due, on_sent))
-        _finish(reply, backend, times, options.stream)
+        reader.finish(reply, options.stream)
     except TimeoutError:
         record.error = f"no complete answer within {options.timeout:g} s"
     except HttpError as error:
         record.error = record.error or str(error)
         record.refused = isinstance(error, CannotConnect)
     record.latency = record.latency or max(time.perf_counter() - record.start, 0.0)
-
-
-def _finish(reply: HttpReply, backend: Backend, times: TokenTimes, stream: bool) -> None:
-    record = times.record
-    if reply.status != 200:
-        try:
-            text = _error_text(msgspec.json.decode(reply.body))
-        except msgspec.DecodeError:
-            text = reply.text.strip()[:200]
-        record.error = f"HTTP {reply.status} {reply.reason}: {text}"
-        return
-    if not stream:
-        record.latency = time.perf_counter() - record.start
-        _read_event(backend, bytes(reply.body), record.start + record.latency, times)
-        record.itl.clear()
-        record.done = True
-    record.output_tokens = record.output_tokens or times.seen
-    if not record.done and not record.error:
-        record.error = "the stream ended without [DONE] or a finish reason"

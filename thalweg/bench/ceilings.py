@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Callable
 
 import torch
 
+from thalweg.bench import stopwatch
 from thalweg.launch.planning import processor
 from thalweg.launch.planning.roofline import Ceilings
 
@@ -50,27 +52,11 @@ def _bf16() -> float:
 def _fp8() -> float:
     a, b = (torch.randn(SIDE, SIDE, device="cuda").to(torch.float8_e4m3fn) for _ in range(2))
     one = torch.ones((), device="cuda")
-    return (
-        2
-        * SIDE**3
-        / _seconds(lambda: torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True))
-    )
+    product = partial(torch._scaled_mm, a, b.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
+    return 2 * SIDE**3 / _seconds(product)
 
 
-def _seconds(call: Callable[[], object], repeats: int = 10) -> float:
-    """The fastest of three rounds, of one call."""
-    best = float("inf")
+def _seconds(call: Callable[[], object]) -> float:
+    """Of one call, the fastest of three rounds."""
     call()
-    for _ in range(3):
-        start, end = _event(), _event()
-        start.record()
-        for _ in range(repeats):
-            call()
-        end.record()
-        end.synchronize()
-        best = min(best, start.elapsed_time(end) / 1e3 / repeats)
-    return best
-
-
-def _event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    return min(stopwatch.rounds(call, 10, 3))

@@ -10,7 +10,10 @@ from importlib import import_module
 
 COMMANDS = {
     "serve": ("thalweg.bench.serve", "measure a running server, any OpenAI-compatible one"),
-    "load": ("thalweg.bench.load_test", "a server of its own under 1,000 streams: texts, CPU time, memory, pace"),
+    "load": (
+        "thalweg.bench.load_test",
+        "start a server and check it under 1,000 streams: answers, CPU time, memory, step rate",
+    ),
     "offline": ("thalweg.bench.offline", "throughput of a whole data set in this process, without HTTP"),
     "startup": ("thalweg.bench.startup", "from the command to the first token, phase by phase, cold and warm"),
     "one-batch": ("thalweg.bench.one_batch", "time prefill and decode of fixed batches in this process, without HTTP"),
@@ -21,7 +24,7 @@ COMMANDS = {
     "make-checkpoint": ("thalweg.bench.make_checkpoint", "write random weights to disk as a published checkpoint"),
     "structured": ("thalweg.bench.structured", "what grammars cost: the step rate of a batch with and without them"),
     "acceptance": ("thalweg.bench.acceptance", "drafts accepted by task and depth, and tokens as plain decoding's"),
-    "speculation": ("thalweg.bench.speculation", "decoding by drafts a step, their acceptance measured or imposed"),
+    "speculation": ("thalweg.bench.speculation", "decode speed by number of drafts, with real or simulated acceptance"),
 }
 
 

@@ -6,6 +6,7 @@ import argparse
 import re
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
@@ -27,22 +28,15 @@ class CommandParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}\n`{self.prog} --help` lists all flags\n")
 
 
-def whole(text: str) -> int:
-    """An argparse type: a whole number from 0 on."""
-    if not text.isdigit():
-        raise argparse.ArgumentTypeError(f"expected a whole number from 0 on, got {text!r}")
-    return int(text)
-
-
-def positive(text: str) -> int:
-    """An argparse type: a whole number from 1 on."""
-    if not text.isdigit() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"expected a whole number from 1 on, got {text!r}")
+def _number(least: int, text: str) -> int:
+    """An argparse type: a whole number from `least` on."""
+    if not text.isdigit() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"expected a whole number from {least} on, got {text!r}")
     return int(text)
 
 
 KINDS: dict[str, Any] = {
-    "whole": whole, "count": positive, "number": float, "seconds": float,
+    "whole": partial(_number, 0), "count": partial(_number, 1), "number": float, "seconds": float,
     "text": str, "name": str, "url": str, "file": str, "folder": str, "path": Path,
 }  # fmt: skip
 OUTPUT = (
@@ -89,6 +83,18 @@ def exit_status(command: str, run: Callable[[list[str]], int], argv: Sequence[st
         return 130
 
 
+def command(name: str) -> Callable[[Callable[[list[str]], int]], Callable[[Sequence[str] | None], int]]:
+    """Makes a function of the words after a command's name its `main`, with the exit statuses of `exit_status`."""
+
+    def decorate(run: Callable[[list[str]], int]) -> Callable[[Sequence[str] | None], int]:
+        def main(argv: Sequence[str] | None = None) -> int:
+            return exit_status(name, run, argv)
+
+        return main
+
+    return decorate
+
+
 def report_interruption(kept: str = "the numbers are of what was measured until then") -> int:
     """The exit status of a run that Ctrl-C ended."""
     print(f"PARTIAL: Ctrl-C; {kept}", file=sys.stderr)
@@ -122,8 +128,8 @@ class PartialRun:
 
     def finish(self, status: int = 0) -> int:
         """The exit status. Raises the error that ended the block."""
-        if isinstance(self.error, KeyboardInterrupt):
-            return report_interruption()
         if self.error is not None:
+            if isinstance(self.error, KeyboardInterrupt):
+                report_interruption()
             raise self.error
         return status

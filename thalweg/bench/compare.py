@@ -6,9 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
-import numpy as np
 from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
@@ -17,21 +15,10 @@ from thalweg.bench.command import OUTPUT, CommandParser, add_flags, exit_status
 from thalweg.bench.display import show
 from thalweg.bench.result_files import Json, Measurement, Points, ResultFileError, command_of, load, points
 from thalweg.bench.results import provenance, write
-from thalweg.bench.statistics import Floats, Ratio, bootstrap, paired, share_ratio, welch
+from thalweg.bench.statistics import Ratio, paired, share_ratio, welch
 
-VERDICTS = {
-    "better": "green",
-    "worse": "red",
-    "same": "dim",
-    "higher": "yellow",
-    "lower": "yellow",
-    "unclear": "yellow",
-    "unknown": "dim",
-}
+VERDICTS = {"better": "green", "worse": "red", "same": "dim", "unclear": "yellow", "unknown": "dim"}
 LARGE = 9.0  # a tenfold change and more is printed as a factor
-FEWEST = {"mean": 30, "median": 30, "p99": 200}  # samples of a bootstrap: with fewer its interval is too narrow
-FEWEST_SECONDS = 8
-ONE_RUN = "of one run"  # ends the source of an interval that does not know the differences between runs
 # fields of a configuration that do not set anything: where a run was written, what the server happened to do
 UNRELATED = (
     "client.output_file",
@@ -50,11 +37,6 @@ UNRELATED = (
 )
 REASONS = (".reason", ".source")  # why a setting has its value
 SWEPT = {"client.seed", "client.request_rate", "client.max_concurrency"}  # may differ between files of one side
-REPEAT = (
-    "repeat it: an interval from within one run (its requests, its seconds) does not contain the differences between"
-    " runs (a busy machine, another placement in memory), so such changes are called higher or lower, not better or"
-    " worse; measure both with --repeat 5, or give several files of each with commas"
-)
 FLAGS = f"""
 --confidence     number=0.99  of the intervals; high, because many numbers are compared
 --threshold      number=1     percent; smaller changes do not matter
@@ -76,50 +58,27 @@ class Change:
     low: float | None  # its interval
     high: float | None
     verdict: str  # of VERDICTS
-    how: str  # the source of the interval
-
-
-def _statistic(name: str) -> Any:
-    def statistic(rows: Floats) -> Floats:
-        values: Floats = (
-            rows.mean(axis=1) if name == "mean" else np.percentile(rows, 50 if name == "median" else 99, axis=1)
-        )
-        return values
-
-    return statistic
 
 
 def ratio(a: Measurement, b: Measurement, confidence: float) -> Ratio:
-    """B / A with the best interval that the two allow: repeats, else samples of one run, else none."""
+    """B / A with the interval that repeats or the items of a share give."""
     if a.hits is not None and b.hits is not None:
         return share_ratio(a.hits, b.hits, confidence)
-    counts, are_positive = (len(a.values), len(b.values)), min((*a.values, *b.values)) > 0
-    if a.seeded and counts[0] == counts[1] > 1 and are_positive:
-        return paired(a.values, b.values, confidence, f"{counts[0]} repeats, pair by pair")
-    if min(counts) > 1 and are_positive:
-        return welch(a.values, b.values, confidence, f"{counts[0]} and {counts[1]} repeats")
-    plain = fmean(b.values) / fmean(a.values) if fmean(a.values) else float("inf")
-    if a.statistic == "rate":
-        seconds = tuple([max(value, 0.5) for value in one.samples[1:-1]] for one in (a, b))  # without begin and end
-        if min(map(len, seconds)) < FEWEST_SECONDS:
-            return Ratio(plain)
-        inner = bootstrap(seconds[0], seconds[1], _statistic("mean"), confidence, f"seconds {ONE_RUN}")
-        return Ratio(plain, inner.low, inner.high, inner.how)
-    if a.statistic and min(len(a.samples), len(b.samples)) >= FEWEST[a.statistic]:
-        return bootstrap(a.samples, b.samples, _statistic(a.statistic), confidence, f"{a.sampled} {ONE_RUN}")
-    return Ratio(plain)
+    counts = len(a.values), len(b.values)
+    if min(counts) > 1 and min((*a.values, *b.values)) > 0:
+        if a.seeded and counts[0] == counts[1]:
+            return paired(a.values, b.values, confidence)
+        return welch(a.values, b.values, confidence)
+    return Ratio(fmean(b.values) / fmean(a.values) if fmean(a.values) else float("inf"))
 
 
 def verdict(ratio: Ratio, higher: bool, threshold: float) -> str:
-    """better or worse: the interval excludes no change, and the change reaches the threshold; higher or lower: the same
-    from within one run each, which proves nothing. same: the whole interval is within the threshold. unclear: neither.
-    unknown: no interval.
+    """better or worse: the interval excludes no change, and the change reaches the threshold. same: the whole interval
+    is within the threshold. unclear: neither. unknown: no interval.
     """
     if ratio.low is None or ratio.high is None:
         return "unknown"
     if (ratio.low > 1 or ratio.high < 1) and abs(ratio.value - 1) >= threshold:
-        if ratio.how.endswith(ONE_RUN):
-            return "higher" if ratio.value > 1 else "lower"
         return "better" if (ratio.value > 1) == higher else "worse"
     return "same" if 1 - threshold <= ratio.low and ratio.high <= 1 + threshold else "unclear"
 
@@ -133,7 +92,7 @@ def changes(a: Points, b: Points, confidence: float, threshold: float) -> Iterat
             found = ratio(before, after, confidence)
             low, high = (None if end is None else end - 1 for end in (found.low, found.high))
             judged, means = verdict(found, before.higher, threshold), (fmean(before.values), fmean(after.values))
-            yield Change(point, name, before.unit, *means, found.value - 1, low, high, judged, found.how)
+            yield Change(point, name, before.unit, *means, found.value - 1, low, high, judged)
 
 
 def _leaves(value: object, path: str = "") -> Iterator[tuple[str, object]]:
@@ -184,17 +143,15 @@ def table(found: Sequence[Change], names: tuple[str, str]) -> Table:
 
 def words(found: Sequence[Change], different: Sequence[tuple[str, str, str]], warnings: Sequence[str]) -> list[str]:
     """The comparison in lines of text."""
-    lines = [REPEAT] if any(one.how.endswith(ONE_RUN) for one in found) else []
-    changed: dict[tuple[str, str], list[str]] = {}
-    for name in ("worse", "better", "higher", "lower"):
+    lines, changed = list[str](), dict[tuple[str, str], list[str]]()
+    for name in ("worse", "better"):
         for one in (one for one in found if one.verdict == name):
             changed.setdefault((name, one.point), []).append(f"{one.name} {percent(one.change)}")
     lines += [f"{name} at {point}: {', '.join(texts)}" for (name, point), texts in changed.items()]
-    sources = list(dict.fromkeys(one.how for one in found if one.low is not None))
     if not changed:
-        lines.append("nothing changed beyond noise" if sources else "the noise is unknown: measure with --repeat")
-    if sources:
-        lines.append(f"intervals from {'; '.join(sources)}")
+        unknown = "the noise is unknown: measure both with --repeat 5, or give several files of each with commas"
+        is_known = any(one.low is not None for one in found)
+        lines.append("nothing changed beyond noise" if is_known else unknown)
     return [*lines, *(f"differs: {name}: {left} → {right}" for name, left, right in different), *warnings]
 
 

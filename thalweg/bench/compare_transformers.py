@@ -8,10 +8,8 @@ alternate, so that other work on the machine slows both. transformers runs with 
 from __future__ import annotations
 
 import json
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -19,10 +17,10 @@ from random import Random
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
-from thalweg.bench.command import OUTPUT, PartialRun, add_flags, exit_status
+from thalweg.bench.command import OUTPUT, PartialRun, add_flags, command
 from thalweg.bench.display import make_table, progress_bar, show
 from thalweg.bench.in_process import (
     BENCH_SEED,
@@ -36,7 +34,7 @@ from thalweg.bench.in_process import (
     time_batch,
 )
 from thalweg.bench.results import provenance, write
-from thalweg.bench.statistics import median
+from thalweg.bench.statistics import common_length, median
 from thalweg.config.args import options_parser, parse_options
 from thalweg.core.errors import CheckpointError, UnsupportedConfig
 
@@ -59,17 +57,9 @@ Generate = Callable[[Sequence[Tokens], int], list[Tokens]]  # prompts of one len
 Row = dict[str, Any]
 
 
-@dataclass(slots=True)
-class GenerateRuns:
-    """One engine at one batch size."""
-
-    seconds: list[float] = field(default_factory=list)
-    outputs: list[Tokens] = field(default_factory=list)
-    cannot: str = ""  # why it could not run
-
-
 @torch.inference_mode()
 def generate_with_transformers(model: Any, cache: str, prompts: Sequence[Tokens], length: int) -> list[Tokens]:
+    """Prompts of one length, greedily continued by `length` tokens."""
     ids = torch.tensor(list(prompts))
     kind = {} if cache == "dynamic" else {"cache_implementation": cache}
     options = {"max_new_tokens": length, "min_new_tokens": length, "do_sample": False, "pad_token_id": 0, **kind}
@@ -80,14 +70,11 @@ def generate_with_transformers(model: Any, cache: str, prompts: Sequence[Tokens]
 
 def decode_fp8(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """float32 tensors under their own names; FP8 weights are multiplied by the scales of their 128 × 128 blocks."""
-    plain = {}
-    for name, tensor in tensors.items():
-        if not name.endswith(SCALE):
-            value = tensor.float()
-            if (scale := tensors.get(name + SCALE)) is not None:
-                rows = scale.repeat_interleave(BLOCK, 0)[: value.shape[0]]
-                value = value * rows.repeat_interleave(BLOCK, 1)[:, : value.shape[1]]
-            plain[name] = value.contiguous()
+    plain = {name: tensor.float() for name, tensor in tensors.items() if not name.endswith(SCALE)}
+    for name, weight in plain.items():
+        if (scale := tensors.get(name + SCALE)) is not None:
+            blocks = scale.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+            weight *= blocks[: weight.shape[0], : weight.shape[1]]
     return plain
 
 
@@ -102,72 +89,61 @@ def load_transformers(folder: Path) -> Any:
         raise UnsupportedConfig("this comparison needs transformers: pip install 'thalweg[test]'") from error
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config.pop("quantization_config", None)
-    layers, nextn = config["num_hidden_layers"], config.get("num_nextn_predict_layers", 0)
-    left_out = tuple(f"model.layers.{layers + i}." for i in range(nextn))
-    tensors: dict[str, Tensor] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        tensors |= load_file(file)
-    with tempfile.TemporaryDirectory() as name:
-        plain = {name: tensor for name, tensor in decode_fp8(tensors).items() if not name.startswith(left_out)}
-        save_file(plain, Path(name) / "model.safetensors", metadata={"format": "pt"})
-        (Path(name) / "config.json").write_text(json.dumps(config | {"torch_dtype": "float32"}), encoding="utf-8")
-        model, info = library.AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, output_loading_info=True)
-    wrong = {kind: sorted(names) for kind, names in info.items() if names}
-    if wrong:
+    first, tensors = config["num_hidden_layers"], dict[str, Tensor]()
+    nextn = tuple(f"model.layers.{first + i}." for i in range(config.get("num_nextn_predict_layers", 0)))
+    for file in folder.glob("*.safetensors"):
+        tensors |= {name: tensor for name, tensor in load_file(file).items() if not name.startswith(nextn)}
+    model, info = getattr(library, config["architectures"][0]).from_pretrained(
+        None,
+        config=library.AutoConfig.for_model(**config),
+        state_dict=decode_fp8(tensors),
+        dtype=torch.float32,
+        output_loading_info=True,
+    )
+    if wrong := {kind: sorted(names) for kind, names in info.items() if names}:
         raise CheckpointError(f"transformers cannot read {folder.name} completely: {wrong}")
     return model.eval()
 
 
-def compete(
-    engines: Mapping[str, Generate], prompts: Sequence[Tokens], length: int, rounds: int
-) -> dict[str, GenerateRuns]:
-    """A warm-up each, then `rounds` rounds in alternating order."""
-    runs = {name: GenerateRuns() for name in engines}
+def compete(engines: Mapping[str, Generate], prompts: Sequence[Tokens], length: int, rounds: int) -> Row:
+    """A warm-up each, then `rounds` rounds in alternating order: seconds and outputs of each that can run, and of the
+    others the reason why not. Raises UnsupportedConfig where only Thalweg can.
+    """
+    seconds, outputs, cannot = dict[str, list[float]](), dict[str, list[Tokens]](), dict[str, str]()
     for name, generate in engines.items():
         try:
-            runs[name].outputs = generate(prompts, length)
+            outputs[name], seconds[name] = generate(prompts, length), []
         except CANNOT as error:
             if name == OURS:
                 raise
-            runs[name].cannot = f"{type(error).__name__}: {error}"[:300]
-    able = [name for name in engines if not runs[name].cannot]
+            cannot[name] = f"{type(error).__name__}: {error}"[:300]
+    if len(outputs) == 1:
+        raise UnsupportedConfig(f"transformers can run this checkpoint with none of its caches: {cannot}")
     for turn in range(rounds):
-        for name in able if turn % 2 == 0 else reversed(able):
+        for name in outputs if turn % 2 == 0 else reversed(outputs):
             begin = time.perf_counter()
             engines[name](prompts, length)
-            runs[name].seconds.append(time.perf_counter() - begin)
-    return runs
+            seconds[name].append(time.perf_counter() - begin)
+    return judge(len(prompts) * length, seconds, outputs) | {"cannot": cannot}
+
+
+def judge(tokens: int, seconds: Mapping[str, list[float]], outputs: Mapping[str, list[Tokens]]) -> Row:
+    """Median tokens a second of each, and Thalweg's over the fastest other's."""
+    rates = {name: tokens / median(runs) for name, runs in seconds.items()}
+    fastest = max((name for name in rates if name != OURS), key=lambda name: rates[name])
+    return {
+        "output_tokens_per_s": rates,
+        "seconds": seconds,
+        "fastest_other": fastest,
+        "ratio": rates[OURS] / rates[fastest],
+        "ratio_of_best_runs": min(seconds[fastest]) / min(seconds[OURS]),
+        "same_tokens": {name: agreement(outputs[OURS], outputs[name]) for name in rates if name != OURS},
+    }
 
 
 def agreement(ours: Sequence[Tokens], theirs: Sequence[Tokens]) -> float:
     """Share of positions before the first difference of each text: behind it the questions differ."""
-    same = total = 0
-    for a, b in zip(ours, theirs, strict=True):
-        total += len(a)
-        same += next((i for i, pair in enumerate(zip(a, b, strict=True)) if pair[0] != pair[1]), len(a))
-    return same / total if total else 1.0
-
-
-def judge(batch: int, length: int, runs: dict[str, GenerateRuns]) -> Row:
-    """Median tokens a second of each, and Thalweg's over the fastest other's. Raises UnsupportedConfig without
-    another.
-    """
-    rates = {name: batch * length / median(run.seconds) for name, run in runs.items() if run.seconds}
-    others = {name: rate for name, rate in rates.items() if name != OURS}
-    cannot = {name: run.cannot for name, run in runs.items() if run.cannot}
-    if not others:
-        raise UnsupportedConfig(f"transformers can run this checkpoint with none of its caches: {cannot}")
-    fastest = max(others, key=lambda name: others[name])
-    return {
-        "batch_size": batch,
-        "output_tokens_per_s": rates,
-        "seconds": {name: run.seconds for name, run in runs.items()},
-        "fastest_other": fastest,
-        "ratio": rates[OURS] / rates[fastest],
-        "ratio_of_best_runs": min(runs[fastest].seconds) / min(runs[OURS].seconds),
-        "same_tokens": {name: agreement(runs[OURS].outputs, runs[name].outputs) for name in others},
-        "cannot": cannot,
-    }
+    return sum(map(common_length, ours, theirs)) / max(sum(map(len, ours)), 1)
 
 
 COLUMNS = {
@@ -178,8 +154,9 @@ COLUMNS = {
 }  # fmt: skip
 
 
-def _run(argv: list[str]) -> int:
-    """Measures and prints; Ctrl-C keeps the finished batch sizes. Raises ThalwegError."""
+@command("thalweg bench compare-transformers")
+def main(argv: list[str]) -> int:
+    """0: done; 1: an error; 2: wrong flags; 130: Ctrl-C. Results are printed and written."""
     text = (
         "Tokens a second of Thalweg and of the fastest of transformers' generate, on the same prompts in the same run."
     )
@@ -199,7 +176,7 @@ def _run(argv: list[str]) -> int:
     with PartialRun() as run, progress_bar("batch sizes", len(args.batch_size)) as bar:
         for batch in args.batch_size:
             prompts = random_batch(resolved, batch, args.input_len, rng)
-            rows.append(judge(batch, args.output_len, compete(engines, prompts, args.output_len, args.rounds)))
+            rows.append({"batch_size": batch, **compete(engines, prompts, args.output_len, args.rounds)})
             bar.advance()
     show(make_table("output tokens a second", COLUMNS, rows))
     if args.output_file and rows:
@@ -208,8 +185,3 @@ def _run(argv: list[str]) -> int:
         source = provenance("bench compare-transformers", argv, configuration(resolved))
         write(Path(args.output_file), {"load": load, "results": rows, **run.as_json(), **source})
     return run.finish()
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """0: done; 1: an error; 2: wrong flags; 130: Ctrl-C. Results are printed and written."""
-    return exit_status("thalweg bench compare-transformers", _run, argv)

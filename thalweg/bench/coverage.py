@@ -4,7 +4,8 @@ what they should have.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from statistics import fmean
 from typing import Any
 
 from torch import Tensor, nn
@@ -27,36 +28,30 @@ def of_decode(engine: LocalEngine, prompts: Sequence[Tokens]) -> tuple[float, ..
     parts = [part for part in model.modules() if isinstance(part, KernelMoe)]
     if not parts:
         return ()
-    seen: list[list[tuple[int, Tensor]]] = [[] for _ in parts]
+    seen: list[list[Tensor]] = [[] for _ in parts]
     runner, runs = engine.runner, [part.run for part in parts]
     recorded = runner.steps, runner.graphs
     try:
         runner.eager()
         for part, into in zip(parts, seen, strict=True):
-            part.run = _Watched(part.run, part.rule.experts, into)
+            part.run = _watched(part.run, part.router.rule.experts, len(prompts), into)
         time_batch(engine, prompts, STEPS + 2)
     finally:
         runner.steps, runner.graphs = recorded
         for part, run in zip(parts, runs, strict=True):
             part.run = run
-    return tuple(_mean(each, len(prompts)) for each in seen)
+    # a step that overran the end of all rows chose nothing
+    chosen = ([count for count in map(int, counts) if count] for counts in seen)
+    return tuple(fmean(counts) if counts else 0.0 for counts in chosen)
 
 
-def _mean(seen: Sequence[tuple[int, Tensor]], rows: int) -> float:
-    """Of the steps that decode so many rows; one that overran the end of all of them chose nothing."""
-    counts = [int(count) for tokens, count in seen if tokens == rows]
-    chosen = [count for count in counts if count]
-    return sum(chosen) / len(chosen) if chosen else 0.0
+def _watched(run: Callable[..., None], experts: int, rows: int, into: list[Tensor]) -> Callable[..., None]:
+    """A runner of experts that keeps how many different ones each call with so many rows chose."""
+    from thalweg.kernels.experts.triton import coverage
 
+    def watched(out_TH: Tensor, x: Any, routed: Any, *rest: Any, **options: Any) -> None:
+        if len(x) == rows:
+            into.append(coverage(routed.ids_TK, experts))
+        run(out_TH, x, routed, *rest, **options)
 
-class _Watched:
-    """A runner of experts that keeps how many different ones each call was given."""
-
-    def __init__(self, run: Any, experts: int, into: list[tuple[int, Tensor]]) -> None:
-        self.run, self.experts, self.into = run, experts, into
-
-    def __call__(self, out_TH: Tensor, x: Any, routed: Any, weights: Any, accumulate: bool = True) -> None:
-        from thalweg.kernels.experts.triton import coverage
-
-        self.into.append((len(x), coverage(routed.ids_TK, self.experts)))
-        self.run(out_TH, x, routed, weights, accumulate)
+    return watched

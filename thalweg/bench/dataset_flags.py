@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import tarfile
 from pathlib import Path
 from typing import Any
 
 from thalweg.bench.command import add_flags
-from thalweg.bench.dataset_files import TraceLimits, file_prompts, sharegpt_prompts, trace_prompts
+from thalweg.bench.dataset_files import file_prompts, sharegpt_prompts
 from thalweg.bench.datasets import (
     LengthRange,
     OrdinaryTokens,
@@ -19,7 +18,7 @@ from thalweg.bench.datasets import (
     shared_prompts,
 )
 from thalweg.bench.errors import DatasetError
-from thalweg.bench.servegen import servegen_prompts
+from thalweg.bench.traces import TraceLimits, trace_prompts
 
 DATASETS = ("random", "generated-shared-prefix", "conversations", "trace", "sharegpt", "file")
 ALIASES = {
@@ -34,7 +33,8 @@ SHORTENING_FLAGS = {
     "file": "--output-len",
 }
 FLAGS = f"""
---dataset-name  dataset=random  {", ".join(DATASETS)}; also {", ".join(f"{alias} ({name})" for alias, name in ALIASES.items())}
+--dataset-name  dataset=random  {", ".join(DATASETS)};
+                                also {", ".join(f"{alias} ({name})" for alias, name in ALIASES.items())}
 --dataset-path  file            the trace (Mooncake JSONL, Azure CSV, .gz too; ServeGen .tar.gz), or the file of prompts
                                 or conversations
 --num-prompts   whole           how many; default 1000 for random, 64 conversations, all of a file
@@ -58,13 +58,13 @@ FLAGS = f"""
 --gsp-ordered           switch      group after group; else in random order
 --trace-max-input-len   whole=0     cut longer prompts of a trace to this; 0: no limit
 --trace-max-output-len  whole=0     cut longer outputs of a trace to this; 0: no limit
---trace-length-scale    number=1    multiply all lengths, and the 512 tokens of a prefix block, before that: prefixes keep
-                                    their share
+--trace-length-scale    number=1    multiply all lengths, and the 512 tokens of a prefix block, before that: prefixes
+                                    keep their share
 --trace-begin           seconds=0   take the part of the recording from here
 --trace-end             seconds=inf  to here
 --trace-jitter          seconds=0   move each time of the recording by up to this (Mooncake's are multiples of 3 s)
---trace-slowdown-factor --mooncake-slowdown-factor --time-scale  number=1  multiply a trace's times: 2 is half its speed,
-                                    0.1 ten times its speed
+--trace-slowdown-factor --mooncake-slowdown-factor --time-scale  number=1  multiply a trace's times: 2 is half its
+                                    speed, 0.1 ten times its speed
 """
 
 
@@ -112,11 +112,9 @@ def load_prompts(args: Any, vocabulary: OrdinaryTokens | None, seed: int) -> lis
             "random tokens need a vocabulary: give --tokenizer, the folder of the model's tokenizer.json"
         )
     if name == "trace":
-        lengths = args.trace_max_input_len, args.trace_max_output_len
-        times = args.trace_slowdown_factor, args.trace_begin, args.trace_end
-        limits = TraceLimits(*lengths, *times, args.trace_length_scale, args.trace_jitter)
-        is_statistics = path.is_file() and tarfile.is_tarfile(path)  # ServeGen's, not a recording
-        return (servegen_prompts if is_statistics else trace_prompts)(path, vocabulary, count, limits, seed)
+        names = ("max_input_len", "max_output_len", "slowdown_factor", "begin", "end", "length_scale", "jitter")
+        limits = TraceLimits(*(getattr(args, f"trace_{name}") for name in names))
+        return trace_prompts(path, vocabulary, count, limits, seed)
     lengths = args.random_input_len, args.random_output_len
     if name == "random":
         return random_prompts(vocabulary, count, *lengths, args.random_range_ratio, seed)

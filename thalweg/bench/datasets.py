@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from random import Random
 from typing import NamedTuple
@@ -20,6 +21,10 @@ Decode = Callable[[Sequence[int]], str]
 Encode = Callable[[str], Sequence[int]]
 Message = Mapping[str, object]
 PAGE = 64  # tokens of a page of Thalweg's prefix cache; servers with smaller pages can find a little more
+
+
+def _no_encoder(text: str) -> Sequence[int]:
+    raise DatasetError("text must be tokenized here: give --tokenizer, the folder of tokenizer.json")
 
 
 class Reply(NamedTuple):
@@ -44,51 +49,38 @@ class Prompt:
     after: int = -1  # place in the data set of the turn before; -1: the first turn of a conversation
     turn: int = 0
     pause: float = 0.0  # seconds from the answer before to this turn
-    history: tuple[tuple[Prompt, Reply], ...] = ()  # earlier turns with their answers, once they are known
+    role: str = "user"
+    history: tuple[Prompt, ...] = ()  # earlier turns and the answers, once they are known
 
     def following(self, before: Prompt, reply: Reply) -> Prompt:
         """This turn behind an earlier one and its answer."""
-        history = (*before.history, (replace(before, history=()), reply))
-        known = bool(self.ids) and all(turn.ids and answer.ids for turn, answer in history)
-        earlier = sum(len(turn.ids) + len(answer.ids) for turn, answer in history)
-        return replace(self, history=history, input_len=earlier + len(self.ids) if known else 0)
+        answer = Prompt(0, ids=reply.ids, text=reply.text, role="assistant")
+        history = (*before.history, replace(before, history=()), answer)
+        lengths = [len(part.ids) for part in (*history, self)]
+        return replace(self, history=history, input_len=sum(lengths) if all(lengths) else 0)
 
     def as_ids_or_text(self) -> list[int] | str:
         """For a completions API. Raises DatasetError for messages."""
-        if self.messages or any(turn.messages for turn, _ in self.history):
+        parts, encode = (*self.history, self), self.encode or _no_encoder
+        if any(part.messages for part in parts):
             raise DatasetError(
                 "this data set has conversations, which completions cannot carry: use --backend openai-chat"
             )
         if self.text:
-            return "".join(turn.text + answer.text for turn, answer in self.history) + self.text
-        ids: list[int] = []
-        for turn, answer in self.history:
-            ids += [*turn.ids, *(answer.ids or self._encoded(answer.text))]
-        return [*ids, *self.ids]
-
-    def _encoded(self, text: str) -> Sequence[int]:
-        if self.encode is None:
-            raise DatasetError(
-                "this API returns answers as text and later turns are token ids: give --tokenizer, the folder of"
-                " tokenizer.json"
-            )
-        return self.encode(text)
+            return "".join(part.text for part in parts)
+        return [token for part in parts for token in part.ids or encode(part.text)]
 
     def as_messages(self) -> list[Message]:
         """For a chat API. Raises DatasetError for token ids without a tokenizer."""
-        messages: list[Message] = []
-        for turn, answer in self.history:
-            messages += [*turn._own_messages(), {"role": "assistant", "content": answer.text}]
-        return [*messages, *self._own_messages()]
+        return [message for part in (*self.history, self) for message in part._own_messages()]
 
     def _own_messages(self) -> tuple[Message, ...]:
-        if self.messages:
-            return self.messages
-        if self.ids and self.decode is None:
+        if self.ids and self.role == "user" and self.decode is None:
             raise DatasetError(
                 "a chat API takes text and this data set has token ids: give --tokenizer, the folder of tokenizer.json"
             )
-        return ({"role": "user", "content": self.text if self.decode is None else self.decode(self.ids)},)
+        text = self.text if self.decode is None else self.decode(self.ids)
+        return self.messages or ({"role": self.role, "content": text},)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,17 +116,11 @@ def vocabulary_of(tokenizer: Path) -> OrdinaryTokens:
     return OrdinaryTokens(ids, loaded.decode, encode)
 
 
-def ids_of(prompts: Sequence[Prompt], vocabulary: OrdinaryTokens) -> list[list[int]]:
+def ids_of(prompts: Sequence[Prompt], vocabulary: OrdinaryTokens) -> list[Sequence[int]]:
     """The prompts as token ids, for an engine without a chat format. Raises DatasetError."""
-    ids = []
-    for prompt in prompts:
-        shown = prompt.as_ids_or_text()
-        if isinstance(shown, str):
-            if vocabulary.encode is None:
-                raise DatasetError("text must be tokenized: give --tokenizer")
-            shown = list(vocabulary.encode(shown))
-        ids.append(shown)
-    return ids
+    sources = [prompt.as_ids_or_text() for prompt in prompts]
+    encode = vocabulary.encode or _no_encoder
+    return [encode(source) if isinstance(source, str) else source for source in sources]
 
 
 class LengthRange(NamedTuple):
@@ -184,11 +170,11 @@ class PromptGroups:
         for name, value in (("groups", self.groups), ("prompts in each group", self.each), ("turns", self.turns)):
             if value < 1:
                 raise DatasetError(f"{flag}-*: the number of {name} must be at least 1, got {value}")
-        ratio = f"{flag}-range-ratio"
+        lengths = {"question-len": self.question, "output-len": self.output}
         if self.system.most:
-            self.system.check(f"{flag}-system-prompt-len", ratio)
-        self.question.check(f"{flag}-question-len", ratio)
-        self.output.check(f"{flag}-output-len", ratio)
+            lengths["system-prompt-len"] = self.system
+        for name, length in lengths.items():
+            length.check(f"{flag}-{name}", f"{flag}-range-ratio")
         if not 0 <= self.pause < float("inf"):
             raise DatasetError(f"--think-time is a number of seconds from 0 on, got {self.pause}")
 
@@ -273,21 +259,20 @@ def possible_hits(prompts: Sequence[Prompt]) -> float | None:
     """
     seen, found, total = set[int](), 0, 0
     for prompt in prompts:
-        if not prompt.ids or any(not turn.ids or not answer.ids for turn, answer in prompt.history):
+        if not all(part.ids for part in (*prompt.history, prompt)):
             return None
-        before = [token for turn, answer in prompt.history for token in (*turn.ids, *answer.ids)]
-        seen.update(_page_hashes(before))
-        pages = _page_hashes([*before, *prompt.ids][:-1])  # one token is always left to compute
-        found += PAGE * next((place for place, page in enumerate(pages) if page not in seen), len(pages))
-        seen.update(_page_hashes([*before, *prompt.ids]))
-        total += len(before) + len(prompt.ids)
+        before = [token for part in prompt.history for token in part.ids]
+        whole = [*before, *prompt.ids]
+        pages = _page_hashes(whole)
+        seen.update(pages[: len(before) // PAGE])
+        usable = pages[: (len(whole) - 1) // PAGE]  # one token is always left to compute
+        found += PAGE * next((place for place, page in enumerate(usable) if page not in seen), len(usable))
+        seen.update(pages)
+        total += len(whole)
     return found / total if total else None
 
 
 def _page_hashes(ids: Sequence[int]) -> list[int]:
     """A hash for each full page, of all tokens up to its end."""
-    hashes, last = list[int](), 0
-    for start in range(0, len(ids) - PAGE + 1, PAGE):
-        last = hash((last, *ids[start : start + PAGE]))
-        hashes.append(last)
-    return hashes
+    pages = (tuple(ids[start : start + PAGE]) for start in range(0, len(ids) - PAGE + 1, PAGE))
+    return list(accumulate(pages, lambda last, page: hash((last, page)), initial=0))[1:]

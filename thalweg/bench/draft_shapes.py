@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import re
-from collections.abc import Sequence
-from typing import NamedTuple
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import msgspec
+import torch
+from rich.table import Table
+
+from thalweg.bench.command import PartialRun
+from thalweg.bench.display import show
+from thalweg.bench.in_process import configuration
+from thalweg.bench.results import provenance, write
 from thalweg.config.options import Options
 from thalweg.config.tree import replace
 from thalweg.core.errors import UnsupportedConfig
+from thalweg.engine.local import LocalEngine
 from thalweg.launch.resolve import resolve
 from thalweg.launch.resolved import Resolved
 
 CHAIN = "chain"
 ADAPTIVE = -1  # a number of drafts: as many as the engine chooses
+
+Row = dict[str, Any]
 
 
 class DraftShape(NamedTuple):
@@ -53,3 +67,41 @@ def resolved_for(shape: DraftShape, config: Options, **wishes: object) -> Resolv
     if resolved.engine.speculative_algorithm == "NONE":
         raise UnsupportedConfig("speculative_algorithm is NONE: use --speculative-algorithm NEXTN or NGRAM")
     return resolved
+
+
+def started(shape: DraftShape, config: Options, **wishes: object) -> tuple[Resolved, LocalEngine]:
+    """An engine that drafts this shape. Raises ThalwegError."""
+    resolved = resolved_for(shape, config, **wishes)
+    adaptive = ADAPTIVE in shape.widths
+    return resolved, LocalEngine(msgspec.structs.replace(resolved.engine, speculative_adaptive=adaptive))
+
+
+def measure_engines(
+    command: str,
+    argv: list[str],
+    output_file: str,
+    engines: Iterable[tuple[DraftShape, Options]],
+    rows_of: Callable[[DraftShape, Resolved, LocalEngine], Iterator[Row]],
+    table: Callable[[Sequence[Row]], Table],
+    fields: Mapping[str, object],
+) -> list[Row]:
+    """Starts one engine after the other and measures it. Prints and writes what there is when it ends early.
+
+    fields: of the result beside its rows. Raises ThalwegError, KeyboardInterrupt.
+    """
+    rows, source = list[Row](), dict[str, object]()
+    with PartialRun() as partial:
+        for shape, config in engines:
+            resolved, engine = started(shape, config)
+            source = provenance(f"bench {command}", argv, configuration(resolved))
+            for row in rows_of(shape, resolved, engine):
+                rows.append(row)
+                print(" ".join(f"{name}={value}" for name, value in row.items()), file=sys.stderr)
+            del engine
+            gc.collect()  # the weights of the next engine may not fit beside these
+            torch.cuda.empty_cache()
+    show(table(rows))
+    if output_file and rows:
+        write(Path(output_file), {command: rows, **fields, **partial.as_json(), **source})
+    partial.finish()
+    return rows

@@ -42,7 +42,6 @@ FLAGS = f"""
 --tasks           task...        of {", ".join(TASKS)}; default: all; none where something else is asked for
 --items           count={MOST_ITEMS}     held-out items a task
 --items-seed      whole=0        which items
---indexer         selection=model  random: every query sees a random part of its context, which shows the indexer's worth
 --gsm8k           file           JSON lines with question and answer (#### number)
 --gsm8k-shots     file           worked examples in the same form, put before each question
 --shots           whole=0        how many of them
@@ -58,28 +57,26 @@ SERVER_FLAGS = """
 """
 
 
-def _chosen(tasks: Sequence[str] | None, only_files: bool, answerer: Answerer) -> tuple[str, ...]:
+def _chosen(args: Any, answerer: Answerer) -> tuple[str, ...]:
     """The tasks to run: those asked for, or all that are possible. Raises UnsupportedConfig for impossible ones."""
-    lacking: dict[str, str] = {}
-    default: tuple[str, ...] = SCORED  # not every server has log-probabilities of prompts
-    if not isinstance(answerer, EngineAnswerer):
-        if missing := [task for task in tasks or () if task not in (*SCORED, CHOICE)]:
-            raise UnsupportedConfig(
-                f"--tasks {' '.join(missing)}: needs the engine in this process; leave --base-url out"
-            )
-    else:
-        lacking = {} if answerer.has_nextn() else {"nextn": "this model has no NextN layer"}
-        if not answerer.indexers():
-            lacking[RANDOM_RECALL] = "this model has no indexer whose selection of context could be replaced"
+    if isinstance(answerer, EngineAnswerer):
+        reason = "this model has no indexer whose selection could be replaced; leave it out"
+        lacking = {} if answerer.indexers() else {RANDOM_RECALL: reason}
         default = tuple(task for task in TASKS if task not in lacking)
-    for task in tasks or ():
+    else:
+        needed = (task for task in TASKS if task not in (*SCORED, CHOICE))
+        lacking = dict.fromkeys(needed, "needs the engine in this process; leave --base-url out")
+        default = SCORED  # not every server has log-probabilities of prompts
+    for task in args.tasks or ():
         if task in lacking:
-            raise UnsupportedConfig(f"--tasks {task}: {lacking[task]}; leave it out")
-    return tuple(dict.fromkeys(tasks)) if tasks else () if only_files else default
+            raise UnsupportedConfig(f"--tasks {task}: {lacking[task]}")
+    if args.tasks:
+        return tuple(dict.fromkeys(args.tasks))
+    return () if args.gsm8k or args.choices else default
 
 
 def _settings(args: Any, tasks: tuple[str, ...]) -> EvalSettings:
-    names = ("items", "indexer", "gsm8k", "gsm8k_shots", "shots", "max_new_tokens", "thinking", "choices")
+    names = ("items", "gsm8k", "gsm8k_shots", "shots", "max_new_tokens", "thinking", "choices")
     return EvalSettings(tasks=tasks, seed=args.items_seed, **{name: getattr(args, name) for name in names})
 
 
@@ -90,11 +87,14 @@ def table(rows: Sequence[Row]) -> Table:
         return str(row.get("items", row["total"])) + (f" of {row['asked']}" if "asked" in row else "")
 
     def result(row: Mapping[str, Any]) -> str:
-        return f"{row['share']:.1%}" if "share" in row else f"{row['perplexity']:.3f}"
+        return f"{row['share']:.1%}" if "share" in row else f"{row.get('perplexity', row.get('value')):.4g}"
 
     def interval(row: Mapping[str, Any]) -> str:
-        text = "{low_95:.1%} – {high_95:.1%}" if "share" in row else "{bits_per_byte:.3f} bits a byte"
-        return text.format_map(row)
+        if "share" in row:
+            return f"{row['low_95']:.1%} – {row['high_95']:.1%}"
+        if "perplexity" in row:
+            return f"{row['bits_per_byte']:.3f} bits a byte"
+        return "" if row["stderr"] is None else f"standard error {row['stderr']:.2g}"
 
     columns = {"task": "{task}", "items": items, "result": result, "95 % interval": interval, "s": "{seconds:.0f}"}
     return make_table("held-out results", columns, rows, left=1)
@@ -120,34 +120,30 @@ def run(argv: list[str]) -> int:
     """Evaluates, prints and writes; what is done is kept when Ctrl-C or an error ends it. Raises ThalwegError."""
     text = "Accuracy on the bundled held-out tasks, on files of questions, and on tasks of lm-evaluation-harness."
     parser = options_parser("thalweg eval", text, only=ENGINE_FLAGS[:4])
-    add_flags(parser, "Evaluation", FLAGS, task=TASKS, selection=("model", "random"))
+    add_flags(parser, "Evaluation", FLAGS, task=TASKS)
     add_flags(parser, "A server instead of the engine", SERVER_FLAGS)
     add_flags(parser, "Results", OUTPUT)
     add_flags(parser, "lm-evaluation-harness", harness.FLAGS, api=tuple(harness.MODELS))
     parsed = parse_options(parser, argv)
     args: Any = parsed.args
-    words = [word for word in argv if not args.api_key or args.api_key not in word]
+    partial, rows = PartialRun(), list[Row]()
     if args.harness:
-        return harness.run(parsed.options, args, words)
-    if args.base_url and args.indexer != "model":
-        raise UnsupportedConfig("--indexer random: needs the engine in this process; leave --base-url out")
-    read_files(_settings(args, ()))  # errors in them are reported before a model is loaded
-    evaluation, configured = _start(parsed.options, args)
-    tasks = _chosen(args.tasks, bool(args.gsm8k or args.choices), evaluation.answerer)
-    settings = _settings(args, tasks)
-    with PartialRun() as partial:
-        for _ in evaluate(evaluation, settings):
-            pass
-    rows = evaluation.rows
+        rows, evaluated, configured = harness.run(parsed.options, args)
+    else:
+        read_files(_settings(args, ()))  # errors in them are reported before a model is loaded
+        evaluation, configured = _start(parsed.options, args)
+        settings, rows = _settings(args, _chosen(args, evaluation.answerer)), evaluation.rows
+        evaluated = msgspec.to_builtins(settings)
+        with partial:
+            for _ in evaluate(evaluation, settings):
+                pass
     if rows:
         show(table(rows))
         if args.output_file:
-            head = {
-                "checkpoint": Path(parsed.options.model.model).resolve().name,
-                "evaluation": msgspec.to_builtins(settings),
-            }
-            result = {**head, "results": rows, **partial.as_json()}
-            write(Path(args.output_file), {**result, **provenance("eval", words, configured)})
+            head = {"checkpoint": Path(parsed.options.model.model).resolve().name, "evaluation": evaluated}
+            words = [word for word in argv if not args.api_key or args.api_key not in word]
+            source = provenance("eval", words, configured)
+            write(Path(args.output_file), {**head, "results": rows, **partial.as_json(), **source})
         if partial.ended:
             print(
                 f"thalweg eval: PARTIAL: {partial.ended}; the rows are of what was answered until then", file=sys.stderr

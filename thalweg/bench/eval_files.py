@@ -16,114 +16,71 @@ The choice with the highest log-probability wins, in all or for each byte: lm-ev
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from random import Random
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
-from thalweg.bench.errors import DatasetError
-from thalweg.bench.eval_prompts import Answerer, Continuation, PromptFormat
+from thalweg.bench.dataset_files import json_lines
+from thalweg.bench.eval_prompts import Continuation, PromptFormat
 from thalweg.bench.statistics import common_length
 from thalweg.bench.task_pools import RECALL_VALUES
-from thalweg.bench.tasks import Item, Message
+from thalweg.bench.tasks import Item, Message, plain_number
 
 MARK = "####"
 WRONG_CHOICES = 3  # of `recall_questions`
-_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 _CALCULATION = re.compile(r"<<[^>]*>>")
-
-Made = TypeVar("Made")
-
-
-def _read_lines(path: Path, name: str, needs: str, make: Callable[[bytes], Made]) -> list[Made]:
-    """One value for each line that is not empty. Raises DatasetError that names the broken line."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DatasetError(f"cannot read {path}: {error}") from error
-    made = []
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            try:
-                made.append(make(line.encode()))
-            except ValueError as error:
-                raise DatasetError(f"{path}, line {number}: needs {needs}: {error}") from error
-    if not made:
-        raise DatasetError(f"{path}: no {name} in it")
-    return made
 
 
 class MathProblem(msgspec.Struct):
-    """A problem of GSM8K's form."""
+    """A line of GSM8K's form."""
 
     question: str
-    reasoning: str  # the worked solution without its calculator notes
-    answer: str  # the number in plain form, e.g. 1234 or 2.5
+    answer: str  # a worked solution, "####" and a number
 
+    @property
+    def reasoning(self) -> str:
+        """The worked solution without its calculator notes."""
+        return _CALCULATION.sub("", self.answer.rpartition(MARK)[0]).strip()
 
-class _ProblemLine(msgspec.Struct):
-    question: str
-    answer: str
+    @property
+    def number(self) -> str | None:
+        """In plain form, e.g. 1234 or 2.5."""
+        return plain_number(self.answer.rpartition(MARK)[2])
 
-
-def plain_number(text: str) -> str | None:
-    """The last number of a text, without thousands separators and trailing zeros; None where there is none."""
-    numbers = _NUMBER.findall(text)
-    if not numbers:
-        return None
-    value = str(numbers[-1]).replace(",", "")
-    return value.rstrip("0").rstrip(".") if "." in value else value
+    def __post_init__(self) -> None:
+        if self.number is None:
+            raise ValueError(f"no number after {MARK}")
 
 
 def read_problems(path: Path) -> list[MathProblem]:
     """Raises DatasetError."""
-
-    def make(line: bytes) -> MathProblem:
-        row = msgspec.json.decode(line, type=_ProblemLine)
-        reasoning, _, last = row.answer.rpartition(MARK)
-        if (answer := plain_number(last)) is None:
-            raise ValueError(f"no number after {MARK}")
-        return MathProblem(row.question, _CALCULATION.sub("", reasoning).strip(), answer)
-
-    return _read_lines(path, "problems", f'"question" and "answer" (with {MARK} number)', make)
+    return json_lines(path, MathProblem, f'"question" and "answer" (with {MARK} number)')
 
 
 def problem_items(
     problems: Sequence[MathProblem], shots: Sequence[MathProblem], thinking: bool, max_new_tokens: int
 ) -> list[Item]:
     """Conversations: each shot is a question and its worked answer; the question follows."""
-
-    def target(problem: MathProblem) -> str:
-        return f"{problem.reasoning}\n{MARK} {problem.answer}"
-
     before: list[Message] = []
     for shot in shots:
-        before.append({"role": "user", "content": shot.question})
-        before.append({"role": "assistant", "content": target(shot)})
+        worked = f"{shot.reasoning}\n{MARK} {shot.number}"
+        before += [{"role": "user", "content": shot.question}, {"role": "assistant", "content": worked}]
     return [
         Item(
             task="gsm8k",
             messages=(*before, {"role": "user", "content": problem.question}),
             tools=(),
             thinking=thinking,
-            target=target(problem),
-            answer=problem.answer,
+            target=problem.answer,
+            answer=str(problem.number),
             identity=problem.question,
             max_new_tokens=max_new_tokens,
         )
         for problem in problems
     ]
-
-
-def score_number(item: Item, output: str) -> bool:
-    """Whether the output's last number is the answer. Thinking is not output, and thinking without an end is wrong."""
-    if item.thinking:
-        _, end, output = output.rpartition("</think>")
-        if not end:
-            return False
-    return plain_number(output.partition("\n\n\n")[0]) == item.answer
 
 
 class ChoiceQuestion(NamedTuple):
@@ -134,13 +91,6 @@ class ChoiceQuestion(NamedTuple):
     answer: int  # index of the right one
 
 
-class Picks(NamedTuple):
-    """The index of the choice with the highest log-probability."""
-
-    by_sum: int
-    by_byte: int  # for each byte of its UTF-8
-
-
 class _ChoiceLine(msgspec.Struct):
     choices: Annotated[list[Annotated[str, msgspec.Meta(min_length=1)]], msgspec.Meta(min_length=2)]
     answer: int | str
@@ -148,31 +98,34 @@ class _ChoiceLine(msgspec.Struct):
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
 
+    def __post_init__(self) -> None:
+        answer = self.answer
+        if isinstance(answer, str):
+            named = answer in self.choices
+            answer = self.choices.index(answer) if named else ord(answer.upper()) - ord("A") if len(answer) == 1 else -1
+        if not 0 <= answer < len(self.choices):
+            raise ValueError(f"answer {answer!r} is none of the {len(self.choices)} choices")
+        if self.question is None and self.prompt is None and self.messages is None:
+            raise ValueError("there is no question")
+        self.answer = answer
+
+    def as_question(self) -> ChoiceQuestion:
+        answer = int(self.answer)
+        if self.messages is not None:
+            return ChoiceQuestion(tuple(self.messages), tuple(self.choices), answer)
+        if self.prompt is not None:
+            return ChoiceQuestion(self.prompt, tuple(self.choices), answer)
+        choices = tuple(f" {text}" for text in self.choices)
+        return ChoiceQuestion(f"Question: {self.question}\nAnswer:", choices, answer)
+
 
 def read_questions(path: Path) -> list[ChoiceQuestion]:
     """Raises DatasetError."""
-
-    def make(line: bytes) -> ChoiceQuestion:
-        row = msgspec.json.decode(line, type=_ChoiceLine)
-        answer, choices = row.answer, tuple(row.choices)
-        if isinstance(answer, str):
-            named = answer in choices
-            answer = choices.index(answer) if named else ord(answer.upper()) - ord("A") if len(answer) == 1 else -1
-        if not 0 <= answer < len(choices):
-            raise ValueError(f"answer {row.answer!r} is none of the {len(choices)} choices")
-        if row.messages is not None:
-            return ChoiceQuestion(tuple(row.messages), choices, answer)
-        if row.prompt is not None:
-            return ChoiceQuestion(row.prompt, choices, answer)
-        if row.question is None:
-            raise ValueError("there is no question")
-        return ChoiceQuestion(f"Question: {row.question}\nAnswer:", tuple(f" {text}" for text in choices), answer)
-
     needs = (
         '"question", "prompt" or "messages", "choices" (a list of two texts or more) and "answer" (index, letter or'
         " text of one of them)"
     )
-    return _read_lines(path, "questions", needs, make)
+    return [line.as_question() for line in json_lines(path, _ChoiceLine, needs)]
 
 
 def recall_questions(items: Sequence[Item]) -> list[ChoiceQuestion]:
@@ -198,24 +151,3 @@ def continuations(question: ChoiceQuestion, texts: PromptFormat) -> list[Continu
         before = encode(texts.encoder.encode(question.prompt, None, thinking=False))
         wholes = [[*before, *encode(choice, add_special=False)] for choice in question.choices]
     return [Continuation(tuple(whole), max(common_length(before, whole), 1)) for whole in wholes]
-
-
-def pick_choices(
-    questions: Sequence[ChoiceQuestion], texts: PromptFormat, answerer: Answerer, label: str, into: dict[int, Picks]
-) -> None:
-    """Puts the model's choices into `into`, by the question's place, of the questions whose choices are all scored when
-    it ends. Raises InvalidRequest where the checkpoint has no chat format, NoAnswer when a request fails.
-    """
-    asked = [(place, text) for place, question in enumerate(questions) for text in continuations(question, texts)]
-    nats: dict[int, float] = {}
-    try:
-        answerer.likelihoods([text for _, text in asked], label, nats)
-    finally:
-        known: dict[int, list[float]] = {}
-        for i, value in sorted(nats.items()):
-            known.setdefault(asked[i][0], []).append(value)
-        for place, values in known.items():
-            choices = questions[place].choices
-            if len(values) == len(choices):
-                rates = [value / len(text.encode()) for value, text in zip(values, choices, strict=True)]
-                into[place] = Picks(values.index(max(values)), rates.index(max(rates)))

@@ -8,29 +8,24 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 
 from thalweg.attention.selection import RandomSelection, select_top_k
 from thalweg.bench.answering import EngineAnswerer
-from thalweg.bench.display import progress_bar
 from thalweg.bench.errors import DatasetError
 from thalweg.bench.eval_files import (
     ChoiceQuestion,
-    MathProblem,
-    Picks,
-    pick_choices,
+    continuations,
     problem_items,
     read_problems,
     read_questions,
     recall_questions,
-    score_number,
 )
 from thalweg.bench.eval_prompts import Answerer, EvalAnswer, PromptFormat
-from thalweg.bench.nextn_acceptance import Written, acceptance, load_nextn
 from thalweg.bench.statistics import Share
 from thalweg.bench.tasks import Item, make_items, score
 from thalweg.core.errors import UnsupportedConfig
@@ -38,8 +33,7 @@ from thalweg.core.errors import UnsupportedConfig
 SCORED = ("sums", "recall", "tools")  # answers that are right or wrong
 RANDOM_RECALL = "recall-random"  # recall, with a random selection of context in place of the indexer's
 CHOICE = "recall-choice"  # the right one of four words, by log-probability
-TASKS = ("sums", "recall", RANDOM_RECALL, CHOICE, "tools", "dialogue", "nextn")
-NEXTN_ON = ("sums", "dialogue")  # greedy texts on which drafts are counted
+TASKS = ("sums", "recall", RANDOM_RECALL, CHOICE, "tools", "dialogue")
 MOST_ITEMS = 1000
 KEPT_WRONG = 20  # wrong answers of a row
 
@@ -52,7 +46,6 @@ class EvalSettings(msgspec.Struct, frozen=True, kw_only=True):
     tasks: tuple[str, ...] = ()  # of TASKS
     items: int = MOST_ITEMS  # of each, at most
     seed: int = 0  # which items
-    indexer: str = "model"  # "random": a random selection of context, for every task
     gsm8k: str = ""  # files; "" for none
     gsm8k_shots: str = ""
     shots: int = 0  # worked examples before each question of gsm8k
@@ -65,17 +58,9 @@ class EvalSettings(msgspec.Struct, frozen=True, kw_only=True):
         return bool(self.tasks or self.gsm8k or self.choices)
 
 
-class EvalFiles(NamedTuple):
-    """The contents of the files."""
-
-    problems: list[MathProblem]
-    shots: list[MathProblem]
-    questions: list[ChoiceQuestion]
-
-
-def read_files(settings: EvalSettings) -> EvalFiles:
-    """Raises DatasetError for a file that cannot be read, is broken or has too few worked examples; UnsupportedConfig
-    for flags that lack another.
+def read_files(settings: EvalSettings) -> tuple[list[Item], list[ChoiceQuestion]]:
+    """The contents of the files. Raises DatasetError for a file that cannot be read, is broken or has too few worked
+    examples; UnsupportedConfig for flags that lack another.
     """
     shots, shots_file = settings.shots, settings.gsm8k_shots
     if shots and not (settings.gsm8k and shots_file):
@@ -88,8 +73,8 @@ def read_files(settings: EvalSettings) -> EvalFiles:
     examples = read_problems(Path(shots_file)) if shots else []
     if len(examples) < shots:
         raise DatasetError(f"{shots_file}: {len(examples)} worked examples, and --shots asks for {shots}")
-    questions = read_questions(Path(settings.choices))[: settings.items] if settings.choices else []
-    return EvalFiles(problems, examples[:shots], questions)
+    items = problem_items(problems, examples[:shots], settings.thinking, settings.max_new_tokens)
+    return items, read_questions(Path(settings.choices))[: settings.items] if settings.choices else []
 
 
 class Evaluation:
@@ -100,7 +85,6 @@ class Evaluation:
     def __init__(self, texts: PromptFormat, answerer: Answerer, items: int, seed: int) -> None:
         self.texts, self.answerer, self.items, self.seed = texts, answerer, items, seed
         self.rows: list[Row] = []
-        self.written: dict[str, list[Written]] = {}  # prompts with their answers, by task
 
     def held_out(self, task: str) -> list[Item]:
         return make_items(task, "held_out", self.items, self.seed)
@@ -111,15 +95,27 @@ class Evaluation:
             row = row | {"seconds": time.perf_counter() - begin}
             self.rows.append(row if done == asked else row | {"asked": asked})
 
-    def share(self, name: str, items: Sequence[Item], right: Callable[[Item, str], bool]) -> None:
+    def task(self, name: str) -> None:
+        """One of TASKS. Those that need the engine are for an EngineAnswerer."""
+        answerer = self.answerer
+        if name in SCORED:
+            self.share(name, self.held_out(name))
+        elif name == CHOICE:
+            self.choices(CHOICE, recall_questions(self.held_out("recall")), by_byte=False)
+        elif isinstance(answerer, EngineAnswerer) and name == RANDOM_RECALL:
+            answerer.select(RandomSelection(self.seed))
+            self.share("recall, random context", self.held_out("recall"))
+            answerer.select(select_top_k)
+        elif isinstance(answerer, EngineAnswerer):
+            self.perplexity(answerer)
+
+    def share(self, name: str, items: Sequence[Item]) -> None:
         """A row: the share of right answers."""
         begin, answers = time.perf_counter(), dict[int, EvalAnswer]()
-        prompts = [self.texts.prompt(item) for item in items]
         try:
-            self.answerer.answer(prompts, name, answers)
-            self.written[name] = [(prompt.ids, answers[place].ids) for place, prompt in enumerate(prompts)]
+            self.answerer.answer([self.texts.prompt(item) for item in items], name, answers)
         finally:
-            failed = [place for place, answer in sorted(answers.items()) if not right(items[place], answer.text)]
+            failed = [place for place, answer in sorted(answers.items()) if not score(items[place], answer.text)]
             wrong = [
                 {"question": items[place].messages[-1], "answer": answers[place].text, "right": items[place].answer}
                 for place in failed[:KEPT_WRONG]
@@ -128,14 +124,24 @@ class Evaluation:
             self._add({"task": name, **share.as_json(), "wrong": wrong}, share.total, len(items), begin)
 
     def choices(self, name: str, questions: Sequence[ChoiceQuestion], by_byte: bool) -> None:
-        """A row of multiple choice, and a second one by the log-probability of each byte."""
-        begin, picks = time.perf_counter(), dict[int, Picks]()
+        """A row of multiple choice, and one by the log-probability of each byte. A question counts when all its
+        choices are scored.
+        """
+        begin, nats = time.perf_counter(), dict[int, float]()
+        texts = [text for question in questions for text in continuations(question, self.texts)]
         try:
-            pick_choices(questions, self.texts, self.answerer, name, picks)
+            self.answerer.likelihoods(texts, name, nats)
         finally:
+            first, hits = 0, list[tuple[bool, bool]]()
+            for question in questions:
+                values = [nats[first + i] for i in range(len(question.choices)) if first + i in nats]
+                first += len(question.choices)
+                if len(values) == len(question.choices):
+                    rates = [value / len(text.encode()) for value, text in zip(values, question.choices, strict=True)]
+                    right = question.answer
+                    hits.append((values.index(max(values)) == right, rates.index(max(rates)) == right))
             for place, label in enumerate((name, f"{name}, a byte") if by_byte else (name,)):
-                hits = sum(pick[place] == questions[i].answer for i, pick in picks.items())
-                share = Share(hits, len(picks))
+                share = Share(sum(hit[place] for hit in hits), len(hits))
                 self._add({"task": label, **share.as_json()}, share.total, len(questions), begin)
 
     def perplexity(self, engine: EngineAnswerer) -> None:
@@ -151,53 +157,16 @@ class Evaluation:
             row |= {"perplexity": math.exp(nats / tokens), "bits_per_byte": nats / math.log(2) / size}
             self._add(row, len(logs), len(items), begin)
 
-    def nextn(self, engine: EngineAnswerer) -> None:
-        """A row for each of NEXTN_ON: greedy acceptance at depth 1, on the engine's own greedy texts."""
-        layer = load_nextn(engine.llm.engine)
-        for name in NEXTN_ON:
-            begin = time.perf_counter()
-            if name not in self.written:
-                prompts, answers = [self.texts.prompt(item) for item in self.held_out(name)], dict[int, EvalAnswer]()
-                engine.answer(prompts, name, answers)
-                self.written[name] = [(prompt.ids, answers[place].ids) for place, prompt in enumerate(prompts)]
-            written = self.written[name]
-            with progress_bar(f"NextN on {name}", len(written)) as bar:
-                share = acceptance(engine.llm.engine, layer, written, bar.advance)
-            row: Row = {"task": f"NextN acceptance, {name}", "items": len(written), **share.as_json()}
-            self._add(row, 1, 1, begin)
-
 
 def evaluate(run: Evaluation, settings: EvalSettings) -> Iterator[Row]:
     """Fills run.rows, and yields each as soon as its task is done. The files are read first. Raises ThalwegError."""
-    files, yielded = read_files(settings), 0
-    for _ in _tasks(run, settings, files):
-        yield from run.rows[yielded:]
-        yielded = len(run.rows)
-
-
-def _tasks(run: Evaluation, settings: EvalSettings, files: EvalFiles) -> Iterator[None]:
-    """Does one task after the other."""
-    engine = run.answerer if isinstance(run.answerer, EngineAnswerer) else None
-    is_random, selection = settings.indexer == "random", RandomSelection(settings.seed)
-    mark = ", random context" if is_random else ""
-    if engine is not None and is_random:
-        engine.select(selection)
-    for task in settings.tasks:
-        if task in SCORED:
-            run.share(task + mark, run.held_out(task), score)
-        elif task == CHOICE:
-            run.choices(CHOICE + mark, recall_questions(run.held_out("recall")), by_byte=False)
-        elif engine is not None and task == RANDOM_RECALL:
-            engine.select(selection)
-            run.share("recall, random context", run.held_out("recall"), score)
-            engine.select(selection if is_random else select_top_k)
-        elif engine is not None:
-            (run.perplexity if task == "dialogue" else run.nextn)(engine)
-        yield
-    if files.problems:
-        items = problem_items(files.problems, files.shots, settings.thinking, settings.max_new_tokens)
-        run.share("gsm8k" + mark, items, score_number)
-        yield
-    if files.questions:
-        run.choices(Path(settings.choices).stem + mark, files.questions, by_byte=True)
-        yield
+    problems, questions = read_files(settings)
+    steps = [partial(run.task, name) for name in settings.tasks]
+    if problems:
+        steps.append(partial(run.share, "gsm8k", problems))
+    if questions:
+        steps.append(partial(run.choices, Path(settings.choices).stem, questions, by_byte=True))
+    for step in steps:
+        before = len(run.rows)
+        step()
+        yield from run.rows[before:]

@@ -14,21 +14,20 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from thalweg.bench.display import make_table, show
 from thalweg.bench.errors import BenchError
 from thalweg.bench.http_client import HttpClient
-from thalweg.bench.results import provenance, write
 from thalweg.bench.server_info import ServerInfo
 from thalweg.bench.server_process import ServerProcess
 from thalweg.bench.statistics import Share
 from thalweg.config.options import Options
-from thalweg.config.tree import non_defaults, settings
+from thalweg.config.tree import command_line, non_defaults
 from thalweg.core.errors import UnsupportedConfig
 
 MODELS = {"completions": "local-completions", "chat": "local-chat-completions"}
@@ -46,8 +45,8 @@ FLAGS = f"""
 Row = dict[str, Any]
 
 
-def run(options: Options, args: Any, argv: Sequence[str]) -> int:
-    """Evaluates and prints. Raises UnsupportedConfig or BenchError."""
+def run(options: Options, args: Any) -> tuple[list[Row], Row, Mapping[str, object]]:
+    """The rows, what was evaluated, and the configuration. Raises UnsupportedConfig or BenchError."""
     folder = Path(options.model.model)
     if importlib.util.find_spec("lm_eval") is None:
         tasks = " ".join(args.harness)
@@ -56,39 +55,11 @@ def run(options: Options, args: Any, argv: Sequence[str]) -> int:
         raise UnsupportedConfig(
             f"--model {folder}: the harness counts tokens itself: give a folder with tokenizer.json"
         )
+    evaluated = {name: getattr(args, f"harness_{name}") for name in ("api", "shots", "limit")}
+    with suppress(metadata.PackageNotFoundError):
+        evaluated["lm_eval"] = metadata.version("lm_eval")
     rows, configured = asyncio.run(_evaluate(options, args, folder))
-    columns = {
-        "task": "{task}",
-        "documents": "{total}",
-        "result": _result,
-        "95 % interval": _interval,
-        "s": "{seconds:.0f}",
-    }
-    show(make_table("lm-evaluation-harness", columns, rows, left=1))
-    if args.output_file:
-        asked = {name: getattr(args, f"harness_{name}") for name in ("api", "shots", "limit")}
-        asked |= {"harness": args.harness, "lm_eval": _version()}
-        head = {"checkpoint": folder.resolve().name, "evaluation": asked}
-        write(Path(args.output_file), {**head, "results": rows, **provenance("eval", list(argv), configured)})
-    return 0 if rows else 1
-
-
-def _result(row: Mapping[str, Any]) -> str:
-    return f"{row['share']:.1%}" if "share" in row else f"{row['value']:.4g}"
-
-
-def _interval(row: Mapping[str, Any]) -> str:
-    if "share" in row:
-        return f"{row['low_95']:.1%} – {row['high_95']:.1%}"
-    return "" if row["stderr"] is None else f"standard error {row['stderr']:.2g}"
-
-
-def _version() -> str:
-    """ "" where the harness was not installed as a package."""
-    try:
-        return metadata.version("lm_eval")
-    except metadata.PackageNotFoundError:
-        return ""
+    return rows, {"harness": args.harness, **evaluated}, configured
 
 
 async def _evaluate(options: Options, args: Any, folder: Path) -> tuple[list[Row], Mapping[str, object]]:
@@ -96,24 +67,11 @@ async def _evaluate(options: Options, args: Any, folder: Path) -> tuple[list[Row
     if args.base_url:
         name = args.served_model_name or options.model.model
         return await asyncio.to_thread(_run_harness, args, folder, args.base_url, name), {"server": args.base_url}
-    async with ServerProcess(_words(options)) as server:
+    async with ServerProcess(command_line(non_defaults(options))) as server:
         client = HttpClient(server.url)
         info = await ServerInfo(client).settings()
         client.close()
         return await asyncio.to_thread(_run_harness, args, folder, server.url, folder.resolve().name), info
-
-
-def _words(options: Options) -> list[str]:
-    """The command line of these settings."""
-    words = [options.model.model]
-    for name, value in non_defaults(options).items():
-        setting = settings()[name]
-        if setting.kind is bool:
-            words.append(setting.flag if value else f"--no-{setting.flag[2:]}")
-        elif name != "model":
-            for entry in value if setting.many else (value,):
-                words += [setting.flag, str(entry)]
-    return words
 
 
 def _run_harness(args: Any, folder: Path, base_url: str, name: str) -> list[Row]:

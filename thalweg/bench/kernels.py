@@ -4,7 +4,6 @@ the limits of the device.
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -36,6 +35,11 @@ FLAGS = f"""
 --list       switch      only list the cases
 {OUTPUT}
 """
+COLUMNS = {
+    "operation": "{operation}", "case": "{case}", "backend": "{backend}",
+    "µs": lambda row: "failed" if row["failed"] else f"{row['us']:.2f}", "floor µs": "{floor_us:.2f}",
+    "share": "{share:.2f}", "GB/s": "{gbs:.1f}", "TFLOP/s": "{tflops:.3g}",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +50,6 @@ class KernelRow:
     case: str
     backend: str
     us: float = 0.0  # of a call
-    rounds_us: tuple[float, ...] = ()  # of each round, for `bench compare`
     how: str = ""  # it was timed: see `stopwatch.CallTime`
     gbs: float = 0.0
     tflops: float = 0.0
@@ -69,26 +72,6 @@ class KernelWork(NamedTuple):
 
     def label(self, backend: str) -> str:
         return f"{self.operation} {self.case.name} {backend}"
-
-
-def kernel_errors() -> tuple[type[Exception], ...]:
-    """What a kernel, its compiler or a library may raise: it goes into the result."""
-    known: tuple[type[Exception], ...] = (
-        RuntimeError,
-        ValueError,
-        TypeError,
-        AttributeError,
-        AssertionError,
-        ImportError,
-        OSError,
-        LookupError,
-        ArithmeticError,
-    )
-    if importlib.util.find_spec("triton") is None:
-        return known
-    from triton.errors import TritonError
-
-    return (*known, TritonError)
 
 
 def last_line(error: Exception) -> str:
@@ -134,55 +117,45 @@ class KernelBenchmark:
 
     def __init__(self, device: torch.device, top: dict[str, float], seconds: float) -> None:
         self.device, self.top, self.seconds = device, top, seconds
-        self._drawn: tuple[KernelWork | None, list[Inputs]] = None, []
-        self._expected: tuple[KernelWork | None, Any] = None, ()
 
-    def row(self, work: KernelWork, backend: str) -> KernelRow:
-        """A row in any case: one that fails says why."""
-        row = KernelRow(work.operation, work.case.name, backend)
-        try:
-            with torch.inference_mode():
-                return self._measure(work, backend, row)
-        except kernel_errors() as error:
-            return replace(row, failed=last_line(error))
+    @torch.inference_mode()
+    def rows(self, work: KernelWork, backends: Sequence[str]) -> Iterator[KernelRow]:
+        """A row of each backend in any case: one that fails says why."""
+        first, inputs, expected = next(iter(work.case.backends)), list[Inputs](), None
+        for backend in backends:
+            row = KernelRow(work.operation, work.case.name, backend)
+            try:
+                inputs = inputs or self.inputs(work)
+                if backend != first:
+                    if expected is None:
+                        expected = work.case.compared(work.case.backends[first](**cloned(inputs[0])))
+                    error = difference(work.case.compared(work.case.backends[backend](**cloned(inputs[0]))), expected)
+                    row = replace(row, error=error)
+                if row.error <= work.case.tolerance:
+                    # the reference and the small cases synchronize with the device: they cannot be captured
+                    row = self._timed(work, row, inputs, capture=backend != first and not work.small)
+                else:
+                    row = replace(row, failed=f"wrong by {row.error:.3g}, {work.case.tolerance:.3g} is allowed")
+            except Exception as failure:  # noqa: BLE001 - any of a kernel, its compiler, a library
+                row = replace(row, failed=last_line(failure))
+            yield row
 
-    def _measure(self, work: KernelWork, backend: str, row: KernelRow) -> KernelRow:
-        case, inputs = work.case, self._inputs(work)
-        run, is_reference = case.backends[backend], backend == next(iter(case.backends))
-        if not is_reference:
-            error = difference(case.compared(run(**cloned(inputs[0]))), self._reference(work, inputs[0]))
-            row = replace(row, error=error)
-            if not error <= case.tolerance:
-                return replace(row, failed=f"wrong by {error:.3g}, {case.tolerance:.3g} is allowed")
-        # the reference and the small cases synchronize with the device: they cannot be captured
-        capture = not is_reference and not work.small
+    def _timed(self, work: KernelWork, row: KernelRow, inputs: Sequence[Inputs], capture: bool) -> KernelRow:
+        case, run = work.case, work.case.backends[row.backend]
         calls = [partial(run, **given) for given in (cloned(inputs[0]), *inputs[1:])]  # other backends use the first
-        seconds, rounds, how = stopwatch.time_calls(calls, self.device, self.seconds, capture)
+        seconds, how = stopwatch.time_calls(calls, self.device, self.seconds, capture)
         costs = [case.cost(given) for given in inputs]
         flops, moved = (sum(column) / len(costs) for column in zip(*costs, strict=True))
         floor = max(moved / self.top["read"], flops / self.top[case.math])
         rates = {"gbs": moved / seconds / 1e9, "tflops": flops / seconds / 1e12, "share": floor / seconds}
-        rounds_us = tuple(round(1e6 * each, 3) for each in rounds)
-        return replace(row, us=seconds * 1e6, rounds_us=rounds_us, how=how, floor_us=floor * 1e6, **rates)
+        return replace(row, us=seconds * 1e6, how=how, floor_us=floor * 1e6, **rates)
 
-    def _reference(self, work: KernelWork, given: Inputs) -> Any:
-        """The reference's result, kept for the other backends."""
-        if self._expected[0] is not work:
-            self._expected = None, ()
-            self._expected = work, work.case.compared(next(iter(work.case.backends.values()))(**cloned(given)))
-        return self._expected[1]
-
-    def _inputs(self, work: KernelWork) -> list[Inputs]:
-        """As many draws as exceed the caches; those of the last case are kept for its other backends."""
-        if self._drawn[0] is not work:
-            self._drawn = None, []
-            generator = torch.Generator(self.device).manual_seed(SEED)
-            drawn = [work.case.draw(generator, None)]
-            _, moved = work.case.cost(drawn[0])
-            copies = min(MOST_COPIES, max(2, int(RESIDENT[self.device.type] / moved)))
-            drawn += [work.case.draw(generator, drawn[0]) for _ in range(copies - 1)]
-            self._drawn = work, drawn
-        return self._drawn[1]
+    def inputs(self, work: KernelWork) -> list[Inputs]:
+        """As many draws as exceed the caches."""
+        generator = torch.Generator(self.device).manual_seed(SEED)
+        first = work.case.draw(generator, None)
+        copies = min(MOST_COPIES, max(2, int(RESIDENT[self.device.type] / work.case.cost(first)[1])))
+        return [first, *(work.case.draw(generator, first) for _ in range(copies - 1))]
 
 
 def cloned(inputs: Inputs) -> Inputs:
@@ -201,21 +174,7 @@ def difference(got: Any, expected: Any) -> float:
 
 
 def table(rows: Sequence[KernelRow]) -> Table:
-    shown, before = [], ("", "")
-    for row in rows:
-        place = row.operation, row.case
-        same = place == before
-        before = place
-        shown.append(asdict(row) | ({"operation": "", "case": ""} if same else {}))
-
-    def number(form: str) -> Any:
-        return lambda row: "" if row["failed"] else form.format_map(row)
-
-    return make_table("kernels", {
-        "operation": "{operation}", "case": "{case}", "backend": "{backend}",
-        "µs": lambda row: "failed" if row["failed"] else f"{row['us']:.2f}", "floor µs": number("{floor_us:.2f}"),
-        "share": number("{share:.2f}"), "GB/s": number("{gbs:.1f}"), "TFLOP/s": number("{tflops:.3g}"),
-    }, shown, left=3)  # fmt: skip
+    return make_table("kernels", COLUMNS, [asdict(row) for row in rows], left=3)
 
 
 def run(argv: list[str]) -> int:
@@ -234,21 +193,25 @@ def run(argv: list[str]) -> int:
     if args.threads:
         torch.set_num_threads(args.threads)
     reference = args.reference or device.type == "cpu"
-    pairs = [(work, backend) for work in works(device) for backend in work.timed(reference)]
-    chosen = [(work, backend) for work, backend in pairs if matches(work.label(backend), args.names)]
+    named = [
+        (work, [backend for backend in work.timed(reference) if matches(work.label(backend), args.names)])
+        for work in works(device)
+    ]
+    chosen = [(work, backends) for work, backends in named if backends]
     if not chosen:
         raise UnsupportedConfig(f"no case has {' or '.join(map(repr, args.names))} in its name; --list shows all")
     if args.list:
-        print("\n".join(work.label(backend) for work, backend in chosen))
+        print("\n".join(work.label(backend) for work, backends in chosen for backend in backends))
         return 0
     rows, top = list[KernelRow](), dict[str, float]()
-    with PartialRun() as run, progress_bar("kernels", len(chosen)) as bar:
+    with PartialRun() as run, progress_bar("kernels", sum(len(backends) for _, backends in chosen)) as bar:
         top = ceilings.rates(device)
         bench = KernelBenchmark(device, top, args.seconds)
-        for work, backend in chosen:
-            bar.label(work.label(backend))
-            rows.append(bench.row(work, backend))
-            bar.advance()
+        for work, backends in chosen:
+            bar.label(f"{work.operation} {work.case.name}")
+            for row in bench.rows(work, backends):
+                rows.append(row)
+                bar.advance()
     show(table(rows), 160)
     if top:
         rates = ", ".join(f"{name} {rate / 1e12:.3g} TFLOP/s" for name, rate in top.items() if name != "read")

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
 
 import msgspec
 
 from thalweg.bench.metrics import Record, failures, measure
-from thalweg.bench.paired_requests import PairedTexts
-from thalweg.bench.pinned_engine import StepRate
 from thalweg.bench.server_process import ProcessUsage
 from thalweg.core.messages import Stats
 
 MIB = 2**20
-KEPT = ("duration", "completed", "failed", "total_output_tokens", "output_throughput", "max_concurrent_requests")
-KEPT_LATENCIES = ("ttft_ms", "itl_ms", "delay_ms")
+
+
+class StepRate(msgspec.Struct, frozen=True):
+    """Of the steps in which every sequence decodes."""
+
+    steps_per_second: float  # of wall time
+    cpu_us_per_token: float  # of the engine's process
+    steps: int
 
 
 class LoadSample(NamedTuple):
@@ -27,23 +33,22 @@ class LoadSample(NamedTuple):
     engine: ProcessUsage
     stats: Stats
 
+    @property
+    def left(self) -> tuple[int, int, int]:
+        """Requests running, requests waiting, pages in use."""
+        return self.stats.running, self.stats.waiting, self.stats.pages_used
+
 
 def step_rate(samples: Sequence[LoadSample], running: int) -> StepRate | None:
-    """The engine's rate between the first and the last sample in which `running` sequences decode and nothing else is
+    """The engine's rate between the first and the last sample in which `running` sequences decode and no prompt is
     computed; None without two of them.
     """
-    prefilled = max((sample.stats.prefill_tokens for sample in samples), default=0)
-    steady = [
-        sample
-        for sample in samples
-        if sample.stats.running == running and not sample.stats.waiting and sample.stats.prefill_tokens == prefilled
-    ]
-    if len(steady) < 2:
+    prefilled = samples[-1].stats.prefill_tokens
+    steady = [s for s in samples if s.left[:2] == (running, 0) and s.stats.prefill_tokens == prefilled]
+    if not steady or not (steps := steady[-1].stats.steps - steady[0].stats.steps):
         return None
     first, last = steady[0], steady[-1]
-    steps, tokens = last.stats.steps - first.stats.steps, last.stats.decode_tokens - first.stats.decode_tokens
-    if not steps or not tokens:
-        return None
+    tokens = last.stats.decode_tokens - first.stats.decode_tokens
     return StepRate(steps / (last.at - first.at), 1e6 * (last.engine.cpu - first.engine.cpu) / tokens, steps)
 
 
@@ -60,30 +65,49 @@ class LoadRound(NamedTuple):
     def tokens(self) -> int:
         return sum(record.output_tokens for record in self.records)
 
-    def cpu_us(self, seconds: float) -> float:
-        """Microseconds for each output token."""
-        return 1e6 * seconds / max(self.tokens, 1)
-
     @property
-    def server_us(self) -> float:
-        """CPU time of the server's process for each output token, with connections, requests and everything else."""
-        return self.cpu_us(self.samples[-1].server.cpu - self.samples[0].server.cpu)
+    def cpu_us(self) -> dict[str, float]:
+        """CPU time of each process for each output token; the server's includes connections and requests."""
+        first, last = self.samples[0], self.samples[-1]
+        seconds = {"server": last.server.cpu - first.server.cpu, "engine": last.engine.cpu - first.engine.cpu}
+        seconds["client"] = self.client_cpu
+        return {name: 1e6 * value / max(self.tokens, 1) for name, value in seconds.items()}
 
     @property
     def rate(self) -> StepRate | None:
         return step_rate(self.samples, len(self.records))
 
     def as_json(self) -> dict[str, object]:
-        numbers = measure(self.records, self.duration)
         return {
-            "server_cpu_us_per_token": self.server_us,
-            "engine_cpu_us_per_token": self.cpu_us(self.samples[-1].engine.cpu - self.samples[0].engine.cpu),
-            "client_cpu_us_per_token": self.cpu_us(self.client_cpu),
+            **{f"{name}_cpu_us_per_token": us for name, us in self.cpu_us.items()},
             "server_overhead_ms": self.overhead,
             "engine_pace": msgspec.to_builtins(self.rate),
-            **{name: value for name, value in numbers.items() if name in KEPT or name.endswith(KEPT_LATENCIES)},
+            **measure(self.records, self.duration),
             "failures": failures(self.records),
         }
+
+
+@dataclass(slots=True)
+class PairedTexts:
+    """Texts of streams against the texts of their pairs: the same requests, answered in one piece."""
+
+    compared: int = 0
+    equal: int = 0
+    excused: int = 0  # differ at a near-tie
+    wrong: list[str] = field(default_factory=list)  # a line for each other pair
+    asked_tokens: int = 0  # output tokens of the requests for log-probabilities
+
+
+def margin_at(choice: Mapping[str, Any], place: int) -> float:
+    """The difference, in logits, of the two best tokens where the character `place` of a completion was decided: the
+    smallest of the tokens that begin there or are the last to begin before it. inf beyond its text.
+    """
+    offsets = choice["logprobs"]["text_offset"]
+    begins = max((offset for offset in offsets if offset <= place), default=0)
+    tops = zip(offsets, choice["logprobs"]["top_logprobs"], strict=True)
+    best = [sorted(top.values())[-2:] for offset, top in tops if offset == begins and top]
+    margins = [last - second for second, last in best] if place <= len(choice["text"]) else []
+    return min(margins, default=math.inf)
 
 
 class LoadTest(NamedTuple):
@@ -94,7 +118,7 @@ class LoadTest(NamedTuple):
     pairs: LoadRound
     few: LoadRound
     chat: LoadRound
-    texts: list[PairedTexts]  # of each round against the pairs
+    texts: PairedTexts  # of all rounds against the pairs
     after: LoadSample
 
     @property
@@ -118,39 +142,32 @@ class Check(NamedTuple):
 def checks(test: LoadTest, alone: tuple[StepRate, StepRate], args: argparse.Namespace) -> Iterator[Check]:
     """alone: of the engine without a server, with all streams and with the few."""
     records = [record for load in test.loads for record in load.records]
-    failed = sum(not record.ok for record in records)
+    failed, texts = sum(not record.ok for record in records), test.texts
     yield Check("requests that failed", f"{failed} of {len(records)}", "0", not failed)
     sampled = test.after.stats.decode_tokens - test.before.stats.decode_tokens
-    received = sum(load.tokens for load in test.loads) + sum(texts.asked_tokens for texts in test.texts)
+    received = sum(load.tokens for load in test.loads) + texts.asked_tokens
     yield Check("sampled tokens that the answers have", f"{received} of {sampled}", "all", received == sampled)
-    compared, equal = sum(texts.compared for texts in test.texts), sum(texts.equal for texts in test.texts)
-    excused, wrong = sum(texts.excused for texts in test.texts), sum(len(texts.wrong) for texts in test.texts)
-    counts = f"{equal} of {compared}, {excused} differ at a near-tie of the model, {wrong} wrong"
-    yield Check("streams with the text of their pair", counts, "none wrong", compared > 0 and not wrong)
-    stats, files = test.after.stats, test.after.server.files - test.before.server.files
-    left = f"{stats.running} running, {stats.waiting} waiting, {stats.pages_used} pages"
-    yield Check("left at the end", left, "nothing", not (stats.running or stats.waiting or stats.pages_used))
+    differ = f"{texts.excused} differ at a near-tie of the model, {len(texts.wrong)} wrong"
+    equal = f"{texts.equal} of {texts.compared}, {differ}"
+    yield Check("streams with the text of their pair", equal, "none wrong", texts.compared > 0 and not texts.wrong)
+    files, left = test.after.server.files - test.before.server.files, test.after.left
+    yield Check("left at the end", "{} running, {} waiting, {} pages".format(*left), "nothing", not any(left))
     yield Check("open files of the server, after - before", f"{files}", "at most 2", files <= 2)
-    yield from _memory(test, args.memory_limit)
+    for name in ("server", "engine"):  # growth after the first round, which fills caches, pools and the heap
+        first, *later = (max(getattr(s, name).rss for s in load.samples) / MIB for load in test.loads)
+        grown, limit = max(later) - first, args.memory_limit
+        shown = f"{grown:.1f} MiB (peak {max(later):.0f} MiB)"
+        yield Check(f"memory of the {name}, growth after round 1", shown, f"{limit:g} MiB", grown <= limit)
     streams, few = f"{args.streams} streams", f"{args.few} streams"
-    best = min(test.rounds, key=lambda load: load.server_us)
+    best = min(test.rounds, key=lambda load: load.cpu_us["server"])
     for name, load in ((streams, best), (few, test.few), (f"{few}, chat", test.chat)):
-        us = load.server_us
+        us = load.cpu_us["server"]
         yield Check(f"server CPU a token, {name}", f"{us:.1f} us", f"{args.cpu_limit:g} us", us < args.cpu_limit)
     slots = args.max_running_requests or args.streams
     if slots >= args.streams:  # else prompts are computed all the time, and no two steps are alike
         yield _rate(streams, test.rounds, alone[0], args.pace_limit)
     if slots >= args.few:
         yield _rate(few, [test.few], alone[1], args.pace_limit)
-
-
-def _memory(test: LoadTest, limit: float) -> Iterator[Check]:
-    """Growth after the first round, which fills caches, pools and the heap."""
-    for name in ("server", "engine"):
-        peaks = [max(getattr(sample, name).rss for sample in load.samples) for load in test.loads]
-        grown = (max(peaks[1:]) - peaks[0]) / MIB
-        shown = f"{grown:.1f} MiB (peak {max(peaks[1:]) / MIB:.0f} MiB)"
-        yield Check(f"memory of the {name}, growth after round 1", shown, f"{limit:g} MiB", grown <= limit)
 
 
 def _rate(name: str, rounds: Sequence[LoadRound], alone: StepRate, limit: float) -> Check:
@@ -167,11 +184,6 @@ def _rate(name: str, rounds: Sequence[LoadRound], alone: StepRate, limit: float)
 
 def as_json(test: LoadTest, alone: tuple[StepRate, StepRate], checked: Sequence[Check]) -> dict[str, object]:
     """The numbers of a run."""
-    memory: dict[int, list[float]] = {}  # a row a second
-    for sample in (test.before, *(sample for load in test.loads for sample in load.samples), test.after):
-        seconds, stats = sample.at - test.before.at, sample.stats
-        mib = [round(used.rss / MIB, 1) for used in (sample.server, sample.engine)]
-        memory[int(seconds)] = [round(seconds, 2), *mib, stats.running, stats.waiting, stats.pages_used]
     return {
         "checks": [check._asdict() for check in checked],
         "ok": all(check.ok for check in checked),
@@ -180,9 +192,5 @@ def as_json(test: LoadTest, alone: tuple[StepRate, StepRate], checked: Sequence[
         "twins": test.pairs.as_json(),
         "few": test.few.as_json(),
         "few_chat": test.chat.as_json(),
-        "texts": msgspec.to_builtins(test.texts),
-        "memory": {
-            "columns": ["seconds", "server_mib", "engine_mib", "running", "waiting", "pages_used"],
-            "rows": list(memory.values()),
-        },
+        "texts": asdict(test.texts),
     }

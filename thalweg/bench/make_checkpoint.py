@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
-from thalweg.bench.command import CommandParser, add_flags, exit_status
+from thalweg.bench.command import CommandParser, add_flags, command
 from thalweg.bench.display import progress_bar
 from thalweg.bench.errors import BenchError
 from thalweg.config.model import ModelFacts
@@ -116,7 +116,9 @@ def make(shape: Path, out: Path, seed: int, nextn: bool, shard: int, device: tor
     return len(tensors), total, len(files)
 
 
-def _run(argv: list[str]) -> int:
+@command("thalweg bench make-checkpoint")
+def main(argv: list[str]) -> int:
+    """0: written; 1: an error; 2: wrong flags."""
     text = (
         "Writes a checkpoint of random weights in the published layout: sharded safetensors with their index, FP8"
         " weights with their scales, config.json and the tokenizer of the shape's folder."
@@ -135,8 +137,3 @@ def _run(argv: list[str]) -> int:
     tensors, total, files = made
     print(f"{args.out}: {tensors} tensors, {format_bytes(total)} in {files} files")
     return 0
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """0: written; 1: an error; 2: wrong flags."""
-    return exit_status("thalweg bench make-checkpoint", _run, argv)

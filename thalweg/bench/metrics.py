@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from thalweg.bench.display import markdown_table
 from thalweg.bench.statistics import median, percentile
 
 PERCENTILES = (90, 95, 99)
@@ -33,10 +34,16 @@ class Record:
     text: str = ""
     ids: list[int] = field(default_factory=list)  # output tokens where the API reports them
     thought: int = 0  # leading characters of text that are reasoning
+    logprobs: list[float | None] = field(default_factory=list)  # of tokens, where they were asked for
     error: str = ""  # "" is success
     done: bool = False
     refused: bool = False  # nothing listened
     turn: int = 0  # of its conversation
+
+    @property
+    def send_delay(self) -> float:
+        """Seconds from its due time to its sending; 0 where it was not sent."""
+        return self.sent - self.due if self.sent else 0.0
 
     @property
     def ok(self) -> bool:
@@ -81,24 +88,17 @@ def arrivals(records: Iterable[Record], start: float) -> Iterator[tuple[float, i
         if record.ttft >= 0:
             at = record.start + record.ttft - start
             yield at, max(record.output_tokens - len(record.itl), 1)
-            for gap in record.itl:
-                at += gap
-                yield at, 1
+            yield from ((at + float(gap), 1) for gap in np.cumsum(record.itl))
 
 
 def peak_tokens_per_second(records: Iterable[Record], duration: float) -> float:
     """Most tokens that arrived within any second; of a run of less than a second the mean."""
-    ordered = sorted(arrivals(records, 0.0))
+    at, tokens = np.array(sorted(arrivals(records, 0.0))).reshape(-1, 2).T
     if duration < 1.0:
-        return sum(tokens for _, tokens in ordered) / duration
-    most = within = first = 0
-    for at, tokens in ordered:
-        within += tokens
-        while ordered[first][0] <= at - 1.0:
-            within -= ordered[first][1]
-            first += 1
-        most = max(most, within)
-    return float(most)
+        return float(tokens.sum() / duration)
+    total = np.cumsum(tokens, dtype=np.float64)
+    before = np.concatenate(([0.0], total))[np.searchsorted(at, at - 1.0, side="right")]
+    return float(np.max(total - before, initial=0.0))
 
 
 def measure(records: Sequence[Record], duration: float) -> dict[str, float]:
@@ -123,9 +123,9 @@ def measure(records: Sequence[Record], duration: float) -> dict[str, float]:
     latencies = _latencies(good)
     for name, seconds in latencies.items():
         numbers |= describe(name, seconds)
-    delays = [1000 * (record.sent - record.due) for record in records if record.sent > 0]
     numbers["max_itl_ms"] = 1000 * max(latencies["itl"], default=0.0)
-    return numbers | {"p99_send_delay_ms": percentile(delays, 99) if delays else 0.0}
+    delays = [record.send_delay for record in records if record.sent] or [0.0]
+    return numbers | {"p99_send_delay_ms": 1000 * percentile(delays, 99)}
 
 
 def failures(records: Iterable[Record]) -> dict[str, int]:
@@ -143,8 +143,7 @@ LIMITS: Mapping[str, Callable[[Record], float | None]] = {  # None: the request 
 
 def within_limits(record: Record, limits: Mapping[str, float]) -> bool:
     """limits: ms by the names in LIMITS, of which a request must keep all."""
-    measured = ((LIMITS[name](record), limit) for name, limit in limits.items())
-    return record.ok and all(value is None or 1000 * value <= limit for value, limit in measured)
+    return record.ok and all(1000 * (LIMITS[name](record) or 0.0) <= limit for name, limit in limits.items())
 
 
 def goodput(records: Sequence[Record], duration: float, limits: Mapping[str, float]) -> dict[str, object]:
@@ -152,7 +151,7 @@ def goodput(records: Sequence[Record], duration: float, limits: Mapping[str, flo
     if not limits:
         return {}
     good = sum(within_limits(record, limits) for record in records)
-    share = good / len(records) if records else 0.0
+    share = good / max(len(records), 1)
     return {"goodput": good / max(duration, 1e-9), "goodput_share": share, "goodput_limits_ms": dict(limits)}
 
 
@@ -165,10 +164,9 @@ def samples(records: Iterable[Record]) -> dict[str, list[float]]:
 
 def tokens_by_second(records: Iterable[Record], start: float) -> list[int]:
     """Output tokens that arrived in each second after `start`."""
-    seconds: Counter[int] = Counter()
-    for at, tokens in arrivals(records, start):
-        seconds[int(at)] += tokens
-    return [seconds[second] for second in range(max(seconds, default=-1) + 1)]
+    at, tokens = np.array(list(arrivals(records, start))).reshape(-1, 2).T
+    seconds: list[int] = np.bincount(at.astype(int), tokens).astype(int).tolist()
+    return seconds
 
 
 def by_turn(records: Sequence[Record]) -> list[dict[str, object]]:
@@ -248,7 +246,8 @@ TURNS = """\
 turn  answered  input tok  cached  TTFT p50   p99 ms  TPOT p50
 """
 TURN = """\
-{turn:>4} {completed:>9} {mean_input_tokens:>10.0f} {cache_hit_rate:>7.1%} {median_ttft_ms:>9.2f} {p99_ttft_ms:>8.2f} {median_tpot_ms:>9.2f}
+{turn:>4} {completed:>9} {mean_input_tokens:>10.0f} {cache_hit_rate:>7.1%} \
+{median_ttft_ms:>9.2f} {p99_ttft_ms:>8.2f} {median_tpot_ms:>9.2f}
 """
 OVERHEAD = """\
 -----Server Overhead (engine step to socket)------
@@ -301,9 +300,4 @@ def render(row: Mapping[str, Any]) -> str:
 def sweep_table(rows: Sequence[Mapping[str, object]]) -> str:
     """The points of a sweep, one a line."""
     columns = {head: key for head, key in SWEEP.items() if any(row.get(key) is not None for row in rows)}
-    cells = [[row.get(key) for key in columns.values()] for row in rows]
-    shown = [
-        [f"{cell:.2f}" if isinstance(cell, float) else "-" if cell is None else str(cell) for cell in line]
-        for line in cells
-    ]
-    return "\n".join(" ".join(f"{cell:>11}" for cell in line) for line in (list(columns), *shown))
+    return "\n".join(markdown_table(list(columns), [[row.get(key) for key in columns.values()] for row in rows]))

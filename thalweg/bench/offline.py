@@ -4,17 +4,16 @@ included.
 
 from __future__ import annotations
 
-import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from thalweg.bench.command import OUTPUT, add_flags, exit_status, report_interruption
+from thalweg.bench.command import OUTPUT, PartialRun, add_flags, command
 from thalweg.bench.dataset_flags import add_dataset_flags, check_dataset, load_prompts
 from thalweg.bench.datasets import OrdinaryTokens, ids_of, vocabulary_of
 from thalweg.bench.display import progress_bar
@@ -87,24 +86,6 @@ class OfflinePass:
         }
 
 
-@contextmanager
-def interruptible() -> Iterator[Callable[[], bool]]:
-    """Notes Ctrl-C for a check between two steps: an engine cannot continue after an interrupted step. A second Ctrl-C
-    ends the program as usual.
-    """
-    pressed: list[bool] = []
-
-    def on_signal(*_: object) -> None:
-        pressed.append(True)
-        signal.signal(signal.SIGINT, before)
-
-    before = signal.signal(signal.SIGINT, on_signal)
-    try:
-        yield lambda: bool(pressed)
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
 def requests(args: Any, vocabulary: OrdinaryTokens, seed: int, ignore_eos: bool, most: int = 0) -> list[Generation]:
     """The data set as requests; its first `most` with as many tokens each, 0: all. Raises DatasetError."""
     prompts = load_prompts(args, vocabulary, seed)[: most or None]
@@ -113,31 +94,28 @@ def requests(args: Any, vocabulary: OrdinaryTokens, seed: int, ignore_eos: bool,
     return [Generation(tuple(ids), each) for ids, each in zip(ids_of(prompts, vocabulary), params, strict=True)]
 
 
-def measure(llm: LLM, wanted: Sequence[Generation], stopped: Callable[[], bool]) -> OfflinePass:
-    """All sequences at once, to their ends or until `stopped`. Raises InvalidRequest."""
-    engine, done = llm.engine, OfflinePass()
+def measure(llm: LLM, wanted: Sequence[Generation], done: OfflinePass) -> None:
+    """All sequences at once; `done` has what was computed by then when Ctrl-C ends it. Raises InvalidRequest."""
+    engine = llm.engine
     for request in wanted:
         check_request(tuple(request.prompt), request.params, engine.context, engine.vocab)
     begin, cpu, before = time.perf_counter(), time.process_time(), engine.loop.stats().acceptance
     assemblers = {id(one): Assembler(0, tuple(one.prompt), one.params, llm.texts.tokenizer) for one in wanted}
-    with progress_bar("sequences", len(wanted)) as bar, closing(generate(engine, wanted)) as steps:
-        for step in steps:
-            second = int(step.end - begin)
-            done.by_second += [0] * (second + 1 - len(done.by_second))
-            for request, delta in step.news:
-                piece = assemblers[id(request)].feed(delta, 0.0)
-                done.by_second[second] += len(piece.ids)
-                if delta.finish:
-                    done.done, done.input_tokens = done.done + 1, done.input_tokens + len(request.prompt)
-                    done.cached += piece.cached_tokens
-                    bar.advance(note=f"{sum(done.by_second)} tokens")
-            if done.done == len(wanted) or stopped():
-                break
-    done.seconds, done.cpu = time.perf_counter() - begin, time.process_time() - cpu
-    done.accept_length = engine.loop.stats().acceptance.since(before).mean_length
-    while not engine.idle:
-        engine.step()
-    return done
+    try:
+        with progress_bar("sequences", len(wanted)) as bar, closing(generate(engine, wanted)) as steps:
+            for step in steps:
+                second = int(step.end - begin)
+                for request, delta in step.news:
+                    piece = assemblers[id(request)].feed(delta, 0.0)
+                    done.by_second += [0] * (second + 1 - len(done.by_second))
+                    done.by_second[second] += len(piece.ids)
+                    done.seconds, done.cpu = time.perf_counter() - begin, time.process_time() - cpu
+                    if delta.finish:
+                        done.done, done.input_tokens = done.done + 1, done.input_tokens + len(request.prompt)
+                        done.cached += piece.cached_tokens
+                        bar.advance(note=f"{sum(done.by_second)} tokens")
+    finally:
+        done.accept_length = engine.loop.stats().acceptance.since(before).mean_length
 
 
 def render(row: dict[str, Any]) -> str:
@@ -146,8 +124,9 @@ def render(row: dict[str, Any]) -> str:
     return (BLOCK + drafts).format_map(row) + "\n" + "=" * 50
 
 
-def run(argv: list[str]) -> dict[str, Any]:
-    """Measures and prints each pass; Ctrl-C ends the current pass and keeps its numbers. Raises ThalwegError."""
+@command("thalweg bench offline")
+def main(argv: list[str]) -> int:
+    """0: done; 1: an error; 2: wrong flags; 130: Ctrl-C. Results are printed and written."""
     text = (
         "Throughput of a whole data set in this process, without HTTP: all prompts are queued at once, as"
         " `LLM.generate` does."
@@ -163,36 +142,23 @@ def run(argv: list[str]) -> dict[str, Any]:
     llm = LLM(
         progress=Console(stderr=True).is_terminal, **non_defaults(parsed.options) | {"allow_simulated_acceptance": True}
     )
-    vocabulary, rows = vocabulary_of(llm.texts.resolved.path), list[dict[str, Any]]()
+    vocabulary = vocabulary_of(llm.texts.resolved.path)
     passes = [
         requests(args, vocabulary, args.seed + 1000 * number, not args.disable_ignore_eos)
         for number in range(args.repeat)
     ]
-    with interruptible() as stopped:
+    done = list[OfflinePass]()
+    with PartialRun() as partial:
         if not args.skip_warmup:
-            measure(llm, requests(args, vocabulary, args.seed - 1, True, WARM_UP), stopped)
-        for number, wanted in enumerate(passes):
-            if stopped():
-                break
-            rows.append(measure(llm, wanted, stopped).as_json(number))
-            print(render(rows[-1]))
-        ended = "Ctrl-C" if stopped() else ""
+            measure(llm, requests(args, vocabulary, args.seed - 1, True, WARM_UP), OfflinePass())
+        for wanted in passes:
+            done.append(OfflinePass())
+            measure(llm, wanted, done[-1])
+    rows = [each.as_json(number) for number, each in enumerate(done)]
+    print("\n".join(map(render, rows)))
     client = {name: value for name, value in vars(args).items() if name not in ("given", "notices")}
     client["trace_end"] = str(args.trace_end)  # infinity is not a JSON number
     source = provenance("bench offline", argv, {"client": client, **configuration(llm.texts.resolved)})
-    result = {"tag": args.tag, "points": rows, "partial": bool(ended), "ended": ended, **source}
     if args.output_file:
-        write(Path(args.output_file), result)
-    return result
-
-
-def _status(argv: list[str]) -> int:
-    result = run(argv)
-    if result["partial"]:
-        return report_interruption()
-    return int(not result["points"])
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """0: done; 1: an error; 2: wrong flags; 130: Ctrl-C. Results are printed and written."""
-    return exit_status("thalweg bench offline", _status, argv)
+        write(Path(args.output_file), {"tag": args.tag, "points": rows, **partial.as_json(), **source})
+    return partial.finish()

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import torch
-from rich.table import Table
 
 from thalweg.bench import ceilings, coverage
-from thalweg.bench.command import OUTPUT, PartialRun, add_flags, exit_status
+from thalweg.bench.command import OUTPUT, PartialRun, add_flags, command
 from thalweg.bench.display import make_table, progress_bar, show
 from thalweg.bench.in_process import (
     BATCHES,
@@ -29,7 +27,7 @@ from thalweg.bench.in_process import (
 )
 from thalweg.bench.results import provenance, write
 from thalweg.bench.statistics import median, percentile
-from thalweg.config.args import OptionsParser, options_parser, parse_options
+from thalweg.config.args import options_parser, parse_options
 from thalweg.engine.local import LocalEngine
 from thalweg.launch.planning import roofline
 from thalweg.launch.planning.layouts import ONE
@@ -38,7 +36,6 @@ from thalweg.launch.planning.weights import PlannedModel
 from thalweg.launch.resolved import Resolved
 from thalweg.models.catalog import read_facts
 
-SHOWN_STEPS = 5  # decode steps that are printed one by one, as SGLang does
 WARM_UP_TOKENS = 8
 FLAGS = f"""
 {BATCHES}
@@ -53,17 +50,12 @@ COLUMNS = {
     "prefill s": "{prefill_latency:.4f}", "prefill tok/s": "{prefill_throughput:.0f}",
     "total s": "{total_latency:.3f}", "decode tok/s": "{median_decode_throughput:.1f}",
     "decode ms": lambda row: f"{1000 * row['median_decode_latency']:.2f}",
+    "accept length": lambda row: f"{row['accept_length']:.2f}" if "accept_length" in row else "",
+    "of the floor": lambda row: f"{row['decode_share']:.1%}" if "decode_share" in row else "",
 }  # fmt: skip
 
 Case = tuple[int, int, int]  # batch size, input length, output length
 Row = dict[str, Any]
-
-
-def _parser() -> OptionsParser:
-    text = "Times prefill and decode of batches of random tokens: every batch size with every input and output length."
-    parser = options_parser("thalweg bench one-batch", text, only=ENGINE_FLAGS)
-    add_flags(parser, "Batches", FLAGS)
-    return parser
 
 
 def shares(resolved: Resolved, case: Case, timing: Timing, top: Ceilings, covered: tuple[float, ...]) -> Row:
@@ -85,7 +77,7 @@ def shares(resolved: Resolved, case: Case, timing: Timing, top: Ceilings, covere
         row[f"{name}_floor_by_phase"] = roofline.by_name(phases, top)
     if covered:
         assert facts.moe is not None
-        row |= {"experts_a_layer": covered, "experts_if_uniform": roofline.uniform(facts.moe, batch)}
+        row |= {"experts_a_layer": covered, "experts_if_uniform": roofline.expected(facts.moe, batch)}
     return row
 
 
@@ -108,37 +100,6 @@ def report(case: Case, timing: Timing, run_name: str) -> Row:
     }
 
 
-TEXT = """\
-Benchmark: batch size {batch_size}, input {input_len}, output {output_len}
-Prefill. latency: {prefill_latency:6.5f} s, throughput: {prefill_throughput:9.2f} token/s"""
-STEP = "Decode {}. Batch size: {}, latency: {:6.5f} s, throughput: {:9.2f} token/s"
-MEDIAN = (
-    "Decode.  median latency: {median_decode_latency:6.5f} s, median throughput: {median_decode_throughput:9.2f}"
-    " token/s"
-)
-TOTAL = "Total.  latency: {total_latency:6.5f} s, throughput: {overall_throughput:9.2f} token/s"
-DRAFTS = "Accept length: {accept_length:.2f}, share of drafts accepted: {accept_rate:.3f}"
-FLOORS = """\
-Floor of prefill: {prefill_floor:6.5f} s, share reached: {prefill_share:.3f}
-Floor of decode: {decode_floor:6.5f} s, share reached: {decode_share:.3f}"""
-
-
-def lines(timing: Timing, row: Row) -> list[str]:
-    """A case in SGLang's words."""
-    batch = row["batch_size"]
-    shown = [TEXT.format_map(row)]
-    shown += [STEP.format(i, batch, seconds, batch / seconds) for i, seconds in enumerate(timing.decode[:SHOWN_STEPS])]
-    shown += [MEDIAN.format_map(row)] if timing.decode else []
-    shown += [TOTAL.format_map(row)]
-    shown += [DRAFTS.format_map(row)] if "accept_length" in row else []
-    shown += [FLOORS.format_map(row)] if "decode_floor" in row else []
-    if covered := row.get("experts_a_layer"):
-        mean, uniform = sum(covered) / len(covered), row["experts_if_uniform"]
-        ends = f"{min(covered):.1f} to {max(covered):.1f}"
-        shown.append(f"Distinct experts a layer: {mean:.1f} ({ends}); uniform routing: {uniform:.1f}")
-    return shown
-
-
 def measure(engine: LocalEngine, resolved: Resolved, case: Case, repeat: int, rng: Random) -> list[Timing]:
     """A short warm-up of the same shape, then `repeat` runs, each with new tokens."""
     batch, input_len, output_len = case
@@ -146,14 +107,13 @@ def measure(engine: LocalEngine, resolved: Resolved, case: Case, repeat: int, rn
     return [time_batch(engine, random_batch(resolved, batch, input_len, rng), output_len) for _ in range(repeat)]
 
 
-def table(rows: Sequence[Row]) -> Table:
-    """All cases together."""
-    return make_table("one batch", COLUMNS, rows)
-
-
-def _run(argv: list[str]) -> int:
-    """Measures every case and prints it at once; Ctrl-C or an error ends the list early. Raises ThalwegError."""
-    parsed = parse_options(_parser(), argv)
+@command("thalweg bench one-batch")
+def main(argv: list[str]) -> int:
+    """0: done; 1: an error; 2: wrong flags; 130: Ctrl-C. Results are printed and written."""
+    text = "Times prefill and decode of batches of random tokens: every batch size with every input and output length."
+    parser = options_parser("thalweg bench one-batch", text, only=ENGINE_FLAGS)
+    add_flags(parser, "Batches", FLAGS)
+    parsed = parse_options(parser, argv)
     args, options = parsed.args, parsed.options
     cases: list[Case] = list(itertools.product(args.batch_size, args.input_len, args.output_len))
     longest = Lengths(max(args.input_len), max(args.output_len))
@@ -175,16 +135,10 @@ def _run(argv: list[str]) -> int:
                 covered = coverage.of_decode(engine, random_batch(resolved, case[0], case[1], rng))
                 row |= shares(resolved, case, timing, top, covered)
             rows.append(row)
-            print("\n".join(lines(timing, row)))
             bar.advance()
-    show(table(rows))
+    show(make_table("one batch", COLUMNS, rows))
     if args.output_file:
         measured = {} if top is None else {"ceilings": asdict(top)}
         source = provenance("bench one-batch", argv, configuration(resolved))
         write(Path(args.output_file), {"results": rows, **run.as_json(), **measured, **source})
     return run.finish()
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """0: done; 1: an error; 2: wrong flags; 130: Ctrl-C. Results are printed and written."""
-    return exit_status("thalweg bench one-batch", _run, argv)

@@ -6,29 +6,29 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import msgspec
 import torch
-from rich.console import Console
 
 from thalweg.bench.command import CommandParser, add_flags
 from thalweg.bench.display import progress_bar
 from thalweg.bench.replayer import Replayer, ReplayReport
 from thalweg.config.engine import EngineConfig
 from thalweg.core.errors import UnsupportedConfig
-from thalweg.engine.recording import Recording, RecordingHeader, fingerprint, read, versions
+from thalweg.engine.recording import Recording, fingerprint, read, versions
 from thalweg.models.catalog import read_facts
 
 EPILOG = """\
 examples:
-  thalweg replay dumps/thalweg-20260101-120000-4242-000017.jsonl
+  thalweg replay dumps/thalweg-20260101-120000-4242-000017.json
   thalweg replay FILE --model models/tiny      on another checkpoint: the same steps, whose outputs are not compared
   thalweg replay FILE --until 1200 --json      up to this step, as a JSON object
 
-exit status: 0 every output equals the recorded one; 1 one does not, or a step raised something; 2 the file cannot be run."""
+exit status: 0 every output equals the recorded one; 1 one does not, or a step raised something; 2 the file cannot be
+run."""
 
 FLAGS = """
 --model   folder  of the checkpoint; default: the recorded one
@@ -51,28 +51,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     recording = read(args.file)
     if args.until is not None:
-        recording = replace(recording, steps=tuple(s for s in recording.steps if s.plan.step <= args.until))
+        recording = msgspec.structs.replace(
+            recording, steps=tuple(s for s in recording.steps if s.plan.step <= args.until)
+        )
     settings, same = _settings(recording, args.model, args.device, progress=not args.json)
-    begin = time.perf_counter()
-    report = _run(Replayer(recording, settings, same), len(recording.steps), shown=not args.json)
+    begin, replayer = time.perf_counter(), Replayer(recording, settings, same)
+    with progress_bar("steps", len(recording.steps), not args.json) as bar:
+        for _ in replayer.run():
+            bar.advance()
+    report = replayer.report
     if args.json:
-        result = _result(recording, report, same, time.perf_counter() - begin)
+        result = _result(recording, report, same) | {"seconds": time.perf_counter() - begin}
         print(json.dumps(result, ensure_ascii=False, indent=1))
     else:
-        _print(Console(highlight=False, soft_wrap=True), recording, report, same)
+        print("\n".join(_lines(recording, report, same)))
     return 0 if report.raised is None and not report.different else 1
 
 
 def _settings(recording: Recording, model: str | None, device: str | None, progress: bool) -> tuple[EngineConfig, bool]:
     """The recorded settings on this checkpoint, and whether it is the recorded one. Raises UnsupportedConfig."""
-    head = recording.head
-    path = Path(model or head.config.model_path)
+    path = Path(model or recording.config.model_path)
     if not (path / "config.json").is_file():
         raise UnsupportedConfig(f"{path}: no config.json there; name the folder of the checkpoint with --model")
     longest, holds = max((step.plan.max_kv_len for step in recording.steps), default=0), read_facts(path).context
     if holds < longest:
         raise UnsupportedConfig(f"{path}: the recorded sequences have up to {longest} tokens; this model holds {holds}")
-    if head.config.device == "cuda" and device is None and not torch.cuda.is_available():
+    if recording.config.device == "cuda" and device is None and not torch.cuda.is_available():
         raise UnsupportedConfig("recorded on a GPU, and there is none here: use --device cpu")
     here = (
         {
@@ -91,19 +95,22 @@ def _settings(recording: Recording, model: str | None, device: str | None, progr
         if device
         else {}
     )
-    same = fingerprint(path) == head.model
+    same = fingerprint(path) == recording.model
     begins, ends = (recording.steps[i].plan.step if recording.steps else 0 for i in (0, -1))
-    for change in recording.changed:
-        if same and begins < change.step <= ends:
+    for step, folder in recording.weights:
+        if same and begins < step <= ends:
             raise UnsupportedConfig(
-                f"the weights were replaced at step {change.step}, from {change.path}: steps from there on cannot be"
-                f" run again. --until {change.step - 1} runs those before; --model with another checkpoint runs all,"
+                f"the weights were replaced at step {step}, from {folder}: steps from there on cannot be"
+                f" run again. --until {step - 1} runs those before; --model with another checkpoint runs all,"
                 " and does not compare"
             )
     settings = msgspec.structs.replace(
-        head.config,
+        recording.config,
         model_path=str(path),
-        weight_updates=(*head.config.weight_updates, *(one.path for one in recording.changed if one.step <= begins))
+        weight_updates=(
+            *recording.config.weight_updates,
+            *(folder for step, folder in recording.weights if step <= begins),
+        )
         if same
         else (),
         overlap_schedule=False,
@@ -115,75 +122,57 @@ def _settings(recording: Recording, model: str | None, device: str | None, progr
     return settings, same
 
 
-def _run(replayer: Replayer, steps: int, shown: bool) -> ReplayReport:
-    with progress_bar("steps", steps, shown) as bar:
-        for _ in replayer.run():
-            bar.advance()
-    return replayer.report
-
-
-def _result(recording: Recording, report: ReplayReport, same: bool, seconds: float) -> dict[str, object]:
-    head = recording.head
+def _result(recording: Recording, report: ReplayReport, same: bool) -> dict[str, object]:
     return {
         "recording": {
-            "reason": head.reason,
-            "error": head.error,
-            "at": head.at,
-            "first_step": head.first,
-            "whole": head.whole,
-            "cut": recording.cut,
-            "requests": len(recording.asked),
-            "seats": len(recording.seats),
+            "reason": recording.reason,
+            "error": recording.error,
+            "at": recording.at,
+            "first_step": recording.first,
+            "whole": recording.first == 0,
+            "requests": len(recording.requests),
+            "seats": len(recording.slots),
             "steps": len(recording.steps),
         },
         "same_model": same,
-        "other_versions": _others(head),
+        "other_versions": _others(recording),
         "equal": same and not report.different and report.raised is None,
         **asdict(report),
-        "seconds": seconds,
     }
 
 
-def _others(head: RecordingHeader) -> dict[str, tuple[str, str]]:
+def _others(recording: Recording) -> dict[str, tuple[str, str]]:
     """Versions that differ: name → (then, now)."""
     now = versions()
-    return {name: (then, now.get(name, "")) for name, then in head.versions.items() if now.get(name, "") != then}
+    return {name: (then, now.get(name, "")) for name, then in recording.versions.items() if now.get(name, "") != then}
 
 
-def _print(console: Console, recording: Recording, report: ReplayReport, same: bool) -> None:
-    head = recording.head
-    when = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(head.at))
-    begins = (
-        "from the engine's first step"
-        if head.whole
-        else f"from step {head.first}, {len(recording.seats)} requests running"
-    )
-    console.print(f"recorded {when} UTC: {head.reason}", markup=False)
-    console.print(f"{len(recording.steps)} steps {begins}; {len(recording.asked)} requests")
-    if recording.cut:
-        console.print("the file ends in the middle: its last steps are missing")
-    for name, (then, now) in _others(head).items():
-        console.print(f"{name} was {then} then, and is {now or 'not there'} now")
+def _lines(recording: Recording, report: ReplayReport, same: bool) -> Iterator[str]:
+    """The result in words."""
+    when, requests = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(recording.at)), len(recording.requests)
+    begins = f"step {recording.first}, {len(recording.slots)} requests running"
+    yield f"recorded {when} UTC: {recording.reason}"
+    yield f"{len(recording.steps)} steps from {begins if recording.first else 'the first one'}; {requests} requests"
+    for name, (then, now) in _others(recording).items():
+        yield f"{name} was {then} then, and is {now or 'not there'} now"
     if report.filled:
-        console.print(f"{report.filled} tokens were computed first, for what the first steps found in the device")
+        yield f"{report.filled} tokens were computed first, for what the first steps found in the device"
     if not same:
-        console.print(f"another model: {report.steps} steps ran, their outputs are not compared")
+        yield f"another model: {report.steps} steps ran, their outputs are not compared"
     elif not report.different:
-        console.print(f"all {report.compared} tokens of {report.steps} steps equal the recorded ones")
+        yield f"all {report.compared} tokens of {report.steps} steps equal the recorded ones"
     else:
         first = report.differences[0]
-        console.print(
+        yield (
             f"{report.different} of {report.rows} rows differ, the first in step {first.step}, slot {first.slot},"
-            f" request {first.uid}, output token {first.at}: recorded {list(first.recorded)}, now {list(first.now)}",
-            markup=False,
+            f" request {first.uid}, output token {first.at}: recorded {list(first.recorded)}, now {list(first.now)}"
         )
     if report.logprobs:
-        console.print(f"{report.logprobs} log-probabilities differ by at most {report.logprob_gap:.3g}")
+        yield f"{report.logprobs} log-probabilities differ by at most {report.logprob_gap:.3g}"
     if report.raised is not None:
-        console.print(f"step {report.raised.step} raised {report.raised.error}\n{report.raised.trace}", markup=False)
-    elif head.error:
-        last = head.error.strip().splitlines()[-1]
-        console.print(f"what the engine died of did not come again: {last}", markup=False)
+        yield f"step {report.raised.step} raised {report.raised.error}\n{report.raised.trace}"
+    elif recording.error:
+        yield f"what the engine died of did not come again: {recording.error.strip().splitlines()[-1]}"
 
 
 if __name__ == "__main__":

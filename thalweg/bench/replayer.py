@@ -16,17 +16,16 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import takewhile
 
 import msgspec
 
+from thalweg.bench.statistics import common_length
 from thalweg.config.engine import EngineConfig
 from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.grammar import NO_GRAMMAR, Grammar
 from thalweg.core.plan import PAGE, Bind, GrammarState, Output, PageAppend, Row, StepPlan, TokenLogprob
 from thalweg.core.ticket import TicketState
 from thalweg.engine.build import build
-from thalweg.engine.calibration_checks import check_backends
 from thalweg.engine.local import LocalChannel
 from thalweg.engine.recording import RecordedStep, Recording
 
@@ -92,14 +91,6 @@ class _SlotState:
         return self.keys[page]
 
 
-class _StepFailed(Exception):
-    """A step raised something."""
-
-    def __init__(self, error: str, trace: str) -> None:
-        super().__init__(error)
-        self.error, self.trace = error, trace
-
-
 class Replayer:
     """Runs a recording on an engine built from `settings`. compare: whether the model is the recorded one, so that
     outputs can be compared; on another one token ids are folded into its vocabulary, and grammars are left out. Raises
@@ -110,11 +101,11 @@ class Replayer:
 
     def __init__(self, recording: Recording, settings: EngineConfig, compare: bool) -> None:
         self.recording, self.compare = recording, compare
-        self.loop, _, facts, _ = build(check_backends(settings), LocalChannel())
+        self.loop, _, facts, _ = build(settings, LocalChannel())
         self.worker, self.book = self.loop.worker, self.loop.scheduler.grammars
         self.vocab, self.budget = facts.vocab, settings.chunked_prefill_size
         self.report = ReplayReport()
-        self._grammars: dict[int, Grammar] = {line.request.uid: line.request.grammar for line in recording.asked}
+        self._grammars: dict[int, Grammar] = {request.uid: request.grammar for _, request in recording.requests}
         self._states: dict[int, _SlotState] = {}  # by slot
         self._filled: dict[int, int] = {}  # page -> the key of what it holds
         self._corrected: dict[int, Bind] = {}  # by slot: put right with the next step
@@ -123,13 +114,16 @@ class Replayer:
 
     def run(self) -> Iterator[ReplayReport]:
         """Runs all steps; yields the report so far after each."""
-        for seat in self.recording.seats:
+        for seat in self.recording.slots:
             self._restore(seat.uid, self._adapt(seat.bind), seat.pages)
         for step in self.recording.steps:
             try:
                 self._replay_step(step)
-            except _StepFailed as death:
-                self.report.raised = StepFailure(step.plan.step, death.error, death.trace)
+            except Exception as error:  # whatever a step raises is what is looked for
+                if isinstance(error, UnsupportedConfig):
+                    raise
+                trace = "".join(traceback.format_exception(error))
+                self.report.raised = StepFailure(step.plan.step, f"{type(error).__name__}: {error}", trace)
             self.report.steps += 1
             yield self.report
             if self.report.raised is not None:
@@ -147,18 +141,19 @@ class Replayer:
 
     def _fill(self, state: _SlotState, upto: int) -> None:
         """Computes the first `upto` tokens of a slot whose pages do not have them."""
-        page = 0
-        while page * PAGE < upto:
-            if self._holds(state, page, upto):
-                page += 1
-                continue
-            first, most = page, max(1, self.budget // PAGE)
-            while page * PAGE < upto and page - first < most and not self._holds(state, page, upto):
-                page += 1
-            self._compute(state, first * PAGE, min(page * PAGE, upto))
 
-    def _holds(self, state: _SlotState, page: int, upto: int) -> bool:
-        return (page + 1) * PAGE <= upto and self._filled.get(state.pages[page]) == state.key(page)
+        def holds(page: int) -> bool:
+            return (page + 1) * PAGE <= upto and self._filled.get(state.pages[page]) == state.key(page)
+
+        page, most = 0, max(1, self.budget // PAGE)
+        while page * PAGE < upto:
+            first = page
+            while page * PAGE < upto and page - first < most and not holds(page):
+                page += 1
+            if page > first:
+                self._compute(state, first * PAGE, min(page * PAGE, upto))
+            else:
+                page += 1
 
     def _compute(self, state: _SlotState, start: int, end: int) -> None:
         """A step that is not in the recording: this part of a slot alone."""
@@ -202,16 +197,12 @@ class Replayer:
         return replace(plan, binds=binds + plan.binds, appends=tables + plan.appends)
 
     def _launch(self, plan: StepPlan, masks: Mapping[int, GrammarState] = NO_MASKS) -> Sequence[Output]:
-        """A, B and their output. Raises _StepFailed."""
+        """A, B and their output."""
         number, self._launched = self._launched, self._launched + 1
         again = replace(plan, step=number, seen=number - 1, waits_for_commit=False)
-        try:
-            self.worker.forward(again, None)
-            self.worker.sample(again, masks, again.num_drafts)
-            return self.worker.output(again)
-        except Exception as error:  # whatever a step raises is what is looked for
-            trace = "".join(traceback.format_exception(error))
-            raise _StepFailed(f"{type(error).__name__}: {error}", trace) from error
+        self.worker.forward(again, None)
+        self.worker.sample(again, masks, again.num_drafts)
+        return self.worker.output(again)
 
     def _state(self, slot: int) -> _SlotState:
         if slot not in self._states:
@@ -238,9 +229,7 @@ class Replayer:
         state.tokens += truth.tokens
         state.drafts, state.parents = now.drafts, now.parents
         # of drafts, the KV is right as far as they were accepted and are in the recording
-        same = sum(
-            1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(now.tokens[:-1], truth.tokens, strict=False))
-        )
+        same = common_length(now.tokens[:-1], truth.tokens)
         state.at = known + same if row.emit else start + row.n
         self._note(state, start, state.at)
         if truth.tokens and state.at < len(state.tokens) - 1:

@@ -5,14 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
 from thalweg.bench import ablation_tables, plots
 from thalweg.bench.command import CommandParser, add_flags, exit_status
 from thalweg.bench.compare import percent
 from thalweg.bench.display import markdown_table
 from thalweg.bench.errors import BenchError
-from thalweg.bench.plots import FORMATS, Figure
+from thalweg.bench.plots import FORMATS, GREEN, GREY, RED, Bars, Distribution, Figure, Lines, Seconds
 from thalweg.bench.result_files import INCOMPLETE, Json, ResultFileError, command_of, load, serving_rows
+
+MARKS = ("median", "p99")
+MOST_BARS = 40
+MOST_CHANGE = 3.0  # a bar ends at four times A: beyond it the others would be too small to see
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,53 +85,97 @@ def _table(rows: Sequence[Json], columns: Mapping[str, str]) -> list[str]:
 
 
 def _serve(result: Json) -> Section:
+    """A plot over the rate or the concurrency where one of them moves, else of the latencies; one over the turns of
+    conversations.
+    """
     rows = serving_rows(result)
     if not rows:
         raise ResultFileError("a result without any measurement: the run ended before the first one")
     lines, figures = _table(rows, SERVED), list[Figure]()
-    moving = {row[plots.sweep_axis(rows)] for row in rows}
-    if len(moving) > 1 and None not in moving and "inf" not in moving:
-        figures.append(plots.sweep(result))
-    elif rows[0].get("samples", {}).get("ttft_ms"):
-        figures.append(plots.latencies(rows[0]))
-    if (row := next((row for row in rows if row.get("by_turn")), None)) is not None:
-        lines += ["", *_table(row["by_turn"], TURNS)]
-        figures.append(plots.by_turn(row))
+    moving = next((key for key in ("request_rate", "max_concurrency") if len({row[key] for row in rows}) > 1), "")
+    places = {row[moving] for row in rows} if moving else set()
+    if places and not places & {None, "inf"}:
+        figures.append(_sweep(rows, moving))
+    elif (row := rows[0]).get("samples", {}).get("ttft_ms"):
+        panels = [
+            Distribution(title, "ms", row["samples"][f"{name}_ms"], {mark: row[f"{mark}_{name}_ms"] for mark in MARKS})
+            for name, title in (("ttft", "TTFT"), ("tpot", "TPOT"), ("e2e_latency", "end to end"))
+        ]
+        output = Seconds("output", "tokens of each second after the start", row["tokens_by_second"])
+        figures.append(Figure("latency", [*panels, output]))
+    if turns := next((row["by_turn"] for row in rows if row.get("by_turn")), None):
+        lines += ["", *_table(turns, TURNS)]
+        figures.append(Figure("turns", [
+            _lines("TTFT of each turn, ms", "turn", turns, {mark: f"{mark}_ttft_ms" for mark in MARKS}),
+            _lines("prompt tokens", "turn", turns, {"mean": "mean_input_tokens"}),
+            _lines("share found in the cache", "turn", turns, {"hits": "cache_hit_rate"}),
+        ]))  # fmt: skip
     return Section(lines, figures)
 
 
+def _sweep(rows: Sequence[Json], moving: str) -> Figure:
+    """Throughput and latencies, means over the repeats."""
+    keys = ["output_throughput", *(f"{mark}_{name}_ms" for name in ("ttft", "tpot") for mark in MARKS)]
+    places = sorted({float(row[moving]) for row in rows})
+    repeats = {place: [row for row in rows if float(row[moving]) == place] for place in places}
+    means = [
+        {moving: place, **{key: fmean(float(row[key]) for row in same) for key in keys}}
+        for place, same in repeats.items()
+    ]
+    panels = [_lines("throughput, tokens/s", moving, means, {"output": "output_throughput"})]
+    for name in ("ttft", "tpot"):
+        panels.append(_lines(f"{name.upper()}, ms", moving, means, {mark: f"{mark}_{name}_ms" for mark in MARKS}))
+    return Figure("sweep", panels)
+
+
+def _lines(title: str, key: str, rows: Sequence[Json], columns: Mapping[str, str]) -> Lines:
+    """columns: fields by label, over the field `key`."""
+    lines = {label: [row[column] for row in rows] for label, column in columns.items()}
+    return Lines(title, key.replace("_", " "), [row[key] for row in rows], lines)
+
+
 def _offline(result: Json) -> Section:
-    rows = serving_rows(result)
-    return Section(_table(rows, OFFLINE), [plots.throughput_over_time(rows[:4])])
+    rows = [[row[key] for key in OFFLINE.values()] for row in serving_rows(result)]
+    return Section(markdown_table(list(OFFLINE), rows), [])
 
 
 def _one_batch(result: Json) -> Section:
     rows = [row | {"decode_ms": 1000 * row["median_decode_latency"]} for row in result["results"]]
-    return Section(_table(rows, BATCHES), [plots.one_batch(rows)])
+    return Section(_table(rows, BATCHES), [])
 
 
 def _startup(result: Json) -> Section:
     starts, rows = result["starts"], []
     for start in starts:
         seconds = {phase["name"]: phase["seconds"] for phase in start["phases"]}
-        whole = {
-            "start": start["start"],
-            "ready s": start["ready_seconds"],
-            "first token s": start["first_token_seconds"],
-        }
-        rows.append({**whole, **seconds, "CPU s": start["cpu_seconds"]})
-    heads = {name: name for row in rows for name in row if name != "CPU s"} | {"CPU s": "CPU s"}
-    return Section(_table(rows, heads), [plots.startup(starts)])
+        ends = {"ready s": start["ready_seconds"], "first token s": start["first_token_seconds"]}
+        rows.append({"start": start["start"], **ends, **seconds, "CPU s": start["cpu_seconds"]})
+    phases = dict.fromkeys(phase["name"] for start in starts for phase in start["phases"])
+    heads = {name: name for name in ("start", "ready s", "first token s", *phases, "CPU s")}
+    labels, values = [row["start"] for row in rows], {phase: [row.get(phase) for row in rows] for phase in phases}
+    bars = Bars("from the command to the first token", "seconds", labels, values)
+    return Section(_table(rows, heads), [Figure("phases", [bars])])
 
 
 def _compare(result: Json) -> Section:
-    rows = []
-    for one in result["changes"]:
+    """The plot has the first changes with their intervals."""
+    rows, found = [], result["changes"]
+    for one in found:
         interval = "" if one["low"] is None else f"{percent(one['low'])} … {percent(one['high'])}"
         change = percent(one["change"]), interval, one["verdict"]
         rows.append([one["point"], one["name"], one["a"], one["b"], one["unit"], *change])
     lines = markdown_table(("point", "measured", "A", "B", "unit", "change", "interval", "verdict"), rows)
-    return Section([*lines, "", *(f"- {word}" for word in result["words"])], [plots.changes(result["changes"])])
+
+    def cut(change: float) -> float:
+        return 100 * min(change, MOST_CHANGE)
+
+    shown, points = found[:MOST_BARS], len({one["point"] for one in found[:MOST_BARS]})
+    labels = [one["name"] if points == 1 else f"{one['name']} ({one['point']})" for one in shown]
+    ends = [None if one["low"] is None else (cut(one["low"]), cut(one["high"])) for one in shown]
+    colours = [{"better": GREEN, "worse": RED}.get(one["verdict"], GREY) for one in shown]
+    values = {"change": [cut(one["change"]) for one in shown]}
+    bars = Bars("change from A to B", "%", labels, values, ends, colours)
+    return Section([*lines, "", *(f"- {word}" for word in result["words"])], [Figure("changes", [bars])])
 
 
 def _eval(result: Json) -> Section:
@@ -135,19 +184,18 @@ def _eval(result: Json) -> Section:
         [row["task"], row["hits"], row["total"], f"{row['share']:.1%}", f"{row['low_95']:.1%} … {row['high_95']:.1%}"]
         for row in rows
     ]
-    return Section(markdown_table(("task", "right", "of", "share", "95 % interval"), cells), [plots.shares(rows)])
+    return Section(markdown_table(("task", "right", "of", "share", "95 % interval"), cells), [])
 
 
 def _kernels(result: Json) -> Section:
     """Failures are listed below the table."""
-    good = [row for row in result["rows"] if not row["failed"]]
     failed = [
         f"- {row['operation']}, {row['case']}, {row['backend']}: {row['failed']}"
         for row in result["rows"]
         if row["failed"]
     ]
-    figures = [plots.kernels(plots.longest_cases(good))] if good else []
-    return Section([*_table(good, KERNELS), *(["", *failed] if failed else [])], figures)
+    good = [row for row in result["rows"] if not row["failed"]]
+    return Section([*_table(good, KERNELS), *(["", *failed] if failed else [])], [])
 
 
 def _ablate(result: Json) -> Section:
@@ -168,15 +216,12 @@ READERS: Mapping[str, Callable[[Json], Section]] = {
 
 
 def section(result: Json) -> Section:
-    """Raises ResultFileError for a result of another command, or one that lacks fields of its command."""
+    """Raises ResultFileError for a result of another command, one of INCOMPLETE for one that lacks fields."""
     reader = READERS.get(command_of(result))
     if reader is None:
         command = result.get("command", "a result without a command")
         raise ResultFileError(f"no report of {command!r}; there is one of {', '.join(READERS)}")
-    try:
-        return reader(result)
-    except INCOMPLETE as error:
-        raise ResultFileError(f"incomplete result of `{command_of(result)}`: {error!r}") from error
+    return reader(result)
 
 
 def source(name: str, result: Json) -> list[str]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +25,26 @@ class Measurement:
 
     unit: str
     higher: bool  # whether more is better
-    values: list[float] = field(default_factory=list)  # one of each repeat
-    samples: list[float] = field(default_factory=list)  # of a single run: of each `sampled`, or of each second
-    statistic: str = ""  # what is taken of the samples: mean, median, p99; rate: tokens of each second
-    hits: tuple[int, int] | None = None  # (hits, total) of a share
+    values: list[float]  # one of each repeat
     seeded: bool = False  # the i-th repeat has the same work in every run with these settings
-    sampled: str = "requests"
+    hits: tuple[int, int] | None = None  # (hits, total) of a share
 
+
+RATE, LATENCY, SECONDS = ("tok/s", True, 1.0), ("ms", False, 1.0), ("s", False, 1.0)
+# unit, whether more is better, and what a value is multiplied with, of each field that is compared
+FIELDS: dict[str, tuple[str, bool, float]] = {
+    **dict.fromkeys(("request_throughput", "goodput"), ("req/s", True, 1.0)),
+    **dict.fromkeys(("output_throughput", "total_throughput"), RATE),
+    **{
+        f"{statistic}_{latency}_ms": LATENCY
+        for latency in ("ttft", "tpot", "itl", "e2e_latency")
+        for statistic in ("mean", "median", "p99")
+    },
+    **dict.fromkeys(("accept_length", "cache_hit_rate"), ("", True, 1.0)),
+    **dict.fromkeys(("prefill_latency", "median_decode_latency", "total_latency"), ("ms", False, 1000.0)),
+    **dict.fromkeys(("ready_seconds", "first_token_seconds", "cpu_seconds"), SECONDS),
+    **dict.fromkeys(("us", "cpu_us_per_output_token"), ("us", False, 1.0)),
+}
 
 Point = dict[str, Measurement]
 Points = dict[str, Point]
@@ -82,21 +95,17 @@ def points(results: Sequence[Json]) -> Points:
             raise ResultFileError(f"not a result of {known}: its command is {result.get('command', 'missing')!r}")
         try:
             for name, point in reader(result):
-                _merge(merged.setdefault(name, {}), point)
+                into = merged.setdefault(name, {})
+                for measured, found in point.items():
+                    if measured in into:
+                        into[measured].values += found.values
+                    else:
+                        into[measured] = found
         except INCOMPLETE as error:
             raise ResultFileError(f"incomplete result of `{command_of(result)}`: {error!r}") from error
     if not merged:
         raise ResultFileError("a result without any measurement: the run ended before the first one")
     return merged
-
-
-def _merge(into: Point, more: Point) -> None:
-    for name, measurement in more.items():
-        if name in into:
-            into[name].values += measurement.values
-            into[name].samples = []  # of a single run only
-        else:
-            into[name] = measurement
 
 
 def serving_rows(result: Json) -> list[Json]:
@@ -105,66 +114,46 @@ def serving_rows(result: Json) -> list[Json]:
     return rows if isinstance(rows, list) else [result]
 
 
-def _floats(values: Iterable[Any], scale: float = 1.0) -> list[float]:
-    return [scale * float(value) for value in values]
+def _point(row: Json, seeded: bool = False) -> Point:
+    """The numbers of a row. Raises ValueError where it has none."""
+    found = {
+        name.removesuffix("_ms"): Measurement(unit, higher, [scale * float(row[name])], seeded)
+        for name, (unit, higher, scale) in FIELDS.items()
+        if row.get(name)
+    }
+    if not found:
+        raise ValueError(f"none of {', '.join(FIELDS)}")
+    return found
 
 
 def _serve(result: Json) -> Iterator[tuple[str, Point]]:
     for row in serving_rows(result):
-        known = {name: float(value) for name, value in row.items() if isinstance(value, int | float)}
-        point: Point = {}
-        for name, unit in (("request_throughput", "req/s"), ("output_throughput", "tok/s"), ("goodput", "req/s")):
-            if name in known:
-                point[name] = Measurement(unit, True, [known[name]], seeded=True)
-        if "output_throughput" in point:
-            point["output_throughput"].samples = _floats(row.get("tokens_by_second", ()))
-            point["output_throughput"].statistic = "rate"
-        for latency in ("ttft", "tpot", "itl", "e2e_latency"):
-            for statistic in ("mean", "median", "p99"):
-                if (value := known.get(f"{statistic}_{latency}_ms")) is not None:
-                    samples = _floats(row.get("samples", {}).get(f"{latency}_ms", ()))
-                    point[f"{statistic}_{latency}"] = Measurement("ms", False, [value], samples, statistic, seeded=True)
-        for name in ("accept_length", "cache_hit_rate"):
-            if known.get(name):
-                point[name] = Measurement("", True, [known[name]], seeded=True)
-        yield f"rate {row.get('request_rate', 'inf')}, concurrency {row.get('max_concurrency') or 'any'}", point
+        name = f"rate {row.get('request_rate', 'inf')}, concurrency {row.get('max_concurrency') or 'any'}"
+        yield name, _point(row, seeded=True)
 
 
 def _offline(result: Json) -> Iterator[tuple[str, Point]]:
-    units = {"output_throughput": "tok/s", "total_throughput": "tok/s", "cpu_us_per_output_token": "us"}
     for row in result.get("points", ()):
-        point = {
-            name: Measurement(unit, unit != "us", _floats([row[name]]), seeded=True) for name, unit in units.items()
-        }
-        point["output_throughput"].samples = _floats(row["tokens_by_second"])
-        point["output_throughput"].statistic = "rate"
-        yield "all prompts", point
+        yield "all prompts", _point(row, seeded=True)
 
 
 def _one_batch(result: Json) -> Iterator[tuple[str, Point]]:
     for row in result.get("results", ()):
-        runs = row.get("runs") or [row]
-        names = ("prefill_latency", "median_decode_latency", "total_latency")
-        point = {name: Measurement("ms", False, _floats((run[name] for run in runs), 1000)) for name in names}
-        decode = point["median_decode_latency"]
-        decode.samples, decode.statistic = _floats(row.get("decode_latencies", ()), 1000), "median"
-        decode.sampled = "steps"
-        yield f"batch {row['batch_size']}, {row['input_len']} in, {row['output_len']} out", point
+        for run in row.get("runs") or [row]:
+            yield f"batch {row['batch_size']}, {row['input_len']} in, {row['output_len']} out", _point(run)
 
 
 def _startup(result: Json) -> Iterator[tuple[str, Point]]:
     for row in result.get("starts", ()):
-        seconds = {name: row[name] for name in ("ready_seconds", "first_token_seconds", "cpu_seconds")}
-        seconds |= {f"phase: {phase['name']}": phase["seconds"] for phase in row["phases"]}
-        yield f"{row['start']} start", {name: Measurement("s", False, _floats([one])) for name, one in seconds.items()}
+        phases = {phase["name"]: float(phase["seconds"]) for phase in row["phases"]}
+        of_phases = {f"phase: {name}": Measurement("s", False, [seconds]) for name, seconds in phases.items()}
+        yield f"{row['start']} start", _point(row) | of_phases
 
 
 def _kernels(result: Json) -> Iterator[tuple[str, Point]]:
     for row in result.get("rows", ()):
         if row.get("us") and not row.get("failed"):
-            rounds = _floats(row.get("rounds_us", ()))
-            time = Measurement("us", False, _floats([row["us"]]), rounds, "median", sampled="rounds")
-            yield f"{row['operation']}, {row['case']}, {row['backend']}", {"time": time}
+            yield f"{row['operation']}, {row['case']}, {row['backend']}", _point(row)
 
 
 def _share(row: Json) -> Measurement:

@@ -5,7 +5,6 @@ configuration, command).
 from __future__ import annotations
 
 import json
-import os
 import platform
 import shlex
 import subprocess
@@ -19,6 +18,7 @@ from typing import Any
 
 import thalweg
 from thalweg.bench.errors import ResultError
+from thalweg.config.machine import Machine
 
 LIBRARIES = (
     "torch",
@@ -32,31 +32,11 @@ LIBRARIES = (
 )
 
 
-def _command_output(*words: str) -> str:
-    """Its stdout; "" where the program is missing or fails."""
-    options: dict[str, Any] = {"cwd": Path(__file__).parent, "capture_output": True, "text": True, "timeout": 10}
-    try:
-        return str(subprocess.run(words, check=True, **options).stdout).strip()
-    except (OSError, subprocess.SubprocessError):
-        return ""
-
-
-def _proc_field(file: str, field: str) -> str:
-    path = Path(file)
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith(field)), "")
-
-
 def device() -> dict[str, object]:
-    """This machine: processor, cores that the process may use, memory, and the GPUs that the driver lists."""
-    kib = _proc_field("/proc/meminfo", "MemTotal").removesuffix("kB").strip()
-    gpus = _command_output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
-    return {
-        "cpu": _proc_field("/proc/cpuinfo", "model name") or platform.processor() or platform.machine(),
-        "cores": len(os.sched_getaffinity(0)),
-        "memory_gib": round(int(kib) / 2**20, 1) if kib else 0.0,
-        "gpus": [line.strip() for line in gpus.splitlines() if line.strip()],
-    }
+    """This machine: processor, cores and memory that the process may use, and the GPUs that the driver lists."""
+    here = Machine.here()
+    memory_gib = round(here.memory / 2**30, 1)
+    return {"cpu": here.cpu, "cores": here.cores, "memory_gib": memory_gib, "gpus": list(here.gpus)}
 
 
 def versions() -> dict[str, str]:
@@ -70,9 +50,12 @@ def versions() -> dict[str, str]:
 
 def commit() -> str:
     """The commit of the source tree, with "+changes" where files differ from it; "" where this is no checkout."""
-    head = _command_output("git", "rev-parse", "HEAD")
-    changed = head and _command_output("git", "status", "--porcelain", "--untracked-files=no")
-    return f"{head}+changes" if changed else head
+    words = ("git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+changes")
+    options: dict[str, Any] = {"cwd": Path(__file__).parent, "capture_output": True, "text": True, "timeout": 10}
+    try:
+        return str(subprocess.run(words, check=True, **options).stdout).strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
 
 
 def hide_home(value: Any) -> Any:

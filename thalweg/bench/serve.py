@@ -6,17 +6,20 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
+import re
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import product, starmap
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
-from thalweg.bench.backends import BACKENDS, RequestOptions, make_backend, send_request
-from thalweg.bench.command import OUTPUT, CommandParser, add_flags, exit_status
+import msgspec
+
+from thalweg.bench.backends import BACKENDS, RequestOptions, send_request
+from thalweg.bench.command import OUTPUT, CommandParser, add_flags, command
 from thalweg.bench.dataset_flags import add_dataset_flags, check_dataset, load_prompts, shortening_flags
 from thalweg.bench.datasets import OrdinaryTokens, possible_hits, schedule, vocabulary_of
 from thalweg.bench.display import progress_bar
@@ -67,8 +70,8 @@ TIMING_FLAGS = """
                                   compare` knows the noise
 --use-trace-timestamps  switch    send each request of a trace at its recorded time
 --warmup-requests  whole=1        requests before the clock starts
---flush-cache      switch         empty the server's prefix cache after the warm-up; Thalweg needs its --admin-api-key as
-                                  --api-key for that
+--flush-cache      switch         empty the server's prefix cache after the warm-up; Thalweg needs its --admin-api-key
+                                  as --api-key for that
 """
 REQUEST_FLAGS = """
 --temperature          number=0.0  0 is greedy
@@ -86,8 +89,8 @@ RESULT_FLAGS = f"""
 --profile         switch   have the server profile the load (/start_profile, /stop_profile)
 --profile-output-dir  folder  where the server writes the profile; default: its own choice
 --profile-steps   whole=0  end the profile after so many steps; 0: with the load
---goodput         limit...  count requests that keep all these limits: ttft, tpot, itl (longest gap), e2el in ms, such as
-                           ttft:500 tpot:50
+--goodput         limit...  count requests that keep all these limits: ttft, tpot, itl (longest gap), e2el in ms, such
+                           as ttft:500 tpot:50
 --tag             name     a name in the result
 --disable-tqdm --no-progress  switch  no progress bar
 """
@@ -95,12 +98,10 @@ RESULT_FLAGS = f"""
 
 def _json_object(text: str) -> dict[str, object]:
     try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f'expected a JSON object such as {{"top_p": 0.9}}, got {text}')
-    return value
+        return msgspec.json.decode(text, type=dict[str, object])
+    except msgspec.DecodeError as error:
+        message = f'expected a JSON object such as {{"top_p": 0.9}}, got {text} ({error})'
+        raise argparse.ArgumentTypeError(message) from error
 
 
 def _header(text: str) -> tuple[str, str]:
@@ -112,23 +113,19 @@ def _header(text: str) -> tuple[str, str]:
 
 def _limit(text: str) -> tuple[str, float]:
     name, _, value = text.partition(":")
-    try:
-        limit = float(value)
-    except ValueError:
-        limit = -1.0
-    if name not in LIMITS or not 0 < limit < float("inf"):
+    if name not in LIMITS or not re.fullmatch(r"\d*\.?\d+", value):
         names = ", ".join(LIMITS)
         raise argparse.ArgumentTypeError(
             f"expected NAME:MILLISECONDS with a name of {names}, such as ttft:500, got {text!r}"
         )
-    return name, limit
+    return name, float(value)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The flags, checked against each other. Exits with status 2 as argparse does."""
     text = "Measures any OpenAI-compatible server: throughput, and the time to, between and after tokens."
     parser = CommandParser(prog="thalweg bench serve", description=text)
-    add_flags(parser, "Server", SERVER_FLAGS, backend=BACKENDS, header=_header)
+    add_flags(parser, "Server", SERVER_FLAGS, backend=tuple(BACKENDS), header=_header)
     add_dataset_flags(parser, "Data set")
     add_flags(parser, "Arrival times", TIMING_FLAGS)
     add_flags(parser, "Requests", REQUEST_FLAGS, json=_json_object)
@@ -157,13 +154,11 @@ class SweepPoint(NamedTuple):
     rate: float
     concurrency: int
     repeat: int  # of those with these settings
-    number: int  # of all
 
 
 def points(args: argparse.Namespace) -> list[SweepPoint]:
     """Every rate with every concurrency, each `--repeat` times in a row."""
-    settings = product(args.request_rate, args.max_concurrency, range(args.repeat))
-    return [SweepPoint(*setting, number) for number, setting in enumerate(settings)]
+    return list(starmap(SweepPoint, product(args.request_rate, args.max_concurrency, range(args.repeat))))
 
 
 def _vocabulary(args: argparse.Namespace, info: Mapping[str, object]) -> OrdinaryTokens | None:
@@ -191,38 +186,30 @@ async def warm_up(load: ServerLoad, vocabulary: OrdinaryTokens | None, args: arg
 
 async def drive(load: ServerLoad, due: Sequence[float], concurrency: int, label: str, quiet: bool) -> str:
     """Runs the load behind a progress bar. The reason it ended early ("": none): Ctrl-C, or a server that is gone."""
-    stop, reason = asyncio.Event(), ""
-    failed = tokens = refused = 0
+    stop, reason, counts = asyncio.Event(), "", Counter[str]()
     with progress_bar(label, len(load.prompts), not quiet) as bar:
 
         def on_done(record: Record) -> None:
-            nonlocal failed, tokens, refused, reason
-            failed, tokens = failed + bool(record.error), tokens + record.output_tokens
-            refused = refused + 1 if record.refused else 0
-            if refused == REFUSED and not stop.is_set():
+            nonlocal reason
+            counts.update(failed=bool(record.error), tokens=record.output_tokens)
+            counts["refused"] = counts["refused"] + 1 if record.refused else 0
+            if counts["refused"] == REFUSED and not stop.is_set():
                 reason = f"the server is gone: {record.error}"
                 stop.set()
-            bar.advance(note=f"{tokens} tokens" + (f", [red]{failed} failed[/]" if failed else ""))
+            failed = f", [red]{counts['failed']} failed[/]" if counts["failed"] else ""
+            bar.advance(note=f"{counts['tokens']} tokens{failed}")
 
         with interruptible(stop), no_garbage_collection():
             await load.run(due, concurrency, stop, on_done)
     return reason or (INTERRUPTED if stop.is_set() else "")
 
 
-def _details(records: Sequence[Record]) -> dict[str, object]:
-    return {
-        "input_lens": [record.prompt_tokens for record in records],
-        "output_lens": [record.output_tokens for record in records],
-        "cached_lens": [record.cached_tokens for record in records],
-        "start_times": [record.start for record in records],
-        "send_delays": [record.sent - record.due if record.sent else 0.0 for record in records],
-        "latencies": [record.latency for record in records],
-        "ttfts": [record.ttft for record in records],
-        "itls": [record.itl for record in records],
-        "turns": [record.turn for record in records],
-        "generated_texts": [record.text for record in records],
-        "errors": [record.error for record in records],
-    }
+# names in SGLang's results, and fields of a record
+DETAILS = {
+    "input_lens": "prompt_tokens", "output_lens": "output_tokens", "cached_lens": "cached_tokens",
+    "start_times": "start", "send_delays": "send_delay", "latencies": "latency", "ttfts": "ttft", "itls": "itl",
+    "turns": "turn", "generated_texts": "text", "errors": "error",
+}  # fmt: skip
 
 
 class ServingBenchmark:
@@ -232,7 +219,7 @@ class ServingBenchmark:
         headers = dict(args.header) | ({"Authorization": f"Bearer {args.api_key}"} if args.api_key else {})
         self.args = args
         self.client = HttpClient(args.base_url or f"http://{args.host}:{args.port}", headers)
-        self.server, self.backend = ServerInfo(self.client), make_backend(args.backend)
+        self.server, self.backend = ServerInfo(self.client), BACKENDS[args.backend]
         self.info: dict[str, object] = {}  # the server's settings
         self.rows: list[dict[str, Any]] = []  # the points that were measured
         self.ended = ""  # why it ended early
@@ -250,9 +237,10 @@ class ServingBenchmark:
             args.request_timeout,
             args.extra_request_body,
         )
-        for point in points(args):
+        sweep = points(args)
+        for number, point in enumerate(sweep):
             try:
-                load, due = self._load(vocabulary, point)
+                load, due = self._load(vocabulary, point, args.seed + 1000 * number)
                 await warm_up(load, vocabulary, args)
                 if args.flush_cache:
                     await self.server.post("/flush_cache", "--flush-cache")
@@ -266,68 +254,61 @@ class ServingBenchmark:
                     raise
                 self.ended = str(error) or INTERRUPTED
                 break
-            self.ended = await drive(load, due, point.concurrency, self._label(point), args.disable_tqdm)
+            label = f"{number + 1}/{len(sweep)}: rate {point.rate:g}, concurrency {point.concurrency or 'any'}"
+            self.ended = await drive(load, due, point.concurrency, label, args.disable_tqdm)
             after = await self._counters_after()
-            self.rows.append(self._row(point, load, before, after))
+            self.rows.append(self._row(point, load, after.since(before)))
             if self.ended:
                 break
         self.client.close()
 
-    def _load(self, vocabulary: OrdinaryTokens | None, point: SweepPoint) -> tuple[ServerLoad, list[float]]:
+    def _load(self, vocabulary: OrdinaryTokens | None, point: SweepPoint, seed: int) -> tuple[ServerLoad, list[float]]:
         """The point's own prompts: the server's cache would have the tokens of earlier ones."""
         args = self.args
-        seed = args.seed + 1000 * point.number
         prompts = load_prompts(args, vocabulary, seed)
         raise_file_limit((point.concurrency or len(prompts)) + SPARE_FILES, required=False)
-        load = ServerLoad(self.client, self.backend, self.options, prompts)
         for prompt in {(bool(prompt.ids), bool(prompt.text)): prompt for prompt in prompts}.values():
-            load.backend.body(prompt, self.options)  # one of each kind, for its errors
-        return load, schedule(prompts, point.rate, args.use_trace_timestamps, seed, args.burstiness)
-
-    def _label(self, point: SweepPoint) -> str:
-        total = len(points(self.args))
-        if total == 1:
-            return "requests"
-        return f"{point.number + 1}/{total}: rate {point.rate:g}, concurrency {point.concurrency or 'any'}"
+            self.backend.body(prompt, self.options)  # one of each kind, for its errors
+        due = schedule(prompts, point.rate, args.use_trace_timestamps, seed, args.burstiness)
+        return ServerLoad(self.client, self.backend, self.options, prompts), due
 
     async def _counters_after(self) -> Counters:
         """A server that died has none; what was measured is still reported."""
         try:
             if self.args.profile and not self.args.profile_steps:
                 print(await self.server.stop_profile(), file=sys.stderr)
-            self.info, after = await self.server.settings(), await self.server.counters()
+            self.info = await self.server.settings()
+            return await self.server.counters()
         except HttpError as error:
             self.ended = self.ended or f"the server is gone: {error}"
             return Counters()
-        return after
 
-    def _row(self, point: SweepPoint, load: ServerLoad, before: Counters, after: Counters) -> dict[str, Any]:
+    def _row(self, point: SweepPoint, load: ServerLoad, new: Counters) -> dict[str, Any]:
         args = self.args
         sent = [record for record in load.records if record.done or record.error]
-        numbers = measure(sent, load.duration)
+        numbers, turns = measure(sent, load.duration), by_turn(sent)
+        names = ("tag", "backend", "dataset_name", "random_input_len", "random_output_len", "random_range_ratio")
         row: dict[str, Any] = {
-            **{name: getattr(args, name) for name in ("tag", "backend", "dataset_name")},
+            **{name: getattr(args, name) for name in names},
             "request_rate": "trace" if args.use_trace_timestamps else str(point.rate),
             "max_concurrency": point.concurrency or None,
             "repeat": point.repeat,
-            **{
-                f"random_{name}": getattr(args, f"random_{name}") for name in ("input_len", "output_len", "range_ratio")
-            },
             "requests": len(load.prompts),
             **numbers,
-            **cache_hits(numbers["total_cached_tokens"], numbers["total_input_tokens"], before, after),
+            **cache_hits(numbers["total_cached_tokens"], numbers["total_input_tokens"], new),
             "cache_hit_possible": possible_hits(load.sent),
             **goodput(sent, load.duration, args.goodput),
-            "accept_length": accept_length(self.info, before, after),
-            "server_overhead_ms": overhead(before, after),
+            "accept_length": accept_length(self.info, new),
+            "server_overhead_ms": overhead(new),
             **_ending(self.ended),
             "failures": failures(sent),
             "samples": samples(sent),
             "tokens_by_second": tokens_by_second(sent, min((record.start for record in sent), default=0.0)),
+            **({"by_turn": turns} if turns else {}),
         }
-        if turns := by_turn(sent):
-            row["by_turn"] = turns
-        return row | (_details(sent) if args.output_details else {})
+        if args.output_details:
+            row |= {name: [getattr(record, field) for record in sent] for name, field in DETAILS.items()}
+        return row
 
 
 def _ending(ended: str) -> dict[str, object]:
@@ -386,7 +367,11 @@ def _save(path: Path, result: Mapping[str, Any]) -> None:
         write(path, row | source)
 
 
-def _run(argv: list[str]) -> int:
+@command("thalweg bench serve")
+def main(argv: list[str]) -> int:
+    """0: done; 1: the run could not start, ended early, or no request succeeded; 2: wrong flags; 130: Ctrl-C. What was
+    measured is printed and written.
+    """
     args = parse(argv)
     result = asyncio.run(run(args, argv))
     print("\n" + show(result))
@@ -395,10 +380,3 @@ def _run(argv: list[str]) -> int:
     if result["interrupted"]:
         return 130
     return 1 if result["partial"] or not any(row["completed"] for row in result.get("points", [result])) else 0
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """0: done; 1: the run could not start, ended early, or no request succeeded; 2: wrong flags; 130: Ctrl-C. What was
-    measured is printed and written.
-    """
-    return exit_status("thalweg bench serve", _run, argv)

@@ -5,35 +5,27 @@ the text means nothing.
 
 from __future__ import annotations
 
-import gc
-import sys
 from collections.abc import Iterator, Sequence
 from itertools import product
-from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
-import msgspec
-import torch
 from rich.table import Table
 
-from thalweg.bench.command import OUTPUT, PartialRun, add_flags, exit_status
-from thalweg.bench.display import make_table, show
-from thalweg.bench.draft_shapes import ADAPTIVE, DraftShape, draft_shapes, resolved_for, tree_shape
+from thalweg.bench.command import OUTPUT, add_flags, exit_status
+from thalweg.bench.display import make_table
+from thalweg.bench.draft_shapes import ADAPTIVE, DraftShape, Row, draft_shapes, measure_engines, tree_shape
 from thalweg.bench.in_process import (
     BATCHES,
     BENCH_SEED,
     ENGINE_FLAGS,
     Lengths,
-    configuration,
     exactly,
     generate,
     random_batch,
     reserve,
 )
-from thalweg.bench.results import provenance, write
 from thalweg.config.args import options_parser, parse_options
-from thalweg.config.options import Options
 from thalweg.engine.calibration import planning_clock, step_clock
 from thalweg.engine.local import LocalEngine
 from thalweg.launch.resolved import Resolved
@@ -43,14 +35,13 @@ WARM_UP_TOKENS = 8
 FLAGS = f"""
 {BATCHES}
 --output-len  count=128      tokens to generate
---widths      int...=0 1 2 3  drafts a step, in a chain; -1: as many as the engine chooses, up to the largest of the others
+--widths      int...=0 1 2 3  drafts a step, in a chain; -1: as many as the engine chooses, up to the largest of
+                             the others
 --trees       tree...        BRANCHESxDEPTHxNODES, such as 4x3x16: trees of drafts too
 --repeat      count=1        runs of each; the fastest counts
 {OUTPUT}
 {BENCH_SEED}
 """
-
-Row = dict[str, Any]
 
 
 class DecodeCase(NamedTuple):
@@ -78,7 +69,7 @@ def measure(engine: LocalEngine, prompts: Sequence[Sequence[int]], case: DecodeC
     seconds, tokens = (sum(column) for column in zip(*steps, strict=True)) if steps else (0.0, 0)
     stats = engine.loop.stats()
     drafts = stats.acceptance.since(before.acceptance)
-    earlier = [*before.steps_by_width, *[0] * len(stats.steps_by_width)]
+    earlier = [*before.steps_by_num_drafts, *[0] * len(stats.steps_by_num_drafts)]
     return {
         "batch_size": case.batch,
         "input_len": case.input,
@@ -90,7 +81,7 @@ def measure(engine: LocalEngine, prompts: Sequence[Sequence[int]], case: DecodeC
         "accept_rate_by_depth": drafts.rates_at,
         "drafted_tokens": drafts.drafted,
         "wasted_drafts": stats.wasted_drafts - before.wasted_drafts,
-        "steps_by_width": [now - then for now, then in zip(stats.steps_by_width, earlier, strict=False)],
+        "steps_by_num_drafts": [now - then for now, then in zip(stats.steps_by_num_drafts, earlier, strict=False)],
     }
 
 
@@ -105,14 +96,6 @@ def table(rows: Sequence[Row]) -> Table:
         "drafts": label, "batch": "{batch_size}", "context": "{input_len}", "accept length": "{accept_length:.2f}",
         "ms a step": lambda row: f"{1e3 * row['step_latency']:.2f}", "tok/s": "{decode_throughput:.1f}",
     }, rows)  # fmt: skip
-
-
-def started(shape: DraftShape, config: Options, longest: Lengths) -> tuple[Resolved, LocalEngine]:
-    """An engine that drafts this shape. Raises ThalwegError."""
-    resolved = resolved_for(shape, config)
-    engine = LocalEngine(msgspec.structs.replace(resolved.engine, speculative_adaptive=ADAPTIVE in shape.widths))
-    longest.check(engine.context)
-    return resolved, engine
 
 
 def policies_of(shape: DraftShape, engine: LocalEngine) -> dict[int, DraftLengthPolicy]:
@@ -164,25 +147,15 @@ def run(argv: list[str]) -> list[Row]:
         DecodeCase(batch, length, args.output_len, args.bench_seed)
         for length, batch in product(args.input_len, args.batch_size)
     ]
-    rows, source = list[Row](), dict[str, object]()
-    with PartialRun() as partial:
-        for shape in draft_shapes(args.widths, args.trees):
-            resolved, engine = started(shape, config, longest)
-            source = provenance("bench speculation", argv, configuration(resolved))
-            for row in rows_of(shape, resolved, engine, cases, args.repeat):
-                rows.append(row)
-                print(" ".join(f"{name}={value}" for name, value in row.items()), file=sys.stderr)
-            del engine
-            gc.collect()  # the weights of the next engine may not fit beside these
-            torch.cuda.empty_cache()
-    show(table(rows))
-    if args.output_file and rows:
-        simulated = parsed.options.speculative.speculative_simulate_accept_length or 0.0
-        asked = {"accept_length": simulated, "output_len": args.output_len}
-        write(Path(args.output_file), {"speculation": rows, **asked, **partial.as_json(), **source})
-    if partial.finish():
-        raise KeyboardInterrupt
-    return rows
+
+    def measured(shape: DraftShape, resolved: Resolved, engine: LocalEngine) -> Iterator[Row]:
+        longest.check(engine.context)
+        return rows_of(shape, resolved, engine, cases, args.repeat)
+
+    engines = [(shape, config) for shape in draft_shapes(args.widths, args.trees)]
+    simulated = parsed.options.speculative.speculative_simulate_accept_length or 0.0
+    fields = {"accept_length": simulated, "output_len": args.output_len}
+    return measure_engines("speculation", argv, args.output_file, engines, measured, table, fields)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

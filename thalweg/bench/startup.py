@@ -11,8 +11,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from thalweg.bench.backends import RequestOptions, make_backend, send_request
-from thalweg.bench.command import OUTPUT, CommandParser, PartialRun, add_flags, exit_status
+from thalweg.bench.backends import BACKENDS, RequestOptions, send_request
+from thalweg.bench.command import OUTPUT, CommandParser, PartialRun, add_flags, command
 from thalweg.bench.datasets import Prompt
 from thalweg.bench.display import progress_bar
 from thalweg.bench.errors import BenchError
@@ -73,7 +73,7 @@ async def measure(kind: str, flags: Sequence[str], timeout: float) -> tuple[Row,
             raise BenchError(f"the server did not log {', '.join(sorted(missing))}: leave --log-level at info")
         client, record = HttpClient(server.url), Record()
         options = RequestOptions(str(server.records["ready"].get("model", "")))
-        await send_request(client, make_backend("thalweg"), Prompt(1, text=TEXT), options, record)
+        await send_request(client, BACKENDS["thalweg"], Prompt(1, text=TEXT), options, record)
         client.close()
         if record.error or record.ttft < 0:
             raise BenchError(f"the server started and its first request failed: {record.error or 'no token came'}")
@@ -89,7 +89,9 @@ async def measure(kind: str, flags: Sequence[str], timeout: float) -> tuple[Row,
     }, server.records["resolved"].get("resolved")
 
 
-def _run(argv: list[str]) -> int:
+@command("thalweg bench startup")
+def main(argv: list[str]) -> int:
+    """0: done; 1: a server did not start; 2: wrong flags; 130: Ctrl-C. Results are printed and written."""
     text = (
         "Starts `thalweg serve` so many times and measures each until its first token. A cold start reads the"
         " checkpoint from the disk and finds no compiled kernels; a warm one finds those of the last cold one. Unknown"
@@ -124,8 +126,3 @@ def _run(argv: list[str]) -> int:
         source = provenance("bench startup", argv, {"client": vars(args), "server": server})
         write(Path(args.output_file), {"tag": args.tag, "starts": rows, **run.as_json(), **source})
     return run.finish()
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """0: done; 1: a server did not start; 2: wrong flags; 130: Ctrl-C. Results are printed and written."""
-    return exit_status("thalweg bench startup", _run, argv)

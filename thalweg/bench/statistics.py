@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import NormalDist
+from itertools import accumulate, pairwise
+from statistics import NormalDist, fmean, variance
 
 import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
-RESAMPLES = 2000
 STEPS = 2000  # of the numerical integral of Student's t
 
 
@@ -63,7 +64,6 @@ class Ratio:
     value: float
     low: float | None = None  # None: nothing measures the noise
     high: float | None = None
-    how: str = "one value each, noise unknown"  # where the interval comes from
 
 
 def student(confidence: float, freedom: float) -> float:
@@ -73,48 +73,35 @@ def student(confidence: float, freedom: float) -> float:
     """
     if freedom > 1e4:
         return NormalDist().inv_cdf((1 + confidence) / 2)
-    angle = np.linspace(0.0, math.pi / 2, STEPS + 1)
-    density = np.cos(angle) ** (freedom - 1)
-    steps = (density[1:] + density[:-1]) / 2
-    below = np.concatenate(([0.0], np.cumsum(steps))) / steps.sum()
-    return math.sqrt(freedom) * math.tan(float(np.interp(confidence, below, angle)))
+    width = math.pi / 2 / STEPS
+    density = [max(math.cos(step * width), 0.0) ** (freedom - 1) for step in range(STEPS + 1)]
+    below = [0.0, *accumulate(before + after for before, after in pairwise(density))]
+    wanted = confidence * below[-1]
+    step = bisect_left(below, wanted)
+    part = (wanted - below[step - 1]) / (below[step] - below[step - 1])
+    return math.sqrt(freedom) * math.tan((step - 1 + part) * width)
 
 
-def _log_ratio(middle: float, half: float, how: str) -> Ratio:
-    return Ratio(math.exp(middle), math.exp(middle - half), math.exp(middle + half), how)
+def _log_ratio(middle: float, half: float) -> Ratio:
+    return Ratio(math.exp(middle), math.exp(middle - half), math.exp(middle + half))
 
 
-def welch(a: Sequence[float], b: Sequence[float], confidence: float, how: str) -> Ratio:
+def welch(a: Sequence[float], b: Sequence[float], confidence: float) -> Ratio:
     """From at least two positive repeats of each: Welch's interval of the logarithms' means."""
-    logs = [np.log(values) for values in (a, b)]
-    parts = [float(one.var(ddof=1)) / len(one) for one in logs]
-    middle, error = float(logs[1].mean() - logs[0].mean()), math.sqrt(sum(parts))
+    logs = [[math.log(value) for value in values] for values in (a, b)]
+    parts = [variance(one) / len(one) for one in logs]
+    middle, error = fmean(logs[1]) - fmean(logs[0]), math.sqrt(sum(parts))
     if error == 0.0:
-        return _log_ratio(middle, 0.0, how)
+        return _log_ratio(middle, 0.0)
     freedom = sum(parts) ** 2 / sum(part**2 / (len(one) - 1) for part, one in zip(parts, logs, strict=True))
-    return _log_ratio(middle, student(confidence, max(freedom, 1.0)) * error, how)
+    return _log_ratio(middle, student(confidence, max(freedom, 1.0)) * error)
 
 
-def paired(a: Sequence[float], b: Sequence[float], confidence: float, how: str) -> Ratio:
+def paired(a: Sequence[float], b: Sequence[float], confidence: float) -> Ratio:
     """From repeats whose i-th ones had the same work: differences between the repeats cancel."""
-    logs = np.log(b) - np.log(a)
-    error = float(logs.std(ddof=1)) / math.sqrt(len(logs))
-    return _log_ratio(float(logs.mean()), student(confidence, len(logs) - 1) * error, how)
-
-
-def bootstrap(
-    a: Sequence[float], b: Sequence[float], statistic: Callable[[Floats], Floats], confidence: float, how: str
-) -> Ratio:
-    """From the samples of one run each: the percentile interval of RESAMPLES resamplings, equal at every call.
-    statistic: of each row of a matrix.
-    """
-    rng, drawn, whole = np.random.default_rng(1), [], []
-    for values in (np.asarray(a, dtype=np.float64), np.asarray(b, dtype=np.float64)):
-        picks = (rng.integers(0, len(values), (50, len(values))) for _ in range(RESAMPLES // 50))
-        drawn.append(np.concatenate([statistic(values[pick]) for pick in picks]))
-        whole.append(float(statistic(values[None])[0]))
-    low, high = np.quantile(drawn[1] / np.maximum(drawn[0], 1e-12), [(1 - confidence) / 2, (1 + confidence) / 2])
-    return Ratio(whole[1] / max(whole[0], 1e-12), float(low), float(high), how)
+    logs = [math.log(after / before) for before, after in zip(a, b, strict=True)]
+    error = math.sqrt(variance(logs) / len(logs))
+    return _log_ratio(fmean(logs), student(confidence, len(logs) - 1) * error)
 
 
 def share_ratio(a: tuple[int, int], b: tuple[int, int], confidence: float) -> Ratio:
@@ -123,4 +110,4 @@ def share_ratio(a: tuple[int, int], b: tuple[int, int], confidence: float) -> Ra
     middle = math.log((b[0] + 0.5) / (b[1] + 0.5)) - math.log((a[0] + 0.5) / (a[1] + 0.5))
     spread = sum(1 / (hits + 0.5) - 1 / (total + 0.5) for hits, total in (a, b))
     half = NormalDist().inv_cdf((1 + confidence) / 2) * math.sqrt(max(spread, 0.0))
-    return Ratio(value, math.exp(middle - half), math.exp(middle + half), f"{a[1]} and {b[1]} items")
+    return Ratio(value, math.exp(middle - half), math.exp(middle + half))

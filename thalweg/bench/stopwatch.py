@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from statistics import fmean
 from typing import NamedTuple
 
 import torch
@@ -12,33 +13,24 @@ Call = Callable[[], object]
 MOST_REPEATS = 4096
 SHORTEST = 1e-7  # seconds: shorter times cannot be told from 0 by events
 ROUNDS = 5  # at least; rounds differ by other work on the machine
-MOST_ROUNDS = 40  # that are kept, and that a GPU's time is cut into
+MOST_ROUNDS = 40  # that a GPU's time is cut into
 
 
 class CallTime(NamedTuple):
     seconds: float  # of one call: the mean on a GPU, the fastest round on a CPU, which others may use meanwhile
-    rounds: tuple[float, ...]  # the same of each round, at most MOST_ROUNDS
     how: str  # "graph": replays of a CUDA graph of all calls; "events": launches between CUDA events; "clock": a CPU's
 
 
 def time_calls(calls: Sequence[Call], device: torch.device, seconds: float, capture: bool = True) -> CallTime:
     """Runs them for about so long. capture: try a CUDA graph. Raises whatever a call raises."""
     if device.type != "cuda":
-        rounds = [each / len(calls) for each in _clock(calls, seconds)]
-        return CallTime(min(rounds), thinned(rounds), "clock")
+        return CallTime(min(_clock(calls, seconds)) / len(calls), "clock")
     for call in calls[:2]:
         call()
     torch.cuda.synchronize(device)
     graph = _captured(calls) if capture else None
     run, how = (lambda: [call() for call in calls], "events") if graph is None else (graph.replay, "graph")
-    rounds = [each / len(calls) for each in _events(run, seconds)]
-    return CallTime(sum(rounds) / len(rounds), thinned(rounds), how)
-
-
-def thinned(rounds: Sequence[float]) -> tuple[float, ...]:
-    """At most MOST_ROUNDS of them, spread evenly."""
-    count = min(len(rounds), MOST_ROUNDS)
-    return tuple(rounds[i * len(rounds) // count] for i in range(count))
+    return CallTime(fmean(_events(run, seconds)) / len(calls), how)
 
 
 def _clock(calls: Sequence[Call], seconds: float) -> list[float]:
@@ -74,15 +66,15 @@ def _captured(calls: Sequence[Call]) -> torch.cuda.CUDAGraph | None:
 def _events(run: Call, seconds: float) -> list[float]:
     """Seconds of one run, in rounds of equally many runs that take about `seconds` together."""
     run()
-    repeats, each = 1, max(_rounds(run, 1, 1)[0], SHORTEST)
+    repeats, each = 1, max(rounds(run, 1, 1)[0], SHORTEST)
     while repeats * each < seconds / 8 and repeats < MOST_REPEATS:
         repeats = min(MOST_REPEATS, max(2 * repeats, int(seconds / 4 / each)))
-        each = max(_rounds(run, repeats, 1)[0], SHORTEST)
+        each = max(rounds(run, repeats, 1)[0], SHORTEST)
     repeats = max(1, int(seconds / MOST_ROUNDS / each))
-    return _rounds(run, repeats, min(MOST_ROUNDS, max(ROUNDS, int(seconds / (repeats * each)))))
+    return rounds(run, repeats, min(MOST_ROUNDS, max(ROUNDS, int(seconds / (repeats * each)))))
 
 
-def _rounds(run: Call, repeats: int, count: int) -> list[float]:
+def rounds(run: Call, repeats: int, count: int) -> list[float]:
     """Seconds of one run, in each of `count` rounds of so many runs, back to back."""
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]  # type: ignore[no-untyped-call]
     marks[0].record()

@@ -5,14 +5,13 @@ The two alternate, so that other work on the machine slows both.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from random import Random
 from statistics import median
 from typing import Any
 
-from thalweg.bench.command import OUTPUT, CommandParser, PartialRun, add_flags, exit_status
+from thalweg.bench.command import OUTPUT, CommandParser, PartialRun, add_flags, command
 from thalweg.bench.display import progress_bar
 from thalweg.bench.in_process import Generation, generate
 from thalweg.bench.results import provenance, write
@@ -67,36 +66,30 @@ def step_seconds(engine: LocalEngine, batch: int, steps: int, seed: int, grammar
     return median(durations)
 
 
-def _row(args: Any, overlap: bool, rounds: Sequence[Sequence[float]]) -> dict[str, Any]:
-    """Steps a second of both, medians over the rounds, and the share that is kept."""
-    free, masked = (median(seconds) for seconds in zip(*rounds, strict=True))
-    return {
-        "overlap": overlap,
-        "batch": args.batch,
-        "steps": args.steps,
-        "rounds": len(rounds),
-        "free_steps_per_second": 1 / free,
-        "grammar_steps_per_second": 1 / masked,
-        "kept": free / masked,
-    }
-
-
-def _run(argv: list[str]) -> int:
+@command("thalweg bench structured")
+def main(argv: list[str]) -> int:
+    """0: done; 1: an error; 2: wrong flags; 130: Ctrl-C. Results are printed and written."""
     text = "The cost of grammars: the step rate of a batch with and without them."
     parser = CommandParser(prog="thalweg bench structured", description=text)
     add_flags(parser, "", FLAGS)
     args = parser.parse_args(argv)
-    measured: dict[bool, list[list[float]]] = {False: [], True: []}
+    rows = list[dict[str, Any]]()
     with PartialRun() as run, progress_bar("rounds", 2 * args.rounds) as bar:
-        for overlap, rounds in measured.items():
+        for overlap in (False, True):
             wishes = {"context_length": 1024, "enable_overlap_schedule": overlap, "max_running_requests": args.batch}
             engine = LocalEngine(resolve(options_of(model=args.model, **wishes), progress=False).engine)
             for grammar in GRAMMARS:
                 step_seconds(engine, args.batch, WARM_UP_STEPS, 0, grammar)
+            row: dict[str, Any] = {"overlap": overlap, "batch": args.batch, "steps": args.steps}
+            rounds = list[list[float]]()
             for seed in range(args.rounds):
                 rounds.append([step_seconds(engine, args.batch, args.steps, seed, grammar) for grammar in GRAMMARS])
+                free, masked = (median(seconds) for seconds in zip(*rounds, strict=True))
+                rates = {"free_steps_per_second": 1 / free, "grammar_steps_per_second": 1 / masked}
+                row |= {"rounds": len(rounds), **rates, "kept": free / masked}
+                if not seed:
+                    rows.append(row)
                 bar.advance()
-    rows = [_row(args, overlap, rounds) for overlap, rounds in measured.items() if rounds]
     for row in rows:
         print(LINE.format(switch="on" if row["overlap"] else "off", **row))
     if args.output_file and rows:
@@ -105,8 +98,3 @@ def _run(argv: list[str]) -> int:
             Path(args.output_file), {**provenance("bench structured", argv, source), "results": rows, **run.as_json()}
         )
     return run.finish()
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """0: done; 1: an error; 2: wrong flags; 130: Ctrl-C. Results are printed and written."""
-    return exit_status("thalweg bench structured", _run, argv)

@@ -320,9 +320,28 @@ def _held_out_dialogues(split: Split, count: int) -> list[Item]:
     return [dialogue_item(*pair) for pair in pairs[:count]]
 
 
+# --- problems from files ---------------------------------------------------------------------------------------------
+
+_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+
+
+def plain_number(text: str) -> str | None:
+    """The last number of a text, without thousands separators and trailing zeros; None where there is none."""
+    numbers = _NUMBER.findall(text)
+    if not numbers:
+        return None
+    value = str(numbers[-1]).replace(",", "")
+    return value.rstrip("0").rstrip(".") if "." in value else value
+
+
+def _score_problem(answer: str, text: str) -> bool:
+    return plain_number(text.partition("\n\n\n")[0]) == answer
+
+
 MAKERS: Mapping[str, Callable[[Random], Item]] = {"sums": make_sum, "recall": make_recall, "tools": make_tool_call}
 SCORERS: Mapping[str, Callable[[str, str], bool]] = {
     "sums": _score_number,
+    "gsm8k": _score_problem,
     "recall": _score_word,
     "tools": _score_calls,
 }

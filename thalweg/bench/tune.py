@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ from thalweg.bench import stopwatch
 from thalweg.bench.command import OUTPUT, PartialRun, add_flags, exit_status, report_interruption
 from thalweg.bench.display import make_table, progress_bar, show
 from thalweg.bench.errors import ResultError
-from thalweg.bench.kernels import RESIDENT, SEED, difference, kernel_errors, last_line, matches
+from thalweg.bench.kernels import RESIDENT, SEED, difference, last_line, matches
 from thalweg.bench.results import provenance, write
 from thalweg.config.args import OptionsParser, options_parser, parse_options
 from thalweg.config.engine import EngineConfig
@@ -43,7 +44,7 @@ from thalweg.launch.resolve import resolve
 from thalweg.launch.resolved import Resolved
 from thalweg.models import catalog
 from thalweg.models.catalog import read_facts
-from thalweg.models.decoder import Model
+from thalweg.models.interface import Model
 
 SHORT, LONG = 0.01, 0.03  # seconds of a candidate's first timing, and of each of the later ones
 ROUNDS = 3  # of the later ones, alternating, so that other work on the device slows all of them
@@ -72,19 +73,9 @@ class TuningOutcome(NamedTuple):
     """The result of one search."""
 
     search: TuningSearch
-    choice: Any
-    us: float
-    default_us: float  # of the table's choice
-    tried: int  # candidates that were timed
+    found: tuned.TunedCase
     wrong: int  # candidates that were dropped
     reason: str  # of the first of those
-
-    @property
-    def as_found(self) -> tuned.TunedCase:
-        search = self.search
-        return tuned.TunedCase(
-            search.label, flat(search.default), flat(self.choice), self.us, self.default_us, self.tried
-        )
 
 
 def searches(resolved: Resolved) -> list[TuningSearch]:
@@ -118,7 +109,7 @@ def _on_gpu(model: Model, fp8_gemm: str) -> Iterator[TuningSearch]:
     stacks, weights = dict[tuple[int, int, int, int, int, bool], None](), set[tuple[int, int, int]]()
     for part in model.modules():
         if isinstance(part, KernelMoe):
-            rule, stack = part.rule, part.experts
+            rule, stack = part.router.rule, part.experts
             count, hidden, inner = stack.w2.shape
             stacks[count, hidden, inner, rule.topk + rule.shared, rule.shared, stack.reads_codes] = None
         elif isinstance(part, KernelLinear | QuantizedLinear | KernelEmbedding):
@@ -148,60 +139,44 @@ class Tuner:
         # bytes that calls in a row read together: a weight is as cold as in a step of the model
         self.resident = min(RESIDENT[device.type], weights)
 
+    @torch.inference_mode()
     def run(self, search: TuningSearch) -> TuningOutcome:
         """Raises RuntimeError where the table's own choice fails: then nothing can be compared with it."""
-        with torch.inference_mode():
-            generator = torch.Generator(self.device).manual_seed(SEED)
-            inputs = [search.draw(generator, None)]
-            copies = max(2, int(self.resident / search.bytes))
-            inputs += [search.draw(generator, inputs[0]) for _ in range(copies - 1)]
-            tried, reasons = list(dict.fromkeys((search.default, *search.candidates)))[: self.most], list[str]()
-            correct = self._correct(search, tried, inputs[0], reasons)
-            if search.default not in correct:
-                raise RuntimeError(f"{search.label}: the table's own choice {search.default} fails: {reasons[0]}")
-            times = {one: self._time(search, one, inputs, SHORT) for one in correct}
-            further = self._correct(search, search.further(_ordered(times)), inputs[0], reasons)
-            times |= {one: self._time(search, one, inputs, SHORT) for one in further if one not in times}
-            best = self._best(search, _ordered(times), inputs[0], reasons)
-            choice, final = self._final(search, best, inputs)
-        us = final[choice] * 1e6, final[search.default] * 1e6
-        return TuningOutcome(search, choice, *us, len(times), len(reasons), (reasons or [""])[0])
-
-    def _final(
-        self, search: TuningSearch, best: Sequence[Any], inputs: Sequence[Inputs]
-    ) -> tuple[Any, dict[Any, float]]:
-        """The choice among these and the table's own, and the seconds of each."""
+        generator = torch.Generator(self.device).manual_seed(SEED)
+        inputs = [search.draw(generator, None)]
+        copies = max(2, int(self.resident / search.bytes))
+        inputs += [search.draw(generator, inputs[0]) for _ in range(copies - 1)]
+        tried, reasons = list(dict.fromkeys((search.default, *search.candidates)))[: self.most], list[str]()
+        times = self._times(search, tried, inputs, reasons)
+        if search.default not in times:
+            raise RuntimeError(f"{search.label}: the table's own choice {search.default} fails: {reasons[0]}")
+        further = [one for one in search.further(_ordered(times)) if one not in times]
+        times |= self._times(search, further, inputs, reasons)
+        best: list[Any] = []
+        for one in _ordered(times):
+            if len(best) < FINAL and _agrees(search, one, partial(_error_in_uses, search, one, inputs[0]), reasons):
+                best.append(one)
         finalists = list(dict.fromkeys((search.default, *best)))
         rounds = [[self._time(search, one, inputs, LONG) for one in finalists] for _ in range(ROUNDS)]
-        times = dict(zip(finalists, map(min, zip(*rounds, strict=True)), strict=True))
-        choice = _ordered(times)[0]
-        return choice if times[choice] <= times[search.default] * (1 - GAIN) else search.default, times
+        final = dict(zip(finalists, map(min, zip(*rounds, strict=True)), strict=True))
+        fastest, default_s = _ordered(final)[0], final[search.default]
+        choice = fastest if final[fastest] <= default_s * (1 - GAIN) else search.default
+        us = final[choice] * 1e6, default_s * 1e6
+        found = tuned.TunedCase(search.label, flat(search.default), flat(choice), *us, len(times))
+        return TuningOutcome(search, found, len(reasons), (reasons or [""])[0])
 
-    def _correct(self, search: TuningSearch, tried: Sequence[Any], given: Inputs, reasons: list[str]) -> list[Any]:
-        """The candidates that agree with the reference; why others do not is added to the reasons."""
+    def _times(
+        self, search: TuningSearch, tried: Sequence[Any], inputs: Sequence[Inputs], reasons: list[str]
+    ) -> dict[Any, float]:
+        """Seconds of the candidates that agree with the reference; why others do not is added to the reasons."""
         if self.device.type == "cuda" and not search.alike:
-            self._compile(search, tried, given)
-        expected = search.reference(given) if tried else ()
-        return [
-            one
+            self._compile(search, tried, inputs[0])
+        expected = search.reference(inputs[0]) if tried else ()
+        return {
+            one: self._time(search, one, inputs, SHORT)
             for one in tried
-            if _agrees(search, one, lambda: difference(search.run(one, given), expected), reasons)  # noqa: B023
-        ]
-
-    def _best(self, search: TuningSearch, ordered: Sequence[Any], given: Inputs, reasons: list[str]) -> list[Any]:
-        """The first few that are correct in all their uses."""
-        best: list[Any] = []
-        for one in ordered:
-
-            def error(candidate: Any = one) -> float:
-                uses = search.uses(candidate, given)
-                return max((difference((result(),), (expected(),)) for result, expected in uses), default=0.0)
-
-            if _agrees(search, one, error, reasons, " in another use"):
-                best.append(one)
-            if len(best) == FINAL:
-                break
-        return best
+            if _agrees(search, one, partial(_error, search, one, inputs[0], expected), reasons)
+        }
 
     def _compile(self, search: TuningSearch, tried: Sequence[Any], given: Inputs) -> None:
         """All at once: a compiler takes seconds, and other cores are idle. Errors appear again when they are run."""
@@ -216,7 +191,7 @@ class Tuner:
         torch.cuda.synchronize()
 
     def _time(self, search: TuningSearch, candidate: Any, inputs: Sequence[Inputs], seconds: float) -> float:
-        calls = [lambda given=given: search.run(candidate, given) for given in inputs]
+        calls = [partial(search.run, candidate, given) for given in inputs]
         return stopwatch.time_calls(calls, self.device, seconds).seconds
 
 
@@ -224,19 +199,26 @@ def _ordered(times: dict[Any, float]) -> list[Any]:
     return sorted(times, key=lambda candidate: times[candidate])
 
 
-def _agrees(
-    search: TuningSearch, candidate: Any, error: Callable[[], float], reasons: list[str], where: str = ""
-) -> bool:
+def _error(search: TuningSearch, candidate: Any, given: Inputs, expected: Sequence[Any]) -> float:
+    return difference(search.run(candidate, given), expected)
+
+
+def _error_in_uses(search: TuningSearch, candidate: Any, given: Inputs) -> float:
+    """The largest error in its other uses."""
+    uses = search.uses(candidate, given)
+    return max((difference((result(),), (expected(),)) for result, expected in uses), default=0.0)
+
+
+def _agrees(search: TuningSearch, candidate: Any, error: Callable[[], float], reasons: list[str]) -> bool:
     """Whether a candidate runs, and its error is tolerated; else the reason is added."""
     try:
         value = error()
-    except kernel_errors() as failure:
+    except Exception as failure:  # noqa: BLE001 - any of a kernel, its compiler, a library
         reasons.append(f"{candidate}: {last_line(failure)}")
         return False
     if not value <= search.tolerance:
-        reasons.append(f"{candidate}: wrong by {value:.3g}{where}")
-        return False
-    return True
+        reasons.append(f"{candidate}: wrong by {value:.3g}")
+    return value <= search.tolerance
 
 
 class TunedFiles:
@@ -254,7 +236,7 @@ class TunedFiles:
         """Adds it to the file of its operation and shape. Raises ResultError."""
         search = outcome.search
         kept = tuple(one for one in self._choices(search) if one.default != flat(search.default))
-        found = (*kept, outcome.as_found)
+        found = (*kept, outcome.found)
         source = self.device, self.versions, digest(search.operation)
         file = tuned.TunedFile(search.operation, search.key, *source, found, self.source).sealed()
         path = self.folder / tuned.file_name(search.operation, search.key)
@@ -275,18 +257,15 @@ class TunedFiles:
         return () if tuned.unfit(file, self.device, self.versions) else file.found
 
 
-def _words(choice: Any) -> str:
-    return "x".join(map(str, flat(choice)))
-
-
 def table(outcomes: Sequence[TuningOutcome]) -> Table:
     rows = []
     for one in outcomes:
-        kept, dropped = one.choice == one.search.default, f" ({one.wrong} dropped)" if one.wrong else ""
-        row = {"operation": one.search.operation, "case": one.search.label, "table": _words(one.search.default)}
-        row |= {"chosen": "the same" if kept else _words(one.choice), "tried": f"{one.tried}{dropped}"}
-        row |= {"table µs": f"{one.default_us:.2f}", "chosen µs": f"{one.us:.2f}"}
-        rows.append(row | {"faster": "–" if kept else f"{1 - one.us / one.default_us:.1%}"})
+        case, kept = one.found, one.found.choice == one.found.default
+        default, choice = ("x".join(map(str, values)) for values in (case.default, case.choice))
+        row = {"operation": one.search.operation, "case": case.case, "table": default}
+        row |= {"chosen": "the same" if kept else choice, "table µs": f"{case.default_us:.2f}"}
+        row |= {"chosen µs": f"{case.us:.2f}", "faster": "–" if kept else f"{1 - case.us / case.default_us:.1%}"}
+        rows.append(row | {"tried": f"{case.candidates}{f' ({one.wrong} dropped)' if one.wrong else ''}"})
     heads = ("operation", "case", "table", "chosen", "table µs", "chosen µs", "faster", "tried")
     return make_table("tuned", {head: f"{{{head}}}" for head in heads}, rows, left=4)
 
@@ -330,7 +309,7 @@ def run(argv: list[str]) -> TuningRun:
         show(table(made.outcomes))
     if args.output_file:
         rows = [
-            {"operation": one.search.operation, "key": one.search.key, **msgspec.to_builtins(one.as_found)}
+            {"operation": one.search.operation, "key": one.search.key, **msgspec.to_builtins(one.found)}
             for one in made.outcomes
         ]
         early = {"partial": bool(made.ended), "ended": made.ended, "failed": made.failed}
@@ -341,7 +320,7 @@ def run(argv: list[str]) -> TuningRun:
 def _search_all(tuner: Tuner, todo: Sequence[TuningSearch], files: TunedFiles, seconds: float | None) -> TuningRun:
     """As many as there is time for, each written when it is done."""
     outcomes, failed, begin = list[TuningOutcome](), list[str](), time.monotonic()
-    with PartialRun() as partial, progress_bar("tune", len(todo)) as bar:
+    with PartialRun() as ended, progress_bar("tune", len(todo)) as bar:
         for number, search in enumerate(todo):
             label, passed = f"{search.operation} {search.label}", time.monotonic() - begin
             if seconds is not None and passed > seconds:
@@ -351,19 +330,16 @@ def _search_all(tuner: Tuner, todo: Sequence[TuningSearch], files: TunedFiles, s
             bar.label(label)
             try:
                 outcomes.append(tuner.run(search))
-            except kernel_errors() as error:
+            except Exception as error:  # noqa: BLE001 - any of a kernel, its compiler, a library
                 failed.append(f"{label}: {last_line(error)}")
                 print(f"FAILED {failed[-1]}", file=sys.stderr)
             else:
                 files.put(outcomes[-1])
             bar.advance()
-            each = (time.monotonic() - begin) / (number + 1)
-            print(
-                f"{number + 1}/{len(todo)} {label}; about {each * (len(todo) - number - 1):.0f} s left", file=sys.stderr
-            )
-    if isinstance(partial.error, Exception):
-        raise partial.error
-    return TuningRun(outcomes, failed, partial.ended)
+            print(f"{number + 1}/{len(todo)} {label}", file=sys.stderr)
+    if isinstance(ended.error, Exception):
+        raise ended.error
+    return TuningRun(outcomes, failed, ended.ended)
 
 
 def _status(argv: list[str]) -> int:

@@ -16,8 +16,6 @@ class PageAllocator:
     """Allocates `pages` pages except page 0, the null page. `tree` caches the contents of full pages."""
 
     def __init__(self, pages: int, tree: RadixTree) -> None:
-        if pages < 2:
-            raise ValueError(f"{pages} pages: at least the null page and one other are needed")
         self.tree = tree
         self.page_size = tree.page_size
         self.ref_counts = [0] * pages

@@ -1,3 +1,3 @@
-"""What the user wishes (one tree of frozen dataclasses, which is also the command line), what the model is, what the
-machine has. No torch.
+"""Options (one tree of frozen dataclasses, from which the command line is made), facts of the model and of the machine,
+catalogs of backends and drafters.
 """

@@ -5,15 +5,15 @@ defaults.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, Sequence
 
-from thalweg.config.foreign import FLAG as FOREIGN
-from thalweg.config.foreign import NO_EFFECT_FLAGS, OTHER_VALUES, instead_of, translate_speculative_config
+from thalweg.config.foreign import CONFIG, NO_EFFECT_FLAGS, OTHER_VALUES, instead_of, translate_speculative_config
 from thalweg.config.options import Options
 from thalweg.config.setting import Setting, nearest
-from thalweg.config.tree import options_from, read_yaml, sections, settings, spellings
+from thalweg.config.tree import flat, options_from, read_yaml, sections, settings, spellings
 from thalweg.core.errors import UnsupportedConfig
 
 TITLES = {
@@ -27,69 +27,63 @@ TITLES = {
     "listen": "Address",
     "server": "HTTP server",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class FlagValue:
-    """A setting on the command line: the flag that brought it, and its value."""
-
-    flag: str
-    value: Any
+PREFIX = "setting "  # of argparse's names for settings; a command's own flags have none
+SWITCH: dict[str, Any] = {"action": "store_const", "const": True}
+METAVARS = {int: "N", float: "X", str: "TEXT"}
 
 
 class OptionsParser(argparse.ArgumentParser):
-    """argparse that says which known flag is nearest to an unknown one, and raises UnsupportedConfig instead of leaving
-    the process.
-    """
+    """argparse that keeps the lines of its epilog, and raises UnsupportedConfig instead of leaving the process."""
+
+    def __init__(self, prog: str, description: str, epilog: str, usage: str) -> None:
+        layout = argparse.RawDescriptionHelpFormatter
+        super().__init__(prog, usage, description, epilog, formatter_class=layout, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
         raise UnsupportedConfig(message)
 
 
+class _Store(argparse.Action):
+    """Stores a value under the flag that gave it, so that `flat` compares the spellings of a setting."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, value: Any, flag: str | None = None) -> None:
+        name = str(flag)[2:]
+        if self.nargs == 0:
+            name, value = name.removeprefix("no-"), not name.startswith("no-")
+            if getattr(namespace, PREFIX + name, None) is (not value):
+                raise spellings()[name.replace("-", "_")][0].contradiction(not value, value)
+        setattr(namespace, PREFIX + name, value)
+
+
 @dataclass(frozen=True, slots=True)
 class ParsedOptions:
-    """What a command line said. notices: one line for each spelling that has another name here. args: the values of the
-    command's own flags.
-    """
+    """A command line."""
 
     options: Options
-    notices: tuple[str, ...]
-    args: argparse.Namespace
+    notices: tuple[str, ...]  # one line for each spelling that has another name here
+    args: argparse.Namespace  # with the values of the command's own flags
 
 
 def options_parser(prog: str, description: str, epilog: str = "", only: Sequence[str] = ()) -> OptionsParser:
     """A parser with the flags of the sections in `only` (default: all), grouped; a command adds its own to it."""
-    parser = OptionsParser(
-        prog=prog,
-        description=description,
-        epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-        usage=f"{prog} [MODEL] [--flag value ...]",
-    )
+    parser = OptionsParser(prog, description, epilog, f"{prog} [MODEL] [--flag value ...]")
     parser.add_argument("positional_model", nargs="?", metavar="MODEL", help=argparse.SUPPRESS)
-    wanted = tuple(only) or tuple(sections())
-    groups = {
-        name: parser.add_argument_group(TITLES[name], _summary(kind))
-        for name, kind in sections().items()
-        if name in wanted
-    }
-    for one in settings().values():
-        if one.section in groups:
-            _add(groups[one.section], one)
-    groups["model"].add_argument(
-        "--config",
-        metavar="FILE",
-        type=Path,
-        help="settings in YAML, flat or in sections; flags on the command line win",
-    )
+    for name, kind in sections().items():
+        if only and name not in only:
+            continue
+        group = parser.add_argument_group(TITLES[name], (kind.__doc__ or "").partition(".")[0])
+        for one in settings().values():
+            if one.section == name:
+                _add(group, one)
+        if name == "model":
+            text = "settings in YAML, flat or in sections; flags on the command line win"
+            group.add_argument("--config", metavar="FILE", type=Path, help=text)
+        if name == "speculative":
+            flag = "--" + CONFIG.replace("_", "-")
+            group.add_argument(flag, dest=PREFIX + CONFIG, help=argparse.SUPPRESS)
     for flag in NO_EFFECT_FLAGS:
         name, _, value = flag.partition(" ")
-        nargs: Any = {} if value else {"nargs": 0}
-        parser.add_argument(f"--{name}", action=_note(flag), help=argparse.SUPPRESS, **nargs)
-    if "speculative" in groups:
-        parser.add_argument(FOREIGN, action=Translate, help=argparse.SUPPRESS)
-    parser.set_defaults(notices=(), given=())
+        parser.add_argument(f"--{name}", dest=PREFIX + flag, help=argparse.SUPPRESS, **({} if value else SWITCH))
     return parser
 
 
@@ -97,24 +91,46 @@ def parse_options(parser: OptionsParser, argv: Sequence[str]) -> ParsedOptions:
     """Reads a command line; a YAML file given with --config lies below the flags. Raises UnsupportedConfig naming the
     flag.
     """
-    found, unknown = parser.parse_known_args([_dashes(arg) for arg in argv])
+    args, unknown = parser.parse_known_args([_dashes(arg) for arg in argv])
     for arg in unknown:
-        if not arg.startswith("-"):
-            raise UnsupportedConfig(f"unexpected {arg!r}: a value stands behind its flag, and one model is served")
-        flags = [flag for action in parser._actions for flag in action.option_strings]
-        if instead := instead_of(arg.partition("=")[0]):
-            raise UnsupportedConfig(f"unknown flag {arg}: {instead}")
-        guess = nearest(arg.partition("=")[0], flags)
-        raise UnsupportedConfig(
-            f"unknown flag {arg}" + (f"; did you mean {guess}?" if guess else "; --help lists what there is")
-        )
-    values = {name: entry.value for name, entry in found.given}
-    if found.positional_model is not None:
-        if "model" in values:
-            raise UnsupportedConfig(f"two models are given, {found.positional_model} and {values['model']}")
-        values["model"] = settings()["model"].parse(found.positional_model)
-    below = read_yaml(found.config) if found.config is not None else {}
-    return ParsedOptions(options_from(below | values), found.notices, found)
+        _refuse(arg, parser)
+    values = {name.removeprefix(PREFIX): value for name, value in vars(args).items() if name.startswith(PREFIX)}
+    given = {name: value for name, value in values.items() if value is not None}
+    notices = tuple(_notices(given))
+    if args.positional_model is not None:
+        given["model-path"] = args.positional_model
+    below = read_yaml(args.config) if args.config is not None else {}
+    above = flat({name: value for name, value in given.items() if name not in NO_EFFECT_FLAGS})
+    return ParsedOptions(options_from(below | above), notices, args)
+
+
+def _refuse(arg: str, parser: OptionsParser) -> NoReturn:
+    """Raises UnsupportedConfig for a word that the parser does not know."""
+    if not arg.startswith("-"):
+        raise UnsupportedConfig(f"unexpected {arg!r}: a value follows its flag, and one model is served")
+    flag = arg.partition("=")[0]
+    if instead := instead_of(flag):
+        raise UnsupportedConfig(f"unknown flag {arg}: {instead}")
+    guess = nearest(flag, parser._option_string_actions)
+    raise UnsupportedConfig(f"unknown flag {arg}" + (f"; did you mean {guess}?" if guess else "; see --help"))
+
+
+def _notices(given: dict[str, Any]) -> Iterator[str]:
+    """Raises UnsupportedConfig for another value of a flag that has one alone."""
+    for name, value in given.items():
+        if name in NO_EFFECT_FLAGS:
+            flag, _, allowed = name.partition(" ")
+            reason = NO_EFFECT_FLAGS[name]
+            if allowed and value not in (allowed, allowed.removesuffix(".0")):
+                instead = OTHER_VALUES.get(name, reason)
+                raise UnsupportedConfig(f"--{flag}: {allowed} is all it may be, got {value}: {instead}")
+            yield f"--{flag} changes nothing: {reason}"
+        elif name == CONFIG:
+            yield from translate_speculative_config(value).notices
+        else:
+            one, fixed, is_foreign = spellings()[name.replace("-", "_")]
+            if is_foreign:
+                yield f"--{name} is called {one.called(fixed)} here"
 
 
 def _dashes(arg: str) -> str:
@@ -129,88 +145,24 @@ def _add(group: argparse._ArgumentGroup, one: Setting) -> None:
     """One setting's flags. Shown are its own name and the aliases; other engines' spellings are known but not
     listed.
     """
-    flags: list[tuple[str, Any, bool]] = []
-    others: list[tuple[str, Any, bool]] = []
-    for name, (owner, fixed, foreign) in spellings().items():
-        if owner is one:
-            (flags if fixed is ... and not foreign else others).append(("--" + name.replace("_", "-"), fixed, foreign))
-    names = [flag for flag, _, _ in flags]
-    shown = f"{one.help.rstrip('.')} (default: {one.shown_default})" if one.shown_default else one.help
-    options: dict[str, Any] = {"help": shown.replace("%", "%%"), "action": _set(one, ..., False)}
-    if one.kind is bool:
-        group.add_argument(*names, *(f"--no-{flag[2:]}" for flag in names), nargs=0, **options)
-    else:
-        group.add_argument(*names, metavar=one.metadata.get("metavar") or _metavar(one), **options)
-    for flag, fixed, foreign in others:
-        options = {"nargs": 0} if fixed is not ... or one.kind is bool else {}
-        text = argparse.SUPPRESS if foreign else f"the same as {_called(one, fixed)}"
-        group.add_argument(flag, action=_set(one, fixed, foreign), help=text, **options)
+    taken: dict[str, Any] = {"action": _Store, "nargs": 0}
+    if one.kind is not bool:
+        choices = "{" + ",".join(map(str, one.choices)) + "}" if one.choices else METAVARS[one.kind]
+        taken = {"action": "append" if one.many else _Store, "metavar": one.metavar or choices}
+    default = f" (default: {one.shown_default})" if one.shown_default else ""
+    text = (one.help.rstrip(".") + default if default else one.help).replace("%", "%%")
+    others = [(f"--{name}", value, is_foreign) for name, value, is_foreign in one.spellings()]
+    aliases = [flag for flag, value, is_foreign in others if value is ... and not is_foreign]
 
+    def add(flags: Sequence[str], dest: str, text: str) -> None:
+        negative = [f"--no-{flag[2:]}" for flag in flags if one.kind is bool]
+        group.add_argument(*flags, *negative, dest=PREFIX + dest, help=text, **taken)
 
-def _metavar(one: Setting) -> str:
-    if one.choices:
-        return "{" + ",".join(map(str, one.choices)) + "}"
-    return {int: "N", float: "X", str: "TEXT"}[one.kind]
-
-
-def _called(one: Setting, fixed: Any) -> str:
-    """What a spelling that sets `fixed` is called here."""
-    if fixed is ...:
-        return one.flag
-    if one.kind is bool:
-        return one.flag if fixed else f"--no-{one.flag[2:]}"
-    return f"{one.flag} {fixed}"
-
-
-def _set(one: Setting, fixed: Any, foreign: bool) -> type[argparse.Action]:
-    """The action of one spelling: records the setting's value, and a notice where the spelling is another engine's."""
-
-    class Set(argparse.Action):
-        def __call__(self, parser: Any, namespace: argparse.Namespace, value: Any, flag: str | None = None) -> None:
-            new = fixed
-            if fixed is ...:
-                new = not str(flag).startswith("--no-") if one.kind is bool else one.parse(value)
-            _record(namespace, one, str(flag), new)
-            if foreign:
-                namespace.notices += (f"{flag} is called {_called(one, fixed)} here",)
-
-    return Set
-
-
-def _record(namespace: argparse.Namespace, one: Setting, flag: str, new: Any) -> None:
-    """Raises UnsupportedConfig where another flag has said otherwise."""
-    before: dict[str, FlagValue] = dict(namespace.given)
-    last = before.get(one.name)
-    if last is not None and last.flag != flag and not one.many and last.value != new:
-        raise UnsupportedConfig(f"{flag} and {last.flag} mean the same setting and disagree: leave one out")
-    before[one.name] = FlagValue(flag, (*last.value, *new) if last is not None and one.many else new)
-    namespace.given = tuple(before.items())
-
-
-class Translate(argparse.Action):
-    """Of a flag that stands for several settings."""
-
-    def __call__(self, parser: Any, namespace: argparse.Namespace, value: Any, flag: str | None = None) -> None:
-        found = translate_speculative_config(value)
-        for name, told in found.values.items():
-            one = settings()[name]
-            _record(namespace, one, str(flag), one.parse(told))
-        namespace.notices += found.notices
-
-
-def _note(no_effect: str) -> type[argparse.Action]:
-    """no_effect: a key of `NO_EFFECT_FLAGS`."""
-    reason, (_, _, allowed) = NO_EFFECT_FLAGS[no_effect], no_effect.partition(" ")
-
-    class Note(argparse.Action):
-        def __call__(self, parser: Any, namespace: argparse.Namespace, value: Any, flag: str | None = None) -> None:
-            if allowed and value not in (allowed, allowed.removesuffix(".0")):
-                instead = OTHER_VALUES.get(no_effect, reason)
-                raise UnsupportedConfig(f"{flag}: {allowed} is all it may be, got {value}: {instead}")
-            namespace.notices += (f"{flag} changes nothing: {reason}",)
-
-    return Note
-
-
-def _summary(kind: type) -> str:
-    return (kind.__doc__ or "").partition(". ")[0].partition("\n")[0].rstrip(".")
+    add([one.flag, *aliases], one.name, text)
+    for flag, value, is_foreign in others:
+        if flag not in aliases:
+            text = argparse.SUPPRESS if is_foreign else f"the same as {one.called(value)}"
+            if value is ...:
+                add([flag], flag[2:], text)
+            else:
+                group.add_argument(flag, dest=PREFIX + flag[2:], help=text, **SWITCH)

@@ -14,9 +14,10 @@ from typing import Any, Generic, TypeVar
 
 from thalweg.core.capabilities import Capabilities, Requirements
 
-BOTH = frozenset({True, False})
+YES, NO, BOTH = (True,), (False,), (True, False)
 CHIPS = {"8.0": "ampere", "8.6": "ampere", "8.7": "ampere", "8.9": "ada", "9.0": "hopper"}  # by compute capability
 NEWER = "blackwell"
+GPUS = (*dict.fromkeys(CHIPS.values()), NEWER)  # generations that Triton's kernels compile for
 
 
 def chip_of(capability: str) -> str:
@@ -51,16 +52,16 @@ DEEP_GEMM = Library("deep_gemm", "deep_gemm")
 
 @dataclass(frozen=True)
 class AttentionCapabilities(Capabilities):
-    device: frozenset[str]  # "cpu", "cuda"
-    chip: frozenset[str]  # GPU generation, "" on a CPU
-    heads: frozenset[str]  # "mla" (latents), "mha" (keys and values of an MLA model), "gqa"
-    sparse: frozenset[bool]  # attends to a selected context (DSA)
-    kv: frozenset[str]  # type of the KV cache
-    dtype: frozenset[str]  # type of activations
-    installed: frozenset[bool]
-    deterministic: frozenset[bool]  # whether bits can be independent of the batch
-    trees: frozenset[bool]  # whether draft tokens can form a tree
-    graphs: frozenset[bool]  # whether CUDA graphs can capture it; never required
+    device: tuple[str, ...]  # "cpu", "cuda"
+    chip: tuple[str, ...]  # GPU generation, "" on a CPU
+    heads: tuple[str, ...]  # "mla" (latents), "mha" (keys and values of an MLA model), "gqa"
+    sparse: tuple[bool, ...]  # attends to a selected context (DSA)
+    kv: tuple[str, ...]  # type of the KV cache
+    dtype: tuple[str, ...]  # type of activations
+    installed: tuple[bool, ...]
+    deterministic: tuple[bool, ...]  # whether bits can be independent of the batch
+    trees: tuple[bool, ...]  # whether draft tokens can form a tree
+    graphs: tuple[bool, ...]  # whether CUDA graphs can capture it; never required
 
 
 @dataclass(frozen=True)
@@ -78,11 +79,11 @@ class AttentionRequirements(Requirements):
 
 @dataclass(frozen=True)
 class GemmCapabilities(Capabilities):
-    attention: frozenset[str]  # "reference" or "kernels": what computes attention computes the rest
-    chip: frozenset[str]  # GPU generation, "" on a CPU
-    weights: frozenset[str]  # operation of the quantization scheme, "plain" for none
-    installed: frozenset[bool]
-    deterministic: frozenset[bool]  # whether bits can be independent of the batch
+    attention: tuple[str, ...]  # "reference" or "kernels": what computes attention computes the rest
+    chip: tuple[str, ...]  # GPU generation, "" on a CPU
+    weights: tuple[str, ...]  # operation of the quantization scheme, "plain" for none
+    installed: tuple[bool, ...]
+    deterministic: tuple[bool, ...]  # whether bits can be independent of the batch
 
 
 @dataclass(frozen=True)
@@ -116,46 +117,46 @@ class KernelBackend(Generic[C]):
     def on(self, libraries: frozenset[str]) -> C:
         """The capabilities on a machine that has these libraries."""
         is_installed = all(library.name in libraries for library in self.libraries)
-        return replace(self.supports, installed=frozenset({is_installed}))  # type: ignore[type-var]
+        return replace(self.supports, installed=(is_installed,))  # type: ignore[type-var]
 
 
 _REFERENCE = AttentionCapabilities(
-    device=frozenset({"cpu", "cuda"}),
-    chip=frozenset({"", "older", *CHIPS.values(), NEWER}),
-    heads=frozenset({"mla", "mha", "gqa"}),
+    device=("cpu", "cuda"),
+    chip=("", "older", *GPUS),
+    heads=("mla", "mha", "gqa"),
     sparse=BOTH,
-    kv=frozenset({"float32", "bfloat16", "fp8_e4m3"}),
-    dtype=frozenset({"float32", "bfloat16"}),
-    installed=frozenset({True}),
+    kv=("float32", "bfloat16", "fp8_e4m3"),
+    dtype=("float32", "bfloat16"),
+    installed=YES,
     deterministic=BOTH,
     trees=BOTH,
-    graphs=frozenset({False}),
+    graphs=NO,
 )
 _TORCH = replace(  # sparse attention, which no kernel computes yet
     _REFERENCE,
-    device=frozenset({"cuda"}),
-    heads=frozenset({"mla"}),
-    sparse=frozenset({True}),
-    kv=frozenset({"bfloat16", "fp8_e4m3"}),
-    dtype=frozenset({"bfloat16"}),
+    device=("cuda",),
+    heads=("mla",),
+    sparse=YES,
+    kv=("bfloat16", "fp8_e4m3"),
+    dtype=("bfloat16",),
 )
 _TRITON = replace(
     _REFERENCE,
-    device=frozenset({"cuda"}),
-    chip=frozenset({*CHIPS.values(), NEWER}),
-    sparse=frozenset({False}),
-    kv=frozenset({"bfloat16", "fp8_e4m3"}),
-    dtype=frozenset({"bfloat16"}),
+    device=("cuda",),
+    chip=GPUS,
+    sparse=NO,
+    kv=("bfloat16", "fp8_e4m3"),
+    dtype=("bfloat16",),
     graphs=BOTH,
 )
-_HOPPER = replace(_TRITON, chip=frozenset({"hopper"}), deterministic=frozenset({False}))
-_FLASHMLA = replace(_HOPPER, heads=frozenset({"mla"}), trees=frozenset({False}))
+_HOPPER = replace(_TRITON, chip=("hopper",), deterministic=NO)
+_FLASHMLA = replace(_HOPPER, heads=("mla",), trees=NO)
 _FLASHINFER = replace(  # compiles when first used and plans on the host, so it is never chosen automatically
     _HOPPER,
-    heads=frozenset({"mla", "gqa"}),
-    kv=frozenset({"bfloat16"}),
-    trees=frozenset({False}),
-    graphs=frozenset({False}),
+    heads=("mla", "gqa"),
+    kv=("bfloat16",),
+    trees=NO,
+    graphs=NO,
 )
 _CHECK_FLASHINFER = "kernels.gqa.flashinfer:check"
 _TRITON_GQA, _FLASHINFER_GQA = "kernels.gqa.backends:TritonGqa", "kernels.gqa.flashinfer:FlashInferGqa"
@@ -192,7 +193,7 @@ DECODE: dict[str, KernelBackend[AttentionCapabilities]] = {
 }
 PREFILL: dict[str, KernelBackend[AttentionCapabilities]] = {
     "fa3": KernelBackend(  # H100, 8,192 tokens of 16 heads: 751 TFLOP/s, Triton 459
-        supports=replace(_HOPPER, heads=frozenset({"mla", "gqa"})),
+        supports=replace(_HOPPER, heads=("mla", "gqa")),
         libraries=(TRITON, FA3),
         mla="kernels.mla.fa3:prefill",
         gqa="kernels.gqa.fa3:prefill",
@@ -204,7 +205,7 @@ PREFILL: dict[str, KernelBackend[AttentionCapabilities]] = {
     "torch": KernelBackend(supports=_TORCH),
     "reference": KernelBackend(supports=_REFERENCE, libraries=()),
     "flashinfer": KernelBackend(
-        supports=replace(_FLASHINFER, heads=frozenset({"gqa"})),
+        supports=replace(_FLASHINFER, heads=("gqa",)),
         libraries=(TRITON, FLASHINFER),
         gqa=_FLASHINFER_GQA,
         check_gqa=_CHECK_FLASHINFER,
@@ -212,15 +213,15 @@ PREFILL: dict[str, KernelBackend[AttentionCapabilities]] = {
 }
 
 _GEMM_REFERENCE = GemmCapabilities(
-    attention=frozenset({"reference"}),
-    chip=frozenset({"", "older", *CHIPS.values(), NEWER}),
-    weights=frozenset({"plain", "fp8_gemm"}),
-    installed=frozenset({True}),
+    attention=("reference",),
+    chip=("", "older", *GPUS),
+    weights=("plain", "fp8_gemm"),
+    installed=YES,
     deterministic=BOTH,
 )
-_GEMM_TRITON = replace(_GEMM_REFERENCE, attention=frozenset({"kernels"}), chip=frozenset({*CHIPS.values(), NEWER}))
-_GEMM_HOPPER = replace(_GEMM_TRITON, chip=frozenset({"hopper"}), deterministic=frozenset({False}))  # tested there only
-_FP8_HOPPER = replace(_GEMM_HOPPER, weights=frozenset({"fp8_gemm"}))
+_GEMM_TRITON = replace(_GEMM_REFERENCE, attention=("kernels",), chip=GPUS)
+_GEMM_HOPPER = replace(_GEMM_TRITON, chip=("hopper",), deterministic=NO)  # tested there only
+_FP8_HOPPER = replace(_GEMM_HOPPER, weights=("fp8_gemm",))
 _CHECK_EXPERTS, _CHECK_FP8 = "kernels.experts.ext:check", "kernels.gemm.fp8:check"
 
 # Triton is as fast for bf16 experts at any number of tokens (8,192 of V2-Lite on an H100: 2.27 ms a layer, DeepGEMM
@@ -233,10 +234,10 @@ EXPERTS: dict[str, KernelBackend[GemmCapabilities]] = {
 }
 FP8: dict[str, KernelBackend[GemmCapabilities]] = {
     "triton+deep_gemm": KernelBackend(supports=_FP8_HOPPER, libraries=(DEEP_GEMM,), check=_CHECK_FP8),
-    "triton": KernelBackend(supports=replace(_GEMM_TRITON, weights=frozenset({"fp8_gemm"})), libraries=()),
+    "triton": KernelBackend(supports=replace(_GEMM_TRITON, weights=("fp8_gemm",)), libraries=()),
     "deep_gemm": KernelBackend(supports=_FP8_HOPPER, libraries=(DEEP_GEMM,), check=_CHECK_FP8),
     "cublas": KernelBackend(supports=_FP8_HOPPER, libraries=(), check=_CHECK_FP8),
-    "reference": KernelBackend(supports=replace(_GEMM_REFERENCE, weights=frozenset({"fp8_gemm"})), libraries=()),
+    "reference": KernelBackend(supports=replace(_GEMM_REFERENCE, weights=("fp8_gemm",)), libraries=()),
 }
 
 

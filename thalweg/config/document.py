@@ -14,9 +14,9 @@ HEAD = """\
 
 *Generated from the options by `make docs`.*
 
-The command line, YAML and Python set the same options, with the same names, checks and errors. The resolver decides what you leave open
-and says why: `thalweg plan MODEL` prints every decision. It never changes what you set: if an option cannot be honoured, Thalweg stops and
-names an alternative.
+The command line, YAML and Python set the same options, with the same names, checks and errors. The resolver decides
+what you leave open and says why: `thalweg plan MODEL` prints every decision. It never changes what you set: if an
+option cannot be honoured, Thalweg stops and names an alternative.
 
 On the command line, with the names of SGLang (underscores work too; boolean flags have a `--no-` form):
 
@@ -55,7 +55,7 @@ def document() -> str:
     """The whole page."""
     parts = [HEAD]
     for name, kind in sections().items():
-        parts.append(f"\n## {TITLES[name]} (`{name}`)\n\n{(kind.__doc__ or '').partition(chr(10))[0]}\n")
+        parts.append(f"\n## {TITLES[name]} (`{name}`)\n\n{' '.join((kind.__doc__ or '').split())}\n")
         parts.append("\n| flag | default | what it does |\n| --- | --- | --- |\n")
         parts += [_row(one) for one in settings().values() if one.section == name]
     parts.append(_other_spellings())
@@ -64,8 +64,8 @@ def document() -> str:
 
 
 def _row(one: Setting) -> str:
-    flags = [one.flag] + [f"--{name.replace('_', '-')}" for name, value in one.spellings("aliases") if value is ...]
-    names = ", ".join(f"`{flag}`" for flag in flags)
+    aliases = [f"--{name}" for name, value, is_foreign in one.spellings() if value is ... and not is_foreign]
+    names = ", ".join(f"`{flag}`" for flag in (one.flag, *aliases))
     text = one.help + (f" ({', '.join(f'`{choice}`' for choice in one.choices)})" if one.choices else "")
     return f"| {names} | {one.shown_default} | {text} |\n"
 
@@ -73,12 +73,9 @@ def _row(one: Setting) -> str:
 def _other_spellings() -> str:
     rows = []
     for one in settings().values():
-        for key in ("aliases", "foreign"):
-            for name, value in one.spellings(key):
-                if value is ... and key == "aliases":
-                    continue
-                meant = f"`{one.flag}`" if value is ... else f"`{one.flag if value else '--no-' + one.flag[2:]}`"
-                rows.append(f"| `--{name}` | {meant} |{' yes' if key == 'foreign' else ''} |\n")
+        for name, value, is_foreign in one.spellings():
+            if value is not ... or is_foreign:
+                rows.append(f"| `--{name}` | `{one.called(value)}` |{' yes' if is_foreign else ''} |\n")
     head = (
         "\n## Other spellings\n\nUnderstood too; those of other engines with a line that says what the flag is called"
         " here.\n\n"

@@ -53,7 +53,7 @@ def read_eagle(folder: Path, target: ModelFacts) -> EagleFacts:
 
 def algorithm_of(folder: Path) -> str:
     """What `folder` holds: EAGLE3, EAGLE or, where nothing speaks of a head, STANDALONE. Heads of the format before
-    EAGLE-3 are often published as plain Llamas: they are told by the names of their tensors, where these are there.
+    EAGLE-3 are often published as plain Llamas. The names of their tensors, where the folder has them, tell them apart.
     Raises CheckpointError, also for Medusa's several heads.
     """
     config = read_config(folder, "a drafter")
@@ -135,14 +135,12 @@ def eagle_of(config: Mapping[str, Any], where: str, target: ModelFacts) -> Eagle
     architectures = config.get("architectures") or ["LlamaForCausalLM"]
     facts = facts_of({**config, **(layer if isinstance(layer, dict) else {}), "architectures": architectures}, where)
     is_eagle3 = _is_eagle3(config)
-    vocab, target_hidden = (
-        config.get("draft_vocab_size") or facts.vocab,
-        config.get("target_hidden_size") or target.hidden,
-    )
-    for name, got, wanted in (
-        ("vocab_size", facts.vocab, target.vocab),
-        ("target_hidden_size", target_hidden, target.hidden),
-    ):
+    vocab = config.get("draft_vocab_size") or facts.vocab
+    target_hidden = config.get("target_hidden_size") or target.hidden
+    sizes = {"vocab_size": (facts.vocab, target.vocab), "target_hidden_size": (target_hidden, target.hidden)}
+    if not is_eagle3:
+        sizes["hidden_size"] = facts.hidden, target.hidden
+    for name, (got, wanted) in sizes.items():
         if got != wanted:
             raise CheckpointError(
                 f"{where}: {name} is {got}, and that of the model to draft for {wanted}: this head is another model's"
@@ -152,11 +150,6 @@ def eagle_of(config: Mapping[str, Any], where: str, target: ModelFacts) -> Eagle
     if facts.mla is not None or facts.moe is not None:
         raise CheckpointError(
             f"{where}: a head of Llama's layers is read, and this one has latent attention or experts"
-        )
-    if not is_eagle3 and facts.hidden != target.hidden:
-        raise CheckpointError(
-            f"{where}: hidden_size {facts.hidden} is not that of the model to draft for, {target.hidden}: this head is"
-            " another model's"
         )
     if is_eagle3 and facts.layers != 1:
         raise CheckpointError(f"{where}: an EAGLE-3 head has one layer; num_hidden_layers is {facts.layers}")
@@ -183,7 +176,7 @@ def _watched(config: Mapping[str, Any], where: str, layers: int) -> WatchedStrea
     if named is None or named == []:
         default = tuple(min(max(layer, 0), layers) for layer in (2, layers // 2, layers - WATCHED))
         return WatchedStreams(default, "its config.json names none")
-    if not isinstance(named, list) or not all(isinstance(one, int) and not isinstance(one, bool) for one in named):
+    if not isinstance(named, list) or any(type(one) is not int for one in named):
         raise CheckpointError(f"{where}: {STREAMS} must be a list of layers, got {named!r}")
     nested = named is inside
     outputs = nested or named[0] == 1

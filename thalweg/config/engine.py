@@ -43,7 +43,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     threads: int = 1
     """Threads of torch's CPU pool."""
     decode_attention_backend: str = "reference"
-    """Attention of decode rows; "reference" runs the whole model in plain torch, "torch" runs attention alone in plain torch."""
+    """Attention of decode rows; "reference" runs the whole model in plain torch, "torch" attention alone."""
     prefill_attention_backend: str = "reference"
     """Attention of all other rows."""
     moe_runner_backend: str = "triton"
@@ -108,8 +108,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     speculative_adaptive: bool = False
     """Whether the number of drafts of each step is chosen from step times and measured acceptance."""
     speculative_step_times: tuple[tuple[int, int, tuple[float, ...]], ...] = ()
-    """(rows, context, seconds by number of drafts); empty: start-up measures them where `speculative_adaptive` is on."""
-    speculative_acceptance: str = "race"
+    """(rows, context, seconds by number of drafts); empty: start-up measures them for `speculative_adaptive`."""
+    speculative_acceptance: str = "gumbel-max"
     """The rule that accepts drafts, see `sampling.catalog`."""
     speculative_relaxed_topk: int = 10
     speculative_relaxed_delta: float = 0.6

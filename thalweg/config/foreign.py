@@ -43,15 +43,15 @@ speculative-draft-model-revision: download that revision, and name its folder by
 speculative-draft-load-format: not needed: a drafter is loaded as the model is, by --load-format
 speculative-draft-model-quantization: not needed: it is read from the config.json in the drafter's folder
 speculative-draft-tensor-parallel-size: not in this version: one device
-speculative-use-rejection-sampling: use --speculative-acceptance standard
+speculative-use-rejection-sampling: use --speculative-acceptance rejection-sampling
 speculative-adaptive-config: not needed: times are measured at the start, and --speculative-num-steps is the most
     drafts of a step
 speculative-disable-by-batch-size: not needed: in each step as many drafts are made as bring most tokens a second,
     none included
-ngram-prompt-lookup-max ngram-prompt-lookup-min: not needed: the longest of 2 to 5 last tokens that stood there
-    before counts
+ngram-prompt-lookup-max ngram-prompt-lookup-min: not needed: the longest earlier match of the last 2 to 5
+    tokens is used
 speculative-ngram-min-match-window-size speculative-ngram-max-match-window-size speculative-ngram-max-trie-depth
-    speculative-ngram-branch-length: not needed: the longest of 2 to 5 last tokens that stood there before counts
+    speculative-ngram-branch-length: not needed: the longest earlier match of the last 2 to 5 tokens is used
 speculative-ngram-min-bfs-breadth speculative-ngram-max-bfs-breadth speculative-ngram-match-type
     speculative-ngram-capacity: not needed: what is looked up is one chain, in the sequence itself
 enable-dp-attention enable-eplb moe-a2a-backend enable-expert-parallel: not in this version: one device
@@ -83,7 +83,7 @@ trust-remote-code: no code of a checkpoint is ever run
 enable-mixed-chunk: prefill and decode always share steps
 enable-chunked-prefill: prompts are always cut to the step's token budget
 enable-auto-tool-choice: tools are read whenever a request brings some
-enable-cache-report: usage always tells the cached tokens
+enable-cache-report: usage always reports cached tokens
 enable-reasoning: the chat template decides; --reasoning-parser none turns it off
 stream-interval 1: every step's tokens are sent at once
 num-continuous-decode-steps 1: every step is planned anew
@@ -120,12 +120,12 @@ WITHOUT = {  # keys that change nothing, in which value (... is any), and why
     "disable_padded_drafter_batch": (..., "requests are drafted for together whatever they accepted"),
 }
 REFUSED = {
-    "prompt_lookup_max": "the longest of 2 to 5 last tokens that stood there before counts",
-    "prompt_lookup_min": "the longest of 2 to 5 last tokens that stood there before counts",
+    "prompt_lookup_max": "the longest earlier match of the last 2 to 5 tokens is used",
+    "prompt_lookup_min": "the longest earlier match of the last 2 to 5 tokens is used",
     "draft_tensor_parallel_size": "one device is all there is",
     "speculative_token_tree": "use --speculative-eagle-topk and --speculative-num-draft-tokens for trees",
     "rejection_sample_method": "use --speculative-acceptance",
-    "draft_sample_method": "use --speculative-acceptance: standard has drafts sampled, race judges likely ones",
+    "draft_sample_method": "use --speculative-acceptance: with rejection-sampling drafts are sampled",
     "synthetic_acceptance_rate": "use --speculative-simulate-accept-length, for benchmarks",
     "quantization": "it is read from the config.json in the drafter's folder",
     "revision": "download that revision, and give its folder as the model",

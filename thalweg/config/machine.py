@@ -57,7 +57,7 @@ def _host_memory() -> tuple[int, int]:
     if "MemTotal" in table:
         return table["MemTotal"], table.get("MemAvailable", table.get("MemFree", 0))
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return total, total // 2  # macOS: what is free is not told; half is a careful guess
+    return total, total // 2  # macOS does not report free memory; half is a careful guess
 
 
 def _cgroup_memory() -> list[tuple[int, int]]:

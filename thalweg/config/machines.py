@@ -1,5 +1,5 @@
 """Machines by name, such as `h200x8`: what one GPU has and does at best, and how GPUs reach each other. No torch, and
-no GPU is asked.
+no GPU is needed.
 
 Rates are those of the makers' data sheets without sparsity: no program reaches them, which is what makes them a floor.
 Memory is what the driver gives away of an idle card. Every figure has its source.
@@ -34,7 +34,6 @@ class Chip:
     bf16: float  # FLOP/s of dense products
     fp8: float  # as bf16 where the card has none
     link: float  # NVLink bytes a second in one direction
-    sources: tuple[tuple[str, str], ...]  # of each figure
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,82 +66,23 @@ class Hardware:
         )
 
 
-def _sources(memory: str, rates: str, link: str) -> tuple[tuple[str, str], ...]:
-    return ("memory", memory), ("read", rates), ("bf16", rates), ("fp8", rates), ("link", link)
-
-
-SMI = "what nvidia-smi shows as total, less the 480 MiB that an idle H100 has not free"
 MIB = 1 << 20
-TAKEN = 480 * MIB
+TAKEN = 480 * MIB  # that an idle H100 has not free, of what nvidia-smi shows as total
 
+# Rates of matrix products are half of what the data sheets give with sparsity; NVLink's are half of both directions.
 CHIPS = {
     chip.name: chip
     for chip in (
-        Chip(
-            "a100",
-            "A100-SXM4-80GB",
-            "8.0",
-            81920 * MIB - TAKEN,
-            2.039e12,
-            312e12,
-            312e12,
-            300e9,
-            _sources(
-                SMI, "NVIDIA A100 80GB SXM data sheet; it has no FP8: such weights are multiplied as bf16", "NVLink 3"
-            ),
-        ),
-        Chip(
-            "h100",
-            "H100 80GB HBM3",
-            "9.0",
-            81559 * MIB - TAKEN,
-            3.35e12,
-            989e12,
-            1979e12,
-            450e9,
-            _sources(
-                SMI, "NVIDIA H100 SXM data sheet, half of what it gives with sparsity", "NVLink 4: 900 GB/s both ways"
-            ),
-        ),
-        Chip(
-            "h200",
-            "H200",
-            "9.0",
-            143771 * MIB - TAKEN,
-            4.8e12,
-            989e12,
-            1979e12,
-            450e9,
-            _sources(
-                SMI, "NVIDIA H200 SXM data sheet, half of what it gives with sparsity", "NVLink 4: 900 GB/s both ways"
-            ),
-        ),
-        Chip(
-            "h20",
-            "H20",
-            "9.0",
-            97871 * MIB - TAKEN,
-            4.0e12,
-            148e12,
-            296e12,
-            450e9,
-            _sources(SMI, "NVIDIA H20 SXM data sheet", "NVLink 4: 900 GB/s both ways"),
-        ),
-        Chip(
-            "b200",
-            "B200",
-            "10.0",
-            183359 * MIB - TAKEN,
-            8.0e12,
-            2250e12,
-            4500e12,
-            900e9,
-            _sources(
-                SMI,
-                "NVIDIA HGX B200 data sheet at 1,000 W, half of what it gives with sparsity",
-                "NVLink 5: 1.8 TB/s both ways",
-            ),
-        ),
+        # NVIDIA A100 80GB SXM data sheet, NVLink 3. It has no FP8: such weights are multiplied as bf16
+        Chip("a100", "A100-SXM4-80GB", "8.0", 81920 * MIB - TAKEN, 2.039e12, 312e12, 312e12, 300e9),
+        # NVIDIA H100 SXM data sheet, NVLink 4
+        Chip("h100", "H100 80GB HBM3", "9.0", 81559 * MIB - TAKEN, 3.35e12, 989e12, 1979e12, 450e9),
+        # NVIDIA H200 SXM data sheet, NVLink 4
+        Chip("h200", "H200", "9.0", 143771 * MIB - TAKEN, 4.8e12, 989e12, 1979e12, 450e9),
+        # NVIDIA H20 SXM data sheet, NVLink 4
+        Chip("h20", "H20", "9.0", 97871 * MIB - TAKEN, 4.0e12, 148e12, 296e12, 450e9),
+        # NVIDIA HGX B200 data sheet at 1,000 W, NVLink 5
+        Chip("b200", "B200", "10.0", 183359 * MIB - TAKEN, 8.0e12, 2250e12, 4500e12, 900e9),
     )
 }
 
@@ -156,7 +96,7 @@ def hardware(name: str) -> Hardware:
         raise UnsupportedConfig(
             f"--machine {name}: unknown"
             + (f"; did you mean {guess}?" if guess else ".")
-            + f" There is {known}, each with x and a number of GPUs behind it, such as h200x8. Without --machine the"
+            + f" There is {known}, alone or with x and a number of GPUs, such as h200x8. Without --machine the"
             " plan is for this machine"
         )
     gpus = int(found[2] or 1)

@@ -7,9 +7,10 @@ that names the field.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Mapping
@@ -82,7 +83,7 @@ class MoeFacts:
     sparse: tuple[bool, ...]  # which layers have experts
 
     def in_layer(self, layer: int) -> bool:
-        """NextN layers, behind the main ones, have experts."""
+        """NextN layers, which follow the main ones, have experts."""
         return layer >= len(self.sparse) or self.sparse[layer]
 
 
@@ -177,25 +178,21 @@ def facts_of(
         nextn=read.count("num_nextn_predict_layers", 0),
         quantization_config=_quantization(read),
         dtype=str(read.get("torch_dtype", read.get("dtype", "bfloat16"))).removeprefix("torch."),
-        bos=read.token("bos_token_id"),
+        bos=next(iter(read.tokens("bos_token_id")), None),
         eos=read.tokens("eos_token_id"),
     )
     _check(facts, read)
     return facts
 
 
+@dataclass(frozen=True, slots=True)
 class _Reader:
-    """Typed access to the fields, with errors that name them. JSON null counts as absent."""
+    """Typed access to the fields, with errors that name them. JSON null counts as absent. Fields as of `facts_of`."""
 
-    def __init__(
-        self,
-        config: Mapping[str, Any],
-        where: str,
-        fields: Mapping[str, tuple[str, ...]] = NO_FIELDS,
-        defaults: Mapping[str, Any] = NO_FIELDS,
-    ) -> None:
-        """fields, defaults: as of `facts_of`."""
-        self.config, self.where, self.fields, self.defaults = config, where, fields, defaults
+    config: Mapping[str, Any]
+    where: str
+    fields: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
     def error(self, field: str, message: str) -> CheckpointError:
         return CheckpointError(f"{self.where}: {field} {message}")
@@ -209,17 +206,16 @@ class _Reader:
     def count(self, field: str, default: int | None = None) -> int:
         """A non-negative integer; without a default it is required and positive."""
         value = self.get(field, default)
+        least, kind = (1, "positive") if default is None else (0, "non-negative")
         if value is None:
             raise self.error(field, "is missing")
-        if isinstance(value, bool) or not isinstance(value, int) or value < (0 if default is not None else 1):
-            raise self.error(
-                field, f"must be a {'non-negative' if default is not None else 'positive'} integer, got {value!r}"
-            )
+        if type(value) is not int or value < least:
+            raise self.error(field, f"must be a {kind} integer, got {value!r}")
         return value
 
     def number(self, field: str, default: float, above: float) -> float:
         value = self.get(field, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= above:
+        if type(value) not in (int, float) or not math.isfinite(value) or value <= above:
             raise self.error(field, f"must be a number above {above:g}, got {value!r}")
         return float(value)
 
@@ -229,14 +225,10 @@ class _Reader:
             raise self.error(field, f"must be true or false, got {value!r}")
         return value
 
-    def token(self, field: str) -> int | None:
-        tokens = self.tokens(field)
-        return tokens[0] if tokens else None
-
     def tokens(self, field: str) -> tuple[int, ...]:
         value = self.get(field, [])
         values = value if isinstance(value, list) else [value]
-        if any(isinstance(v, bool) or not isinstance(v, int) or v < 0 for v in values):
+        if any(type(v) is not int or v < 0 for v in values):
             raise self.error(field, f"must be a token id or a list of them, got {value!r}")
         return tuple(values)
 
@@ -245,29 +237,21 @@ def _rope(read: _Reader, dim: int) -> RopeFacts:
     parameters = read.get("rope_parameters") or read.get("rope_scaling") or {}
     if not isinstance(parameters, dict):
         raise read.error("rope_scaling", f"must be an object, got {parameters!r}")
-    of = _Reader({"rope_theta": read.get("rope_theta"), **parameters}, f"{read.where}: rope_scaling")
+    where, required = f"{read.where}: rope_scaling", {"factor": 0.0}
+    of = _Reader({"rope_theta": read.get("rope_theta"), **parameters}, where, defaults=required)
     kind = of.get("rope_type", of.get("type", "default"))
     if kind not in ("default", "linear", "yarn", "llama3"):
         raise of.error("rope_type", f"{kind!r} is unknown; there is default, linear, yarn, llama3")
     theta = of.number("rope_theta", 10000.0, above=0.0)
     if kind == "default":
         return RopeFacts(dim=dim, theta=theta)
+    numbers = {}
+    for one in dataclasses.fields(RopeFacts):
+        if isinstance(one.default, float):  # those that are off by default may have any value
+            numbers[one.name] = of.number(one.name, one.default, 0.0 if one.default else -math.inf)
     original = of.count("original_max_position_embeddings", read.count("max_position_embeddings"))
-    return RopeFacts(
-        dim=dim,
-        theta=theta,
-        kind=kind,
-        factor=of.number("factor", 0.0, above=0.0),
-        original=original,
-        beta_fast=of.number("beta_fast", 32.0, above=0.0),
-        beta_slow=of.number("beta_slow", 1.0, above=0.0),
-        mscale=of.number("mscale", 0.0, above=-math.inf),
-        mscale_all_dim=of.number("mscale_all_dim", 0.0, above=-math.inf),
-        attention_factor=of.number("attention_factor", 0.0, above=-math.inf),
-        truncate=of.flag("truncate", True),
-        low_freq_factor=of.number("low_freq_factor", 1.0, above=0.0),
-        high_freq_factor=of.number("high_freq_factor", 4.0, above=0.0),
-    )
+    truncate = of.flag("truncate", True)
+    return RopeFacts(dim=dim, theta=theta, kind=kind, original=original, truncate=truncate, **numbers)
 
 
 def _mla(read: _Reader) -> MlaFacts | None:
@@ -347,7 +331,7 @@ def _sparse_layers(read: _Reader) -> tuple[bool, ...]:
         return tuple(kind == "sparse" for kind in kinds)
     first, every = read.count("first_k_dense_replace", 0), read.count("moe_layer_freq", 1) or 1
     step, dense = read.count("decoder_sparse_step", 1) or 1, read.get("mlp_only_layers", [])
-    if not isinstance(dense, list) or any(isinstance(layer, bool) or not isinstance(layer, int) for layer in dense):
+    if not isinstance(dense, list) or any(type(layer) is not int for layer in dense):
         raise read.error("mlp_only_layers", f"must be a list of layer numbers, got {dense!r}")
     return tuple(
         layer >= first and layer % every == 0 and (layer + 1) % step == 0 and layer not in dense
@@ -364,7 +348,7 @@ def _quantization(read: _Reader) -> dict[str, Any]:
 
 def _check(facts: ModelFacts, read: _Reader) -> None:
     """What must hold between fields."""
-    if facts.heads % facts.kv_heads if facts.kv_heads else True:
+    if not facts.kv_heads or facts.heads % facts.kv_heads:
         raise read.error(
             "num_key_value_heads", f"must divide num_attention_heads ({facts.heads}), got {facts.kv_heads}"
         )
@@ -376,7 +360,7 @@ def _check(facts: ModelFacts, read: _Reader) -> None:
         for field in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim"):
             if read.count(field, 0) % 2:
                 raise read.error(
-                    field, f"must be even (pairs of dims rotate in place behind it), got {read.count(field, 0)}"
+                    field, f"must be even (pairs of dims rotate in place after it), got {read.count(field, 0)}"
                 )
     if read.get("hidden_act", "silu") != "silu":
         raise read.error("hidden_act", f"must be silu, got {read.get('hidden_act')!r}")

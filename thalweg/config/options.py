@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from thalweg.config.backends import DECODE, EXPERTS, FP8, PREFILL
 from thalweg.config.server import ServerOptions
-from thalweg.config.setting import check_section, setting
+from thalweg.config.setting import Section, setting
 from thalweg.config.speculative import SpeculativeOptions
 from thalweg.core.errors import UnsupportedConfig
 
@@ -19,6 +19,7 @@ DTYPES = ("bfloat16", "float32")
 KV_DTYPES = (*DTYPES, "fp8_e4m3", "fp8")  # the last two are the same
 GRAPH_MODES = ("full", "full_decode_only", "full_and_piecewise", "piecewise", "none")
 POLICIES = ("fcfs", "lpm", "priority")
+_DEVICES = {"least": 1, "off": 1, "on": 2}  # of each number of devices
 
 
 def _names(*catalogs: Mapping[str, object]) -> str:
@@ -26,7 +27,7 @@ def _names(*catalogs: Mapping[str, object]) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelOptions:
+class ModelOptions(Section):
     """Which model, and how much of its context."""
 
     model: str = setting(
@@ -63,12 +64,9 @@ class ModelOptions:
         auto="by the chat template",
     )
 
-    def __post_init__(self) -> None:
-        check_section(self)
-
 
 @dataclass(frozen=True, kw_only=True)
-class LoadOptions:
+class LoadOptions(Section):
     """Where and how the weights are loaded."""
 
     device: str | None = setting(None, "where the model runs", choices=("cpu", "cuda"), auto="a GPU where there is one")
@@ -98,14 +96,14 @@ class LoadOptions:
     )
     attention_backend: str | None = setting(
         None,
-        f"what computes attention, as far as it can: {_names(DECODE, PREFILL)}",
+        f"attention backend, where it serves the model: {_names(DECODE, PREFILL)}",
         auto="the fastest that fits",
         off="reference",
         on="triton",
     )
     moe_runner_backend: str | None = setting(
         None,
-        f"what computes experts, with + by the number of tokens: {_names(EXPERTS)}",
+        f"backend of the experts; names joined by + are chosen by the number of tokens: {_names(EXPERTS)}",
         foreign=("moe-backend",),
         auto="the fastest that fits",
         off="triton",
@@ -113,7 +111,7 @@ class LoadOptions:
     )
     fp8_gemm_backend: str | None = setting(
         None,
-        f"what multiplies by FP8 weights, with + by the number of tokens: {_names(FP8)}",
+        f"backend of FP8 products; names joined by + are chosen by the number of tokens: {_names(FP8)}",
         foreign=("fp8-gemm-runner-backend",),
         auto="the fastest that fits",
         off="triton",
@@ -121,18 +119,18 @@ class LoadOptions:
     )
     mla: bool = setting(
         True,
-        "cache an MLA model's latents; off: keys and values, many times as large",
+        "cache the latents of an MLA model; off: its keys and values, which take many times more memory",
         aliases=("disable-mla=false",),
     )
     deterministic_inference: bool = setting(
         False,
-        "a request's tokens depend, bit for bit, on nothing but the request: not on the batch, chunks or cache hits",
+        "the bits of a request's tokens do not depend on the batch, on chunks or on cache hits",
         aliases=("enable-deterministic-inference=true",),
     )
     cuda_graph_mode: str | None = setting(
         None,
-        "what CUDA graphs capture: decode steps and small mixed ones; only decode steps; these, and pieces of others;"
-        " only pieces; nothing",
+        "steps that CUDA graphs capture. full: decode and small mixed steps; full_decode_only: decode steps;"
+        " full_and_piecewise: decode steps, and others in pieces; piecewise: pieces only; none: nothing",
         choices=GRAPH_MODES,
         aliases=("disable-cuda-graph=none",),
         foreign=("enforce-eager=none", "enable-piecewise-cuda-graph=full_and_piecewise"),
@@ -141,24 +139,21 @@ class LoadOptions:
         on="full_and_piecewise",
     )
     cuda_graph_max_bs: int | None = setting(
-        None, "most rows of a captured decode step", least=1, auto="as --max-running-requests, 256 at most"
+        None, "largest batch size of a captured decode step", least=1, auto="as --max-running-requests, 256 at most"
     )
     cuda_graph_bs: tuple[int, ...] = setting(
-        (), "rows of the decode steps that are captured", metavar="N", auto="1, 2, 4, then every eighth"
+        (), "batch sizes of captured decode steps", metavar="N", auto="1, 2, 4, then every eighth"
     )
     piecewise_cuda_graph_tokens: tuple[int, ...] = setting(
         (),
-        "tokens of the steps that are captured piecewise",
+        "numbers of tokens of steps that are captured in pieces",
         metavar="N",
         auto="16 to 2,048; the largest only where that is faster",
     )
 
-    def __post_init__(self) -> None:
-        check_section(self)
-
 
 @dataclass(frozen=True, kw_only=True)
-class MemoryOptions:
+class MemoryOptions(Section):
     """Memory of the KV cache."""
 
     mem_fraction_static: float | None = setting(
@@ -186,27 +181,22 @@ class MemoryOptions:
 
     strip_thinking_cache: bool | None = setting(
         None,
-        "keep thoughts, and the answers after them, out of the prefix cache: the next turn's prompt has none",
+        "do not cache thoughts and the answers after them: the next turn's prompt does not contain them",
         auto="where the chat template drops the thoughts of earlier turns",
     )
 
-    def __post_init__(self) -> None:
-        check_section(self)
-
 
 @dataclass(frozen=True, kw_only=True)
-class ScheduleOptions:
+class ScheduleOptions(Section):
     """What runs in a step, and the order of requests."""
 
     max_running_requests: int | None = setting(
         None, "requests computed at a time", foreign=("max-num-seqs",), least=1, most=65536, auto="by device"
     )
-    max_queued_requests: int = setting(
-        0, "requests that wait at most, beyond it the answer is 429; 0 is no limit", least=0
-    )
+    max_queued_requests: int = setting(0, "most waiting requests; the server answers 429 to more; 0: no limit", least=0)
     chunked_prefill_size: int | None = setting(
         None,
-        "most tokens of a step; longer prompts are cut. -1: prompts are never cut",
+        "token budget of a step; longer prompts are split into chunks. -1: prompts are never split",
         foreign=("max-num-batched-tokens",),
         least=-1,
         auto="by device; on a GPU fewer beside decoding requests, by times measured at the start",
@@ -214,7 +204,7 @@ class ScheduleOptions:
     )
     schedule_policy: str = setting(
         "fcfs",
-        "order of waiting requests: first come first served, longest prefix in the cache, by priority",
+        "order of waiting requests. fcfs: by arrival; lpm: longest cached prefix first; priority: by their priority",
         foreign=("scheduling-policy",),
         choices=POLICIES,
         off="fcfs",
@@ -229,18 +219,18 @@ class ScheduleOptions:
     )
 
     def __post_init__(self) -> None:
-        check_section(self)
+        super().__post_init__()
         if self.chunked_prefill_size == 0:
             raise UnsupportedConfig("chunked_prefill_size: must be at least 1, or -1 to never cut a prompt; got 0")
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplingOptions:
+class SamplingOptions(Section):
     """Defaults of requests."""
 
     random_seed: int | None = setting(
         None,
-        "seed of the seeds drawn for requests that name none",
+        "seed from which requests without a seed get theirs",
         foreign=("seed",),
         least=0,
         most=2**63 - 1,
@@ -253,12 +243,9 @@ class SamplingOptions:
         choices=("model", "openai"),
     )
 
-    def __post_init__(self) -> None:
-        check_section(self)
-
 
 @dataclass(frozen=True, kw_only=True)
-class ParallelOptions:
+class ParallelOptions(Section):
     """How many devices, and how they share the work."""
 
     tp_size: int = setting(
@@ -266,44 +253,29 @@ class ParallelOptions:
         "devices that share every layer (tensor parallelism)",
         aliases=("tp",),
         foreign=("tensor-parallel-size",),
-        least=1,
-        off=1,
-        on=2,
+        **_DEVICES,
     )
     dp_size: int = setting(
         1,
         "copies of the attention, each with its own requests",
         aliases=("dp",),
         foreign=("data-parallel-size",),
-        least=1,
-        off=1,
-        on=2,
+        **_DEVICES,
     )
     pp_size: int = setting(
         1,
         "stages of consecutive layers (pipeline parallelism)",
         aliases=("pp",),
         foreign=("pipeline-parallel-size",),
-        least=1,
-        off=1,
-        on=2,
+        **_DEVICES,
     )
     ep_size: int = setting(
-        1,
-        "devices that share the experts",
-        aliases=("ep",),
-        foreign=("expert-parallel-size",),
-        least=1,
-        off=1,
-        on=2,
+        1, "devices that share the experts", aliases=("ep",), foreign=("expert-parallel-size",), **_DEVICES
     )
-
-    def __post_init__(self) -> None:
-        check_section(self)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ListenOptions:
+class ListenOptions(Section):
     """Where the HTTP server listens."""
 
     host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 is every network this machine has")
@@ -316,7 +288,7 @@ class ListenOptions:
     )
 
     def __post_init__(self) -> None:
-        check_section(self)
+        super().__post_init__()
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise UnsupportedConfig("ssl_keyfile: a key needs its certificate: give --ssl-certfile too")
 

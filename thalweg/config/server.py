@@ -1,15 +1,15 @@
-"""What the user may wish of the HTTP server. Host, port and TLS belong to whoever opens the socket."""
+"""The options of the HTTP server. Host, port and TLS are in `ListenOptions`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from thalweg.config.setting import check_section, setting
+from thalweg.config.setting import Section, setting
 from thalweg.core.errors import UnsupportedConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerOptions:
+class ServerOptions(Section):
     """Names, keys, limits and log of the HTTP server."""
 
     served_model_name: tuple[str, ...] = setting(
@@ -17,7 +17,7 @@ class ServerOptions:
     )
     api_key: tuple[str, ...] = setting(
         (),
-        "keys, one of which a request must bring as `Authorization: Bearer KEY`. Default: none is asked for",
+        "keys, one of which a request must bring as `Authorization: Bearer KEY`. Default: no key is needed",
         secret=True,
     )
     api_keys_file: str | None = setting(
@@ -87,7 +87,7 @@ class ServerOptions:
     )
     log_requests_level: int = setting(
         0,
-        "what that line tells besides. 1: sampling parameters; 2: the first 2,048 characters of prompts and outputs"
+        "what that line also has. 1: sampling parameters; 2: the first 2,048 characters of prompts and outputs"
         " too; 3: all of them",
         choices=(0, 1, 2, 3),
     )
@@ -125,7 +125,7 @@ class ServerOptions:
         return 16 * self.max_body_bytes
 
     def __post_init__(self) -> None:
-        check_section(self)
+        super().__post_init__()
         for name in ("api_key", "served_model_name"):
             if any(not value for value in vars(self)[name]):
                 raise UnsupportedConfig(f"{name}: holds an empty text; leave the option out to have none")

@@ -4,173 +4,153 @@ the documentation are all made from it.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import math
-import types
 import typing
 from dataclasses import dataclass
-from typing import Any, Iterable
+from typing import Any, Iterable, Iterator
 
 from thalweg.core.errors import UnsupportedConfig
 
-TRUE, FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
+BOOLEANS = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False)
+CONVERTED: dict[type, tuple[type, ...]] = {bool: (), int: (str,), float: (str, int), str: (int, float)}
+EXPECTED = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
-def setting(
-    default: Any,
-    help: str,
-    *,
-    aliases: tuple[str, ...] = (),  # other spellings, without dashes; "name=value" is a flag that sets this value
-    foreign: tuple[str, ...] = (),  # the same of other engines: a notice says what the flag is called here
-    choices: tuple[str | int, ...] = (),
-    least: float | None = None,  # inclusive bounds of every number in it
-    most: float | None = None,
-    metavar: str = "",  # the value's name in the help
-    auto: str = "",  # what `None` lets the resolver choose, in words
-    secret: bool = False,  # never printed
-    off: Any = ...,  # for `thalweg ablate`: the value without the feature, and one with it
-    on: Any = ...,
-) -> Any:
-    """A dataclass field that is a setting."""
-    metadata = {"help": help, "aliases": aliases, "foreign": foreign, "choices": choices, "least": least, "most": most}
-    metadata |= {"metavar": metavar, "auto": auto, "secret": secret, "off": off, "on": on}
-    return dataclasses.field(default=default, metadata=metadata)
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
     """A setting as the command line, YAML and the documentation see it."""
 
-    name: str
-    section: str
-    kind: type  # bool, int, float or str
-    many: bool  # a tuple of these
-    optional: bool  # None ("auto") is a value
-    default: Any
-    metadata: typing.Mapping[str, Any]  # the arguments of `setting`
-
-    @property
-    def help(self) -> str:
-        return str(self.metadata["help"])
+    help: str
+    aliases: tuple[str, ...] = ()  # other spellings, without dashes; "name=value" is a flag that sets this value
+    foreign: tuple[str, ...] = ()  # the same of other engines: a notice says what the flag is called here
+    choices: tuple[str | int, ...] = ()
+    least: float | None = None  # inclusive bounds of every number in it
+    most: float | None = None
+    metavar: str = ""  # the value's name in the help
+    auto: str = ""  # what `None` lets the resolver choose, in words
+    secret: bool = False  # never printed
+    off: Any = ...  # for `thalweg ablate`: the value without the feature, and one with it
+    on: Any = ...
+    # from the dataclass field
+    name: str = ""
+    section: str = ""
+    kind: type = str  # bool, int, float or str
+    many: bool = False  # a tuple of these
+    optional: bool = False  # None ("auto") is a value
+    default: Any = None
 
     @property
     def flag(self) -> str:
         return "--" + self.name.replace("_", "-")
 
     @property
-    def choices(self) -> tuple[Any, ...]:
-        return tuple(self.metadata.get("choices", ()))
-
-    @property
-    def secret(self) -> bool:
-        return bool(self.metadata.get("secret", False))
-
-    @property
     def shown_default(self) -> str:
         """The default in words; "" where there is none to show."""
-        if self.default is None:
-            return str(self.metadata.get("auto", ""))
-        if isinstance(self.default, bool):
+        if self.default is None or self.default == ():
+            return self.auto
+        if self.kind is bool:
             return "on" if self.default else "off"
         return ", ".join(self.default) if self.many else str(self.default)
 
-    def spellings(self, key: str) -> list[tuple[str, Any]]:
-        """The (flag name without dashes, value it sets or `...`) pairs of "aliases" or "foreign"."""
-        pairs = []
-        for entry in self.metadata.get(key, ()):
+    def spellings(self) -> Iterator[tuple[str, Any, bool]]:
+        """Each other name without dashes, the value that it sets or `...`, and whether it is another engine's."""
+        for entry in (*self.aliases, *self.foreign):
             name, equals, value = entry.partition("=")
-            pairs.append((name, self.parse(value) if equals else ...))
-        return pairs
+            yield name, self.parse(value) if equals else ..., entry in self.foreign
+
+    def called(self, value: Any) -> str:
+        """The flag that sets a value; `...`: the flag alone."""
+        if value is ... or value is True:
+            return self.flag
+        return f"--no-{self.flag[2:]}" if value is False else f"{self.flag} {value}"
+
+    def contradiction(self, first: object, second: object, where: str = "") -> UnsupportedConfig:
+        """The error for a setting that is given with two values."""
+        shown = "" if self.secret else f", as {first!r} and as {second!r}"
+        return UnsupportedConfig(f"{where}{self.name}: given twice{shown}; leave one out")
 
     def parse(self, value: object) -> Any:
         """The value of a text from a command line, or of a scalar or list from YAML. Raises UnsupportedConfig."""
         if self.optional and (value is None or value == "auto"):
             return None
         if self.many:
-            entries = value if isinstance(value, (list, tuple)) else [value]
-            return tuple(self._scalar(entry) for entry in entries)
-        return self._scalar(value)
-
-    def _scalar(self, value: object) -> Any:
-        if self.kind is bool and isinstance(value, str) and value.lower() in TRUE + FALSE:
-            return value.lower() in TRUE
-        if self.kind is int and isinstance(value, str):
-            value = _number(int, value)
-        if self.kind is float and (isinstance(value, str) or type(value) is int):
-            value = _number(float, value)
-        if self.kind is str and type(value) in (int, float):
-            value = str(value)
-        if self.choices and isinstance(value, str) and value not in self.choices:
-            value = next((one for one in self.choices if str(one).lower() == value.lower()), value)
-        if type(value) is not self.kind:
-            raise UnsupportedConfig(f"{self.name}: expected {self._expected()}, got {value!r}")
+            value = tuple(map(self._convert, value if isinstance(value, (list, tuple)) else (value,)))
+        else:
+            value = self._convert(value)
+        self.check(value)
         return value
 
+    def _convert(self, value: object) -> object:
+        """The value in the setting's type where it can be read so, else as it is."""
+        if type(value) in CONVERTED[self.kind]:
+            with contextlib.suppress(ValueError):
+                value = self.kind(value)
+        word = str(value).lower()
+        if self.kind is bool and isinstance(value, str):
+            return BOOLEANS.get(word, value)
+        return next((choice for choice in self.choices if str(choice).lower() == word), value)
+
     def check(self, value: Any) -> None:
-        """Raises UnsupportedConfig naming the setting when the value has the wrong type, is no choice or lies outside
-        the bounds.
+        """Raises UnsupportedConfig that names the setting for a wrong type, an unknown choice or a number out of
+        bounds.
         """
         if value is None and self.optional:
             return
-        if self.many and not isinstance(value, tuple):
-            raise UnsupportedConfig(f"{self.name}: expected {self._expected()}, got {value!r}")
-        for entry in value if self.many else (value,):
-            self._check_one(entry)
+        known = (int, float) if self.kind is float else (self.kind,)
+        entries = value if self.many and isinstance(value, tuple) else (value,)
+        wrong = [entry for entry in entries if type(entry) not in known]
+        if wrong or self.many != isinstance(value, tuple):
+            expected = ("a list, each " if self.many else "") + EXPECTED[self.kind] + " or auto" * self.optional
+            shown = "" if self.secret else f", got {(wrong or [value])[0]!r}"
+            raise UnsupportedConfig(f"{self.name}: expected {expected}{shown}")
+        for entry in entries:
+            if self.choices and entry not in self.choices:
+                choices = ", ".join(map(str, self.choices))
+                raise UnsupportedConfig(f"{self.name}: must be one of {choices}; got {entry!r}")
+            if self.kind in (int, float) and not self._is_within(entry):
+                bounds = [f"at least {self.least:g}"] if self.least is not None else []
+                bounds += [f"at most {self.most:g}"] if self.most is not None else []
+                raise UnsupportedConfig(f"{self.name}: must be {' and '.join(bounds) or 'finite'}, got {entry}")
 
-    def _check_one(self, value: Any) -> None:
-        if type(value) not in ((int, float) if self.kind is float else (self.kind,)):
-            raise UnsupportedConfig(f"{self.name}: expected {self._expected()}, got {value!r}")
-        if self.choices and value not in self.choices:
-            raise UnsupportedConfig(f"{self.name}: must be one of {', '.join(map(str, self.choices))}; got {value!r}")
-        if self.kind in (int, float):
-            least, most = self.metadata.get("least"), self.metadata.get("most")
-            if not math.isfinite(value) or (least is not None and value < least) or (most is not None and value > most):
-                raise UnsupportedConfig(f"{self.name}: must be {_between(least, most)}, got {value}")
+    def _is_within(self, number: float) -> bool:
+        is_above = self.least is None or number >= self.least
+        return math.isfinite(number) and is_above and (self.most is None or number <= self.most)
 
-    def _expected(self) -> str:
-        words = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}[self.kind]
-        return (f"a list, each {words}" if self.many else words) + (" or auto" if self.optional else "")
+
+def setting(default: Any, help: str, **fields: Any) -> Any:
+    """A dataclass field that is a setting. fields: of `Setting`."""
+    return dataclasses.field(default=default, metadata={"setting": Setting(help=help, **fields)})
+
+
+class Section:
+    """Settings that belong together, a dataclass. Raises UnsupportedConfig for the first that is wrong."""
+
+    def __post_init__(self) -> None:
+        for one in settings_of(type(self), ""):
+            one.check(vars(self)[one.name])
 
 
 def settings_of(section_type: type, section: str) -> tuple[Setting, ...]:
     """The settings of one section, in the order of its fields."""
     hints = typing.get_type_hints(section_type)
-    return tuple(_setting(f, hints[f.name], section) for f in dataclasses.fields(section_type))
+    return tuple(_complete(f, hints[f.name], section) for f in dataclasses.fields(section_type))
 
 
-def check_section(section: Any) -> None:
-    """For the `__post_init__` of a section: checks every field. Raises UnsupportedConfig naming the first that is
-    wrong.
-    """
-    for one in settings_of(type(section), ""):
-        one.check(vars(section)[one.name])
-
-
-def _setting(field: dataclasses.Field[Any], hint: Any, section: str) -> Setting:
-    optional, many = False, False
-    if isinstance(hint, types.UnionType):
-        hint = next(arg for arg in typing.get_args(hint) if arg is not type(None))
-        optional = True
-    if typing.get_origin(hint) is tuple:
-        hint, many = typing.get_args(hint)[0], True
-    return Setting(field.name, section, hint, many, optional, field.default, field.metadata)
-
-
-def _number(kind: type, text: object) -> object:
-    """The number that `text` is, or the text itself (which the caller refuses by its type)."""
-    try:
-        return kind(text)
-    except ValueError:
-        return text
-
-
-def _between(least: float | None, most: float | None) -> str:
-    if least is None and most is None:
-        return "a finite number"
-    if most is None:
-        return f"at least {least:g}"
-    return f"at most {most:g}" if least is None else f"between {least:g} and {most:g}"
+def _complete(field: dataclasses.Field[Any], hint: Any, section: str) -> Setting:
+    parts = typing.get_args(hint)  # of `int | None` and `tuple[int, ...]`
+    declared: Setting = field.metadata["setting"]
+    return dataclasses.replace(
+        declared,
+        name=field.name,
+        section=section,
+        kind=parts[0] if parts else hint,
+        many=typing.get_origin(hint) is tuple,
+        optional=type(None) in parts,
+        default=field.default,
+    )
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

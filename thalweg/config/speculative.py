@@ -5,22 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from thalweg.config.drafters import DRAFTERS, NO_DRAFTER
-from thalweg.config.setting import check_section, setting
+from thalweg.config.setting import Section, setting
 from thalweg.core.tree import MAX_TREE_NODES
 
 MAX_STEPS = 8  # drafts of a chain: a layer trained for one step is seldom right after the fourth
 MAX_BRANCHES = 10  # children of a token in a tree
-RULES = ("race", "standard", "relaxed")
+RULES = ("gumbel-max", "rejection-sampling", "relaxed")
 RELAXED_TOPK, RELAXED_DELTA = 10, 0.6  # from TensorRT-LLM's guide for DeepSeek-R1
 _SUMMARIES = "; ".join(f"{name}: {entry.summary}" for name, entry in DRAFTERS.items())
 _STEPS = ", ".join(f"{name} {entry.steps}" for name, entry in DRAFTERS.items())
 
 
 @dataclass(frozen=True, kw_only=True)
-class SpeculativeOptions:
-    """Tokens that are drafted, and verified several in a step. By default the output is that of plain decoding, seed
-    for seed.
-    """
+class SpeculativeOptions(Section):
+    """Drafts several tokens and verifies them in one step. By default the tokens are those of plain decoding."""
 
     speculative_algorithm: str | None = setting(
         None,
@@ -44,7 +42,7 @@ class SpeculativeOptions:
     )
     speculative_num_steps: int | None = setting(
         None,
-        "most tokens drafted one after the other",
+        "longest chain of drafts; of a tree its depth",
         foreign=("num-speculative-tokens",),
         least=1,
         most=MAX_STEPS,
@@ -52,7 +50,7 @@ class SpeculativeOptions:
     )
     speculative_num_draft_tokens: int | None = setting(
         None,
-        "tokens verified in a step: one more than are drafted",
+        "tokens verified in a step: all drafts and one more",
         least=2,
         most=MAX_TREE_NODES + 1,
         auto="--speculative-num-steps + 1; for a tree 16",
@@ -68,12 +66,11 @@ class SpeculativeOptions:
     )
     speculative_acceptance: str | None = setting(
         None,
-        "which drafts are accepted. race: those that the model samples itself, so tokens are those of plain decoding,"
-        " seed for seed; standard: rejection sampling by min(1, p/q), which accepts more where requests sample, with"
-        " the model's distribution but not the same tokens; relaxed, LOSSY: also those nearly as likely as the best"
-        " token",
+        "which drafts are accepted. gumbel-max: those equal to the token that the model samples, so tokens are those of"
+        " plain decoding, seed for seed; rejection-sampling: with probability min(1, p/q), the same distribution but"
+        " other tokens for a seed; relaxed: LOSSY, also drafts nearly as likely as the best token",
         choices=RULES,
-        auto="race",
+        auto="gumbel-max",
     )
     speculative_relaxed_topk: int | None = setting(
         None,
@@ -102,11 +99,8 @@ class SpeculativeOptions:
     )
     mtp: int | None = setting(
         None,
-        "most tokens of a step with the checkpoint's next-token layer; 1 is off",
+        "tokens of a step with NextN, as vLLM's MTP counts them: drafts and one more; 1: no speculation",
         least=1,
         most=MAX_STEPS + 1,
         auto="--speculative-num-steps + 1",
     )
-
-    def __post_init__(self) -> None:
-        check_section(self)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import typing
 from pathlib import Path
@@ -31,14 +30,12 @@ def spellings() -> dict[str, tuple[Setting, Any, bool]]:
     """Every name (with underscores) that means a setting: (setting, the value it sets or `...`, is it another engine's
     spelling).
     """
-    known: dict[str, tuple[Setting, Any, bool]] = {}
+    known: dict[str, tuple[Setting, Any, bool]] = {name: (one, ..., False) for name, one in settings().items()}
     for one in settings().values():
-        found = [(one.name, ..., False)]
-        for key in ("aliases", "foreign"):
-            found += [(name.replace("-", "_"), value, key == "foreign") for name, value in one.spellings(key)]
-        for name, value, foreign in found:
+        for spelling, value, is_foreign in one.spellings():
+            name = spelling.replace("-", "_")
             assert name not in known, f"{name} means both {known[name][0].name} and {one.name}"
-            known[name] = one, value, foreign
+            known[name] = one, value, is_foreign
     return known
 
 
@@ -61,7 +58,8 @@ def options_from(values: Mapping[str, Any]) -> Options:
 def flat(tree: Mapping[str, Any], where: str = "") -> dict[str, Any]:
     """Settings by their own names, from names, aliases, and sections that hold such; dashes and underscores are one.
 
-    `where` prefixes errors. Raises UnsupportedConfig as `options_of` does, and for a setting that is given twice.
+    `where` prefixes errors. Raises UnsupportedConfig as `options_of` does, and for a setting with two
+    values.
     """
     found: dict[str, Any] = {}
     for key, value in tree.items():
@@ -73,9 +71,10 @@ def flat(tree: Mapping[str, Any], where: str = "") -> dict[str, Any]:
         else:
             entries = dict([_entry(name, value, where)])
         for own, parsed in entries.items():
-            if own in found:
-                shown = "" if settings()[own].secret else f", as {found[own]!r} and as {parsed!r}"
-                raise UnsupportedConfig(f"{where}{own}: given twice{shown}")
+            if isinstance(parsed, tuple) and isinstance(found.get(own), tuple):
+                parsed = tuple(dict.fromkeys(found[own] + parsed))  # lists add up
+            elif found.get(own, parsed) != parsed:
+                raise settings()[own].contradiction(found[own], parsed, where)
             found[own] = parsed
     return found
 
@@ -130,19 +129,16 @@ def non_defaults(config: Options) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value != settings()[name].default}
 
 
-def as_tree(config: Options) -> dict[str, dict[str, Any]]:
-    """The settings that differ from their defaults, by section, with secrets hidden."""
-    tree: dict[str, dict[str, Any]] = {}
-    for name, value in non_defaults(config).items():
+def command_line(values: Mapping[str, Any]) -> list[str]:
+    """The flags that set these values. Secrets are left out."""
+    words: list[str] = []
+    for name, value in values.items():
         one = settings()[name]
-        tree.setdefault(one.section, {})[name] = "***" if one.secret else value
-    return tree
+        for entry in () if one.secret else value if one.many else (value,):
+            words += [one.called(entry)] if one.kind is bool else [one.flag, str(entry)]
+    return words
 
 
 def replace(config: Options, **values: Any) -> Options:
     """`Options` with some settings changed."""
-    changed: dict[str, dict[str, Any]] = {}
-    for name, value in flat(values).items():
-        changed.setdefault(settings()[name].section, {})[name] = value
-    parts = {name: dataclasses.replace(vars(config)[name], **entries) for name, entries in changed.items()}
-    return dataclasses.replace(config, **parts)
+    return options_from(non_defaults(config) | flat(values))

@@ -53,42 +53,23 @@ class AcceptanceCounts(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(slots=True)
 class AcceptanceCounter:
-    """Mutable counter behind `AcceptanceCounts`. Adding a verification takes constant time, however many drafts it
-    has.
-    """
+    """Counts verifications. Adding one takes constant time, however many drafts it has."""
 
-    verifications: int = 0
     drafted: int = 0
-    accepted: int = 0
-    by_last: list[int] = field(default_factory=lambda: [0])  # verifications by the position of their last draft
-    by_accepted: list[int] = field(default_factory=lambda: [0])  # verifications by the number of accepted drafts
+    by_last: list[int] = field(default_factory=list)  # verifications by the position of their last draft
+    by_accepted: list[int] = field(default_factory=list)  # verifications by the number of accepted drafts
 
     def add(self, drafts: int, last: int, accepted: int) -> None:
         """Adds a verification of `drafts` tokens (at least one). last: position of the last one."""
-        self.verifications += 1
         self.drafted += drafts
-        self.accepted += accepted
-        missing = last + 1 - len(self.by_last)
-        if missing > 0:
-            self.by_last += [0] * missing
-            self.by_accepted += [0] * missing
-        self.by_last[last] += 1
-        self.by_accepted[accepted] += 1
+        for counts, i in ((self.by_last, last), (self.by_accepted, accepted)):
+            counts += [0] * (last + 1 - len(counts))
+            counts[i] += 1
 
     @property
-    def drafted_at(self) -> tuple[int, ...]:
-        return _at_least(self.by_last)
-
-    @property
-    def accepted_at(self) -> tuple[int, ...]:
-        return _at_least(self.by_accepted)
-
-    @property
-    def counts(self) -> AcceptanceCounts | None:
-        """The present counts; None without verifications."""
-        if not self.verifications:
-            return None
-        return AcceptanceCounts(self.verifications, self.drafted, self.accepted, self.drafted_at, self.accepted_at)
+    def counts(self) -> AcceptanceCounts:
+        accepted_at = _at_least(self.by_accepted)
+        return AcceptanceCounts(sum(self.by_last), self.drafted, sum(accepted_at), _at_least(self.by_last), accepted_at)
 
 
 def _at_least(counts: list[int]) -> tuple[int, ...]:

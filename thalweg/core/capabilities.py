@@ -1,7 +1,7 @@
 """Capability matching: backends declare what they support, and `select` picks the first one that meets the
 requirements.
 
-A `Capabilities` field is the set of supported values; the `Requirements` field of the same name is the one value that
+A `Capabilities` field has the supported values; the `Requirements` field of the same name is the one value that
 is needed. Refusals are derived from the field names, so a new capability costs one field. Fields have no defaults:
 every backend must state its answer.
 """
@@ -9,7 +9,8 @@ every backend must state its answer.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Generic, Mapping, TypeVar
+from itertools import takewhile
+from typing import Mapping
 
 from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.report import AUTO, USER
@@ -18,7 +19,7 @@ Value = str | int | bool
 
 
 class Capabilities:
-    """Base of the capability records of one operation: frozen dataclasses whose fields are frozensets."""
+    """Base of the capability records of one operation: frozen dataclasses whose fields are tuples of values."""
 
 
 class Requirements:
@@ -27,26 +28,21 @@ class Requirements:
     """
 
 
-C = TypeVar("C", bound=Capabilities)
+LACKS = {
+    "sparse": "no sparse-attention kernel",
+    "installed": "the library is not installed",
+    "deterministic": "no batch-invariant kernel",
+    "trees": "no tree masks",
+}
 
 
 @dataclass(frozen=True, slots=True)
-class Selected(Generic[C]):
+class Selected:
     """The backend that `select` chose."""
 
-    role: str  # operation that the backend was chosen for
     name: str
     source: str  # USER or AUTO
-    rejected: tuple[tuple[str, str], ...]  # (name, first mismatch) of the backends that were passed over
-
-    @property
-    def reason(self) -> str:
-        if self.source == USER:
-            return "asked for"
-        return (
-            "; ".join(f"not {name}: {why}" for name, why in self.rejected)
-            or "first in the order of measured preference"
-        )
+    reason: str  # why none of the backends before it; "" for the user's
 
 
 def mismatches(required: Requirements, supported: Capabilities) -> list[str]:
@@ -57,13 +53,13 @@ def mismatches(required: Requirements, supported: Capabilities) -> list[str]:
         if value in allowed:
             continue
         if isinstance(value, bool):
-            reasons.append(f"{'not' if value else 'only'} {field.name}")
+            reasons.append(LACKS.get(field.name, f"no {field.name}") if value else f"only {field.name}")
         else:
-            reasons.append(f"{field.name} {value or 'none'}, not {' or '.join(sorted(map(str, allowed - {''})))}")
+            reasons.append(f"{field.name} {value or 'none'}, not {' or '.join(sorted({*map(str, allowed)} - {''}))}")
     return reasons
 
 
-def select(role: str, required: Requirements, catalog: Mapping[str, C], wish: str = "auto") -> Selected[C]:
+def select(role: str, required: Requirements, catalog: Mapping[str, Capabilities], wish: str = "auto") -> Selected:
     """Returns the wished backend, or for "auto" the first one of `catalog` (its order is the preference) that fits.
 
     Raises UnsupportedConfig if the wish is unknown or does not fit (the message names one that does), and if nothing
@@ -71,18 +67,16 @@ def select(role: str, required: Requirements, catalog: Mapping[str, C], wish: st
     """
     if wish != "auto" and wish not in catalog:
         raise UnsupportedConfig(f"{role}: unknown backend {wish!r}; there is {', '.join(catalog)}")
-    fitting = [name for name in catalog if not mismatches(required, catalog[name])]
+    misfits = {name: mismatches(required, supported) for name, supported in catalog.items()}
+    fitting = [name for name, reasons in misfits.items() if not reasons]
+    if wish in fitting:
+        return Selected(wish, USER, "")
     if wish != "auto":
-        if wish in fitting:
-            return Selected(role, wish, USER, ())
-        instead = f"use {fitting[0]}" if fitting else "nothing else fits either"
-        raise UnsupportedConfig(
-            f"{role}: {wish} cannot serve this: {'; '.join(mismatches(required, catalog[wish]))}; {instead}"
-        )
-    rejected = []
-    for name in catalog:
-        if reasons := mismatches(required, catalog[name]):
-            rejected.append((name, reasons[0]))  # the other reasons often follow from the first
-        else:
-            return Selected(role, name, AUTO, tuple(rejected))
-    raise UnsupportedConfig(f"{role}: nothing fits. " + " | ".join(f"{name}: {why}" for name, why in rejected))
+        instead = f"Use {fitting[0]}." if fitting else "No other backend fits either."
+        raise UnsupportedConfig(f"{role} {wish}: {'; '.join(misfits[wish])}. {instead}")
+    # reasons after the first often follow from it
+    first = takewhile(lambda entry: entry[1], misfits.items())
+    rejected = "; ".join(f"not {name}: {reasons[0]}" for name, reasons in first)
+    if not fitting:
+        raise UnsupportedConfig(f"{role}: nothing fits. {rejected}")
+    return Selected(fitting[0], AUTO, rejected or "first in the order of measured preference")

@@ -60,7 +60,7 @@ class NumericalError(ThalwegError):
 
     def __init__(self) -> None:
         super().__init__(
-            "the model computed no numbers (NaN) for this request, so there is no next token; others go on. Its"
+            "the model computed NaN for this request, so there is no next token; others go on. Its"
             " checkpoint is damaged, or what it computes overflows: compare the files with their source, or try --dtype"
             " float32, or another --kv-cache-dtype"
         )

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from thalweg.core.errors import InvalidRequest
 from thalweg.core.sampling import SamplingParams
-from thalweg.core.ticket import Ticket, TicketState
+from thalweg.core.ticket import Ticket
 
 KINDS = ("json_object", "json_schema", "regex", "ebnf", "choice", "structural_tag", "lark")
 
@@ -68,19 +68,3 @@ class GrammarTracker(Protocol):
         """(uid, reason) of the sequences whose grammar exceeded its limits since the last call: they cannot
         continue.
         """
-
-
-class NoGrammarTracker:
-    """Null object: compiles nothing."""
-
-    def open(self, uid: int, grammar: Grammar) -> Ticket:
-        return Ticket(0, TicketState.FAILED, "structured output is not available in this engine")
-
-    def advance(self, uid: int, tokens: Sequence[int]) -> None:
-        return
-
-    def close(self, uid: int) -> None:
-        return
-
-    def pop_failed(self) -> list[tuple[int, str]]:
-        return []

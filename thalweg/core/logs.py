@@ -16,19 +16,7 @@ from typing import Any
 FORMATS = ("text", "json")
 _BARE = re.compile(r"[\w.:/@+,-]+", re.ASCII)
 # C0, DEL, C1, the two line separators of Unicode, and the characters that change the direction of text
-_CONTROL = [
-    *range(0x20),
-    *range(0x7F, 0xA0),
-    0x2028,
-    0x2029,
-    0x200E,
-    0x200F,
-    *range(0x202A, 0x202F),
-    *range(0x2066, 0x206A),
-]
-_ESCAPES = {code: f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" for code in _CONTROL} | {
-    ord(sign): escape for sign, escape in (("\n", "\\n"), ("\r", "\\r"), ("\t", "\\t"))
-}
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 
 def configure(level: str, form: str) -> None:
@@ -49,7 +37,7 @@ class TextFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.created))
-        parts = [f"{stamp} {record.levelname} {record.name}: {record.getMessage().translate(_ESCAPES)}"]
+        parts = [f"{stamp} {record.levelname} {record.name}: {_escaped(record.getMessage())}"]
         parts += [f"{name}={_text_of(value)}" for name, value in _fields(record).items()]
         return "\n    ".join([" ".join(parts), *_trace(self, record)])
 
@@ -79,9 +67,12 @@ def _text_of(value: Any) -> str:
     return text if _BARE.fullmatch(text) else json.dumps(text) if isinstance(value, str) else text
 
 
+def _escaped(text: str) -> str:
+    return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+
+
 def _trace(formatter: logging.Formatter, record: logging.LogRecord) -> list[str]:
     """Lines of the logged error's traceback, outermost first; [] without an error."""
     if not record.exc_info:
         return []
-    lines = re.split(r"\r\n|[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]", formatter.formatException(record.exc_info))
-    return [line.translate(_ESCAPES) for line in lines]
+    return [_escaped(line) for line in formatter.formatException(record.exc_info).splitlines()]

@@ -6,6 +6,7 @@ import msgspec
 
 from thalweg.core.acceptance import AcceptanceCounts
 from thalweg.core.grammar import NO_GRAMMAR, Grammar
+from thalweg.core.plan import TokenLogprob
 from thalweg.core.report import Report
 from thalweg.core.retention import RETAIN_ALL, CacheRetention
 from thalweg.core.sampling import SamplingParams
@@ -22,7 +23,6 @@ class Submit(msgspec.Struct, tag=True, frozen=True):
     priority: int = 0
     salt: int = 0
     sibling: int = -1  # for n > 1: uid of the sequence that computes the shared prompt, or -1
-    arrival: float = 0.0  # the front's time.time(), for queue-time metrics
     grammar: Grammar = NO_GRAMMAR
     retention: CacheRetention = RETAIN_ALL
 
@@ -86,29 +86,24 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
     finish: str = ""  # "" while it runs, else "stop", "length", "abort", or "error" if the model computed NaN
     stop_id: int = -1  # the stop token id that ended it
     cached: int = 0  # first delta only: prompt tokens that came from the prefix cache
-    # (logprob, top ids, top logprobs) of each token, if requested
-    logprobs: tuple[tuple[float, tuple[int, ...], tuple[float, ...]], ...] = ()
-    # first delta only: the same of the prompt positions 1 to the last
-    prompt_logprobs: tuple[tuple[float, tuple[int, ...], tuple[float, ...]], ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()  # of each token, if requested
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # first delta only: of the prompt positions 1 to the last
     # of the whole sequence; in its last delta, and in every delta if a stop string may end it
     acceptance: AcceptanceCounts | None = None
 
     def merge(self, later: TokenDelta) -> TokenDelta:
         """This delta and the next one of the same sequence as one."""
-        return TokenDelta(
-            self.uid,
-            self.tokens + later.tokens,
-            later.finish,
-            later.stop_id,
-            max(self.cached, later.cached),
-            self.logprobs + later.logprobs,
-            self.prompt_logprobs + later.prompt_logprobs,
-            later.acceptance,
+        return msgspec.structs.replace(
+            later,
+            tokens=self.tokens + later.tokens,
+            cached=max(self.cached, later.cached),
+            logprobs=self.logprobs + later.logprobs,
+            prompt_logprobs=self.prompt_logprobs + later.prompt_logprobs,
         )
 
 
-class Stats(msgspec.Struct, frozen=True):
-    """Gauges of the engine, and counters since its start, which never fall."""
+class Stats(msgspec.Struct):
+    """Gauges of the engine, and counters since its start, which never fall. The scheduler counts in one of its own."""
 
     running: int = 0
     waiting: int = 0
@@ -116,7 +111,7 @@ class Stats(msgspec.Struct, frozen=True):
     pages_used: int = 0  # acquired by requests
     pages_cached: int = 0  # held by the prefix cache only, so they can be evicted
     steps: int = 0
-    prefill_tokens: int = 0  # prompt tokens computed
+    prefill_tokens: int = 0  # prompt tokens computed, recomputed ones too
     decode_tokens: int = 0  # tokens sampled and committed
     prompt_tokens: int = 0  # prompt tokens admitted
     cached_tokens: int = 0  # of these, found in the prefix cache
@@ -130,7 +125,9 @@ class Stats(msgspec.Struct, frozen=True):
     drafted_at: tuple[int, ...] = ()
     accepted_at: tuple[int, ...] = ()
     wasted_drafts: int = 0  # drafts that were never verified: their sequence ended or was preempted
-    steps_by_width: tuple[int, ...] = ()  # with a drafter: steps that sampled, by drafts of each sequence, from 0 on
+    steps_by_num_drafts: tuple[
+        int, ...
+    ] = ()  # with a drafter: steps that sampled, by drafts of each sequence, from 0 on
     drafter_failures: int = 0  # drafters that failed and were switched off
     broken: int = 0  # requests that ended because the model computed NaN
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from thalweg.core.sampling import SamplingParams
 
-PAGE = 64  # tokens of a page; the page size of FlashMLA and the indexer cache (DESIGN §3)
+PAGE = 64  # tokens of a page; also that of FlashMLA and of the indexer cache
 NULL_PAGE = 0  # never handed out: padding is written to it
 
 
@@ -92,13 +92,6 @@ class StepPlan:
     def is_decode(self) -> bool:
         """Every row computes one token and emits: the most frequent step, for which CUDA graphs are captured."""
         return all(row.n == 1 and row.emit and row.score_from == row.score_to for row in self.rows)
-
-    @property
-    def is_verify(self) -> bool:
-        """Every row computes its last known token and its drafts, and emits. A decode step is the case without
-        drafts.
-        """
-        return all(row.n == 1 + row.num_drafts and row.emit and row.score_from == row.score_to for row in self.rows)
 
     @property
     def sampled_per_row(self) -> int:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from thalweg.core.acceptance import AcceptanceCounter
 from thalweg.core.errors import InvalidRequest
 from thalweg.core.grammar import NO_GRAMMAR, Grammar
-from thalweg.core.plan import SamplingNeeds, TokenLogprob
+from thalweg.core.plan import Bind, SamplingNeeds, TokenLogprob
 from thalweg.core.retention import RETAIN_ALL, CacheRetention
 from thalweg.core.sampling import SamplingParams
 from thalweg.core.ticket import Ticket
@@ -102,6 +102,21 @@ class Request:
     def score_from(self) -> int:
         """First prompt position whose own log-probability is wanted; beyond the prompt if none is."""
         return 1 if self.params.prompt_logprobs is not None else 1 << 30
+
+    def bind(self, computed: int) -> Bind:
+        """Puts the request into its slot. computed: tokens that have KV already."""
+        return Bind(
+            self.slot,
+            self.tokens,
+            len(self.prompt),
+            computed,
+            self.end,
+            self.seed,
+            self.stop_ids,
+            self.params,
+            self.salt,
+            self.has_grammar,
+        )
 
 
 def check_request(

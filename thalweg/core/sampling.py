@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import msgspec
 
 from thalweg.core.errors import InvalidRequest
@@ -16,6 +14,27 @@ MAX_SEED = 2**63 - 1
 MAX_COUNT = 2**63 - 1  # of tokens: fits the wire and the device
 MAX_STOPS = 64
 MAX_STOP_CHARACTERS = 4096  # of all stop strings of a request: each sequence keeps a matcher for them
+RANGES = {  # of parameters, both ends included
+    "temperature": (0, 100),
+    "top_p": (0, 1),
+    "top_k": (-1, MAX_COUNT),
+    "min_p": (0, 1),
+    "repetition_penalty": (0, 100),
+    "frequency_penalty": (-2, 2),
+    "presence_penalty": (-2, 2),
+    "max_tokens": (0, MAX_COUNT),
+    "min_tokens": (0, MAX_COUNT),
+    "n": (1, 128),
+    "seed": (-MAX_SEED - 1, MAX_SEED),
+    "logprobs": (0, MAX_LOGPROBS),
+    "prompt_logprobs": (0, MAX_LOGPROBS),
+}
+RANGES_IN_WORDS = {
+    "top_k": "-1 or 0 (off) or positive and fit 64 bits",
+    "max_tokens": "at least 0 and fit 64 bits",
+    "min_tokens": "at least 0 and fit 64 bits",
+    "seed": "an integer of 64 bits",
+}
 GREEDY_BELOW = 1e-5  # dividing by a smaller temperature would overflow float32
 
 
@@ -56,56 +75,36 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     def check(self, vocab: int) -> None:
         """Raises InvalidRequest naming the first field that is out of range. `vocab` is the number of token ids."""
-        _between("temperature", self.temperature, 0.0, 100.0)
-        _between("top_p", self.top_p, 0.0, 1.0)
+        for name, (low, high) in RANGES.items():
+            if (value := getattr(self, name)) is not None:
+                _between(name, value, low, high)
         if self.top_p == 0.0:
             raise InvalidRequest("top_p", "must be above 0 (and at most 1), got 0; temperature 0 is greedy decoding")
-        if not -1 <= self.top_k <= MAX_COUNT:
-            raise InvalidRequest("top_k", f"must be -1 or 0 (off) or positive and fit 64 bits, got {self.top_k}")
-        _between("min_p", self.min_p, 0.0, 1.0)
-        _between("repetition_penalty", self.repetition_penalty, 0.0, 100.0)
         if self.repetition_penalty == 0.0:
             raise InvalidRequest("repetition_penalty", "must be above 0, got 0; 1 is off")
-        _between("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _between("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        self._check_lengths()
-        self._check_ids(vocab)
-
-    def _check_lengths(self) -> None:
-        if self.max_tokens is not None and not 0 <= self.max_tokens <= MAX_COUNT:
-            raise InvalidRequest("max_tokens", f"must be at least 0 and fit 64 bits, got {self.max_tokens}")
-        if not 0 <= self.min_tokens <= MAX_COUNT:
-            raise InvalidRequest("min_tokens", f"must be at least 0 and fit 64 bits, got {self.min_tokens}")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest("min_tokens", f"must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}")
-        if not 1 <= self.n <= 128:
-            raise InvalidRequest("n", f"must be between 1 and 128, got {self.n}")
-        if self.seed is not None and not -MAX_SEED - 1 <= self.seed <= MAX_SEED:
-            raise InvalidRequest("seed", f"must fit 64 bits, got {self.seed}")
-        for name, value in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
-            if value is not None and not 0 <= value <= MAX_LOGPROBS:
-                raise InvalidRequest(name, f"must be between 0 and {MAX_LOGPROBS}, got {value}")
-        if any(not s for s in self.stop):
+        if not all(self.stop):
             raise InvalidRequest("stop", "an empty string would stop everything; leave it out")
-        if len(self.stop) > MAX_STOPS:
-            raise InvalidRequest("stop", f"at most {MAX_STOPS} strings, got {len(self.stop)}")
+        counts = {
+            "stop": (len(self.stop), MAX_STOPS, "strings"),
+            "stop_token_ids": (len(self.stop_token_ids), MAX_STOP_IDS, "ids"),
+            "logit_bias": (len(self.logit_bias), MAX_LOGIT_BIAS, "entries"),
+        }
+        for name, (count, most, what) in counts.items():
+            if count > most:
+                raise InvalidRequest(name, f"at most {most} {what}, got {count}")
         if (characters := sum(map(len, self.stop))) > MAX_STOP_CHARACTERS:
             raise InvalidRequest("stop", f"at most {MAX_STOP_CHARACTERS} characters together, got {characters}")
-
-    def _check_ids(self, vocab: int) -> None:
-        if len(self.stop_token_ids) > MAX_STOP_IDS:
-            raise InvalidRequest("stop_token_ids", f"at most {MAX_STOP_IDS} ids, got {len(self.stop_token_ids)}")
-        if len(self.logit_bias) > MAX_LOGIT_BIAS:
-            raise InvalidRequest("logit_bias", f"at most {MAX_LOGIT_BIAS} entries, got {len(self.logit_bias)}")
-        for token in self.stop_token_ids:
-            if not 0 <= token < vocab:
-                raise InvalidRequest("stop_token_ids", f"token id {token} is outside the vocabulary of {vocab}")
-        for token, bias in self.logit_bias:
-            if not 0 <= token < vocab:
-                raise InvalidRequest("logit_bias", f"token id {token} is outside the vocabulary of {vocab}")
-            _between("logit_bias", bias, -100.0, 100.0)
+        for name, tokens in (("stop_token_ids", self.stop_token_ids), ("logit_bias", dict(self.logit_bias))):
+            for token in tokens:
+                if not 0 <= token < vocab:
+                    raise InvalidRequest(name, f"token id {token} is outside the vocabulary of {vocab}")
+        for _, bias in self.logit_bias:
+            _between("logit_bias", bias, -100, 100)
 
 
-def _between(field: str, value: float, low: float, high: float) -> None:
-    if not math.isfinite(value) or not low <= value <= high:
-        raise InvalidRequest(field, f"must be a number between {low:g} and {high:g}, got {value}")
+def _between(field: str, value: float, low: int, high: int) -> None:
+    if not low <= value <= high:  # NaN is not, either
+        words = RANGES_IN_WORDS.get(field, f"a number between {low} and {high}")
+        raise InvalidRequest(field, f"must be {words}, got {value}")

@@ -7,10 +7,7 @@ Without a profile the worker calls its runner directly.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
 from torch import nn
@@ -21,79 +18,68 @@ from thalweg.core.agreement import AgreedStep
 from thalweg.core.errors import CheckpointError, InvalidRequest
 from thalweg.core.grammar import GrammarMasks
 from thalweg.core.messages import StartProfile, UpdateWeights
-from thalweg.core.plan import Output, StepPlan
-from thalweg.engine.recording import file_stamp
-from thalweg.engine.worker import StepRunner, Worker
+from thalweg.core.plan import StepPlan
+from thalweg.engine.recording import file_stamp, make_folder
+from thalweg.engine.worker import Worker
 from thalweg.models.catalog import read_facts
 from thalweg.models.token_by_token import TokenByToken
 from thalweg.runner.runner import ForwardResult, Runner, StepResult
-from thalweg.weights.loader import count_loadable, load
+from thalweg.weights.loader import count_loadable, load, quantization_of
 from thalweg.weights.stream import Safetensors
-from thalweg.weights.update import quantization_of
 
 log = logging.getLogger("thalweg.engine")
 
 
-class ProfiledRunner:
-    """A runner whose calls are ranges of a profile."""
+class ProfiledRunner(Runner):
+    """A runner whose calls are ranges of a profile. It shares all state with the one that it replaces."""
 
-    def __init__(self, runner: StepRunner) -> None:
-        self.runner = runner
+    def __init__(self, runner: Runner) -> None:
+        self.__dict__ = vars(runner)
 
     def forward(self, plan: StepPlan, agreed: AgreedStep | None = None) -> ForwardResult | None:
         with record_function(f"A {_name(plan)}"):
-            return self.runner.forward(plan, agreed)
+            return super().forward(plan, agreed)
 
     def sample(
         self, forwarded: ForwardResult | None, masks: GrammarMasks | None = None, width: int = 0
     ) -> StepResult | None:
         with record_function(f"B {_name(forwarded.plan)}" if forwarded else "B"):
-            return self.runner.sample(forwarded, masks, width)
-
-    def outputs(self, published: StepResult | None) -> tuple[Output, ...]:
-        return self.runner.outputs(published)
+            return super().sample(forwarded, masks, width)
 
 
 def _name(plan: StepPlan) -> str:
     return f"step {plan.step} rows {len(plan.rows)} tokens {plan.tokens}"
 
 
-@dataclass(frozen=True, slots=True)
-class _RunningProfile:
-    profile: profile
-    runner: StepRunner  # to put back into the worker
-    folder: Path
-
-
 class AdminOperations:
-    """The `Administration` of a rank. Weights are replaced in place, so captured steps use the new ones."""
+    """Operations on a rank, with no step in flight. Captured steps use new weights, which are written in place."""
 
     def __init__(self, runner: Runner, worker: Worker) -> None:
         self.worker, self.has_gpu = worker, runner.planes.device.type == "cuda"
         self.model = runner.model.model if isinstance(runner.model, TokenByToken) else runner.model
         self.drafting = runner.drafting
-        self._running: _RunningProfile | None = None
+        self._running: tuple[profile, Runner, Path] | None = None  # profiler, the runner to put back, folder
 
     def update_weights(self, wish: UpdateWeights, alive: Callable[[], None]) -> Callable[[], tuple[int, int]]:
-        """Reads all headers. The returned function writes the tensors: (replaced, total). Raises InvalidRequest."""
+        """Reads all headers. The returned function writes the tensors: (replaced, total). Raises InvalidRequest.
+
+        alive: called often while tensors are written.
+        """
         models, folder = (self.model, *self.drafting.drafter.modules()), Path(wish.path)
-        with ExitStack() as stack:
-            try:
-                quantization = quantization_of(folder, self.model.facts, read_facts)
-                stream = stack.enter_context(Safetensors(folder))
-                counts = [
-                    count_loadable(_module(model), model.table(), stream, quantization, model is self.model)
-                    for model in models
-                ]
-            except (CheckpointError, OSError) as error:
-                raise InvalidRequest("model_path", f"{error}; nothing was changed") from error
-            opened = stack.pop_all()
+        try:
+            quantization = quantization_of(folder, self.model.facts, read_facts)
+            stream = Safetensors(folder)
+            counts = [
+                count_loadable(_module(model), model.table(), stream, quantization, model is self.model)
+                for model in models
+            ]
+        except (CheckpointError, OSError) as error:
+            raise InvalidRequest("model_path", f"{error}; nothing was changed") from error
         replaced, total = (sum(count) for count in zip(*counts, strict=True))
 
         def write() -> tuple[int, int]:
-            with opened:
-                for model in models:
-                    load(_module(model), model.table(), stream, quantization, lambda *_: alive(), is_partial=True)
+            for model in models:
+                load(_module(model), model.table(), stream, quantization, lambda *_: alive(), is_partial=True)
             log.info("%d of %d tensors replaced, from %s", replaced, total, folder)
             return replaced, total
 
@@ -105,17 +91,13 @@ class AdminOperations:
         Raises InvalidRequest if a profile runs already, and for a folder or an activity that is not there.
         """
         if self._running is not None:
-            raise InvalidRequest("", f"a profile runs already, into {self._running.folder}: POST /stop_profile ends it")
+            raise InvalidRequest("", f"a profile runs already, into {self._running[2]}: POST /stop_profile ends it")
         with_gpu = wish.gpu and self.has_gpu
         if not wish.cpu and not with_gpu:
             raise InvalidRequest("activities", "there is no GPU here: only CPU can be profiled")
         folder = Path(wish.folder)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise InvalidRequest("output_dir", f"{folder}: {error.strerror}") from error
-        if not os.access(folder, os.W_OK | os.X_OK):
-            raise InvalidRequest("output_dir", f"{folder}: may not be written to")
+        if problem := make_folder(folder):
+            raise InvalidRequest("output_dir", problem)
         profiler = profile(
             activities=[ProfilerActivity.CPU] * wish.cpu + [ProfilerActivity.CUDA] * with_gpu,
             record_shapes=wish.shapes,
@@ -124,7 +106,7 @@ class AdminOperations:
             experimental_config=_ExperimentalConfig(profile_all_threads=True),
         )
         profiler.start()
-        self._running = _RunningProfile(profiler, self.worker.runner, folder)
+        self._running = profiler, self.worker.runner, folder
         self.worker.runner = ProfiledRunner(self.worker.runner)
         return " and ".join(["CPU"] * wish.cpu + ["GPU"] * with_gpu)
 
@@ -132,12 +114,11 @@ class AdminOperations:
         """Writes the Chrome trace and returns its path. Raises InvalidRequest if none runs or it cannot be written."""
         if self._running is None:
             raise InvalidRequest("", "no profile runs: POST /start_profile starts one")
-        running, self._running = self._running, None
-        self.worker.runner = running.runner
-        running.profile.stop()
-        path = running.folder / f"thalweg-{file_stamp()}.trace.json.gz"
+        (profiler, self.worker.runner, folder), self._running = self._running, None
+        profiler.stop()
+        path = folder / f"thalweg-{file_stamp()}.trace.json.gz"
         try:
-            running.profile.export_chrome_trace(str(path))
+            profiler.export_chrome_trace(str(path))
         except (OSError, RuntimeError) as error:
             raise InvalidRequest("output_dir", f"{path} could not be written: {error}") from error
         return str(path)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Callable, NamedTuple
+from typing import Callable, NamedTuple, TypeVar
 
 import msgspec
 import torch
@@ -19,14 +20,16 @@ from thalweg.cache.page_allocator import PageAllocator
 from thalweg.cache.radix import NoPrefixCache, RadixTree
 from thalweg.config.engine import EngineConfig
 from thalweg.config.model import ModelFacts
-from thalweg.core.errors import CheckpointError
+from thalweg.core.errors import CheckpointError, InsufficientMemory, is_out_of_memory
 from thalweg.core.format import format_bytes
 from thalweg.core.kernels import TORCH_ATTENTION, KernelConfig
 from thalweg.core.plan import PAGE
 from thalweg.core.report import START_UP, Decision
 from thalweg.core.sampling import MAX_EOS_IDS
+from thalweg.engine import caches
 from thalweg.engine.admin import AdminOperations
 from thalweg.engine.calibration import calibrate, planning_clock
+from thalweg.engine.calibration_checks import check_backends
 from thalweg.engine.calibration_memory import (
     free_memory,
     measure_memory,
@@ -36,24 +39,23 @@ from thalweg.engine.calibration_memory import (
     with_pages,
 )
 from thalweg.engine.calibration_warmup import warm_up
-from thalweg.engine.fallback import build_or_drop_drafter
 from thalweg.engine.grammars import GrammarRegistry
 from thalweg.engine.loop import Channel, Loop
 from thalweg.engine.recording import StepRecorder
-from thalweg.engine.worker import DeviceStream, InlineStream, ThreadStream, Worker
+from thalweg.engine.worker import InlineStream, ThreadStream, Worker
 from thalweg.kernels.tuned import TUNED
 from thalweg.layers.factory import LayerFactory
 from thalweg.layers.reference import ReferenceLayers
 from thalweg.memory.planes import Planes
 from thalweg.models import catalog
 from thalweg.models.catalog import published_dtype, read_facts
-from thalweg.models.decoder import Model
+from thalweg.models.interface import Model
 from thalweg.models.token_by_token import TokenByToken
 from thalweg.models.traced import TracedModel, traced
 from thalweg.quant.catalog import Declared, Schemes
+from thalweg.runner.captured import tree_shapes
 from thalweg.runner.drafting import DrafterError, blamed_on_drafter
 from thalweg.runner.runner import Runner
-from thalweg.runner.tree_graphs import forms
 from thalweg.sampling.catalog import draft_sampling_for, with_acceptance_rule
 from thalweg.sampling.simulated_acceptance import SimulatedAcceptance
 from thalweg.scheduler.draft_length import FixedDraftLength, MeasuredDraftLength, draft_length_choices
@@ -63,14 +65,15 @@ from thalweg.spec.catalog import build_drafter
 from thalweg.spec.drafter import Drafter, HasWeights
 from thalweg.text.grammar import GrammarCompiler
 from thalweg.text.tokenizer import Tokenizer
-from thalweg.weights.cache_scales import read_cache_scales
-from thalweg.weights.loader import load
+from thalweg.weights.loader import load, quantization_of, read_cache_scales
 from thalweg.weights.random import load_random
 from thalweg.weights.stream import Safetensors, schemes_in
-from thalweg.weights.update import quantization_of
 
 log = logging.getLogger("thalweg.engine")
 
+BAR_COLUMNS = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+LEFT_OUT = "there is no room for the drafter, and decoding goes on without it: %s"
+T = TypeVar("T")
 NOTES_SHOWN = 3  # of weights that are dequantized
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -103,6 +106,8 @@ class StartupTimes:
 def build(config: EngineConfig, channel: Channel) -> Rank:
     """Builds a rank. Raises CheckpointError and UnsupportedConfig."""
     times, facts = StartupTimes(), read_facts(Path(config.model_path))
+    caches.use(config.cache_dir)
+    config = check_backends(config)
     if len(config.eos_ids) > MAX_EOS_IDS:
         raise CheckpointError(
             f"{config.model_path}: {len(config.eos_ids)} end-of-sequence ids; a slot has room for {MAX_EOS_IDS}"
@@ -113,6 +118,41 @@ def build(config: EngineConfig, channel: Channel) -> Rank:
     loop.scheduler.counters.drafter_failures += config.drafter_left_out
     log.info("started: %s", times)
     return Rank(loop, runner, facts, config)
+
+
+def build_or_drop_drafter(build: Callable[[EngineConfig], T], config: EngineConfig) -> T:
+    """Calls `build` with this configuration, and if the drafter fails or does not fit, with one without a drafter.
+
+    It only accelerates, so an engine starts without a drafter that does not fit into memory, cannot be captured, or has
+    weights that are not numbers.
+    """
+    try:
+        return build(config)
+    except DrafterError as error:
+        why = str(error).partition("\n")[0]
+        log.error("the drafter is left out, and decoding goes on without it: %s", error, exc_info=error.__cause__)
+    except (InsufficientMemory, MemoryError, RuntimeError) as error:
+        if config.speculative_algorithm == "NONE" or not is_out_of_memory(error):
+            raise
+        why = str(error).partition("\n")[0]
+        log.error(LEFT_OUT, why)
+        why = f"no room for it: {why}"
+    # after the except block the error's frames, and the memory that they hold, are gone
+    gc.collect()
+    torch.cuda.empty_cache()
+    return build(without_drafter(config, why))
+
+
+def without_drafter(config: EngineConfig, why: str) -> EngineConfig:
+    """The configuration of plain decoding. The decisions about speculation no longer apply."""
+    name = "speculative_algorithm"
+    others = [key for key in config.report.current() if key.startswith("speculative_") and key != name]
+    plain = {f.name: f.default for f in msgspec.structs.fields(EngineConfig) if f.name.startswith("speculative_")}
+    return config.started(
+        [Decision(name, "NONE", START_UP, why), *(Decision(key, None, START_UP, "no drafter") for key in others)],
+        drafter_left_out=True,
+        **plain,
+    )
 
 
 def build_runner(config: EngineConfig, facts: ModelFacts, times: StartupTimes) -> tuple[EngineConfig, Runner]:
@@ -231,7 +271,7 @@ def _num_captured(config: EngineConfig) -> int:
     """Captured whole steps, trees included."""
     choices = draft_length_choices(_max_drafts(config))
     return len(config.cuda_graph_bs) + len(
-        forms(config.cuda_graph_bs, choices, config.tree, config.max_running_requests)
+        tree_shapes(config.cuda_graph_bs, choices, config.tree, config.max_running_requests)
     )
 
 
@@ -243,8 +283,7 @@ def _max_drafts(config: EngineConfig) -> int:
 @contextlib.contextmanager
 def _progress_bar(text: str, is_shown: bool) -> Iterator[Callable[[int, int], None]]:
     """A progress bar on stderr. Yields the function that advances it: (done, total)."""
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=Console(stderr=True), disable=not is_shown) as bar:
+    with Progress(*BAR_COLUMNS, console=Console(stderr=True), disable=not is_shown) as bar:
         task = bar.add_task(text, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
@@ -324,7 +363,7 @@ def build_loop(config: EngineConfig, facts: ModelFacts, runner: Runner, channel:
     return Loop(channel, scheduler, worker, config.max_steps_in_flight, recorder, AdminOperations(runner, worker))
 
 
-def _stream(config: EngineConfig) -> DeviceStream:
+def _stream(config: EngineConfig) -> InlineStream:
     if config.device == "cpu":
         return InlineStream() if config.max_steps_in_flight == 1 else ThreadStream()
     from thalweg.engine.cuda_stream import CudaStream

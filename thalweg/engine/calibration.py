@@ -17,7 +17,7 @@ import logging
 import math
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from random import Random
@@ -104,16 +104,17 @@ class Calibrator:
         self.config, self.runner = config, runner
         self.clock = step_clock(config)
         self.tokens = tuple(Random(0).choices(range(runner.model.facts.vocab), k=4096))
+        self.rows: dict[int, Row] = {}  # by slot, rows of mixed steps whose synthetic requests are bound
 
     # ---- steps
 
-    def bound(self, plan: StepPlan, max_len: int) -> StepPlan:
-        """The plan with synthetic requests in its slots, each with pages for `max_len` tokens.
+    def bound(self, plan: StepPlan, rows: Iterable[Row], max_len: int) -> StepPlan:
+        """The plan with synthetic requests in the slots of these rows, each with pages for `max_len` tokens.
 
         Slots share pages if there are too few: their contents do not matter.
         """
         binds, appends, entries = [], [], -(-max_len // PAGE)
-        for row in plan.rows:
+        for row in rows:
             known = row.start + row.n - row.num_drafts
             tokens = (self.tokens * (2 + known // len(self.tokens)))[row.slot : row.slot + known]
             pages = tuple(1 + (row.slot * entries + entry) % self.config.num_pages for entry in range(entries))
@@ -156,7 +157,9 @@ class Calibrator:
     def mixed_seconds(self, rows: int, tokens: int) -> float:
         """Time of the forward of a step with so many decoding rows and prompt tokens; sampling is short beside it."""
         plan = self.mixed_plan(rows, tokens)
-        self.runner.forward(self.bound(plan, plan.max_kv_len))
+        new = {row.slot: row for row in plan.rows if self.rows.get(row.slot) != row}
+        self.rows |= new
+        self.runner.forward(self.bound(plan, new.values(), plan.max_kv_len))
         return median(self._timed(lambda: self.runner.forward(plan)) for _ in range(MIXED_REPEATS))
 
     def mixed_plan(self, rows: int, tokens: int) -> StepPlan:
@@ -234,7 +237,7 @@ class Calibrator:
         """
         max_len = min(context + self._reserved(), self.config.context_length)
         slots, decode = self.runner.slots, _verify_plan(rows, context, 0, max_len)
-        self.runner.forward(self.bound(decode, max_len))
+        self.runner.forward(self.bound(decode, decode.rows, max_len))
         bound = slots.ints_SI.clone()
         least = dict.fromkeys(draft_length_choices(self.config.num_drafts), math.inf)
         for turn in range(1 + repeats):

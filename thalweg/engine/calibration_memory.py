@@ -22,7 +22,7 @@ from thalweg.core.report import START_UP, Decision
 from thalweg.engine import calibration_plans as plans
 from thalweg.engine.calibration import run_step
 from thalweg.memory.planes import Planes, PlaneSpec
-from thalweg.models.decoder import Model
+from thalweg.models.interface import Model
 from thalweg.models.token_by_token import TokenByToken
 from thalweg.runner.runner import Runner
 from thalweg.spec.drafter import Drafter

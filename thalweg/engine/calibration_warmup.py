@@ -19,7 +19,7 @@ from thalweg.core.kernels import TORCH
 from thalweg.core.plan import StepPlan
 from thalweg.engine import calibration_plans as plans
 from thalweg.engine.calibration import run_step
-from thalweg.models.decoder import Model
+from thalweg.models.interface import Model
 from thalweg.models.token_by_token import TokenByToken
 from thalweg.runner.runner import ForwardResult, Runner
 
@@ -27,7 +27,7 @@ TORCH_CONTEXT = 1024  # tokens
 Work = Callable[[], object]
 
 
-def thin(model: Model) -> Model:
+def one_layer_of_each_kind(model: Model) -> Model:
     """The model with one layer of each kind and shared parameters, so that its kernels are those of the whole model."""
     assert isinstance(model, nn.Module) and isinstance(model.layers, nn.ModuleList)
     by_kind = {
@@ -78,7 +78,7 @@ def _steps(runner: Runner, config: EngineConfig, context: int) -> Iterator[Work]
     budget = config.chunked_prefill_size
     if config.decode_attention_backend == TORCH:  # no kernel depends on the context, and long ones take their time
         context = min(context, max(TORCH_CONTEXT, -(-budget // config.max_running_requests)))
-    model = thin(_inner(runner.model))
+    model = one_layer_of_each_kind(_inner(runner.model))
     thin_runner = Runner(model, model, runner.planes, runner.slots, runner.drafting.drafter)
     if isinstance(runner.model, TokenByToken):  # every step is computed one token at a time
         one_by_one = TokenByToken(model)

@@ -5,12 +5,17 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import fcntl
 import logging
 import multiprocessing
 import os
+import shutil
+import signal
+import tempfile
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Unpack
 
 import msgspec
@@ -32,35 +37,85 @@ from thalweg.core.messages import (
     Stats,
     StepUpdate,
     ToEngine,
+    TokenDelta,
     UpdateWeights,
 )
 from thalweg.core.request import QueueReservation, check_request
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine import process
-from thalweg.engine.ipc import ipc_directory
 from thalweg.engine.local import SubmitOptions, sequences
-from thalweg.engine.streams import Assembler, DeltaQueue, Piece
-from thalweg.engine.watchdog import SIGNAL, ReplyWatchdog
+from thalweg.engine.streams import Assembler, Piece
 from thalweg.text.tokenizer import Tokenizer
 
 log = logging.getLogger("thalweg.client")
 RESTARTS = 5  # failed starts in a row after which the client gives up
 SPAWN = multiprocessing.get_context("spawn")
+FOLDER = "thalweg-engine-"  # prefix of the folders with a socket
 GRACE = 5.0  # seconds that a process may take to end before it is killed
 
 
 @dataclass(slots=True, eq=False)
 class _LiveRequest:
-    """A request with sequences in the engine."""
+    """A request with sequences in the engine.
+
+    Deltas that its stream has not taken yet are merged to one for each sequence. So a slow reader gets more tokens at
+    once, and a reader that never reads costs one delta for each sequence.
+    """
 
     request_id: str  # "id" or "id@key"
     assemblers: dict[int, Assembler]  # by uid
-    deltas: DeltaQueue = field(default_factory=DeltaQueue)
+    deltas: dict[int, tuple[TokenDelta, float]] = field(default_factory=dict)  # by uid, with the time of the first
+    error: Exception | None = None
+    news: asyncio.Event = field(default_factory=asyncio.Event)  # deltas or an error wait to be taken
 
     @property
     def log_fields(self) -> dict[str, str | None]:
         id, _, key = self.request_id.partition("@")
         return {"id": id, "key": key or None}
+
+    def put(self, delta: TokenDelta, at: float) -> None:
+        earlier = self.deltas.get(delta.uid)
+        self.deltas[delta.uid] = (delta, at) if earlier is None else (earlier[0].merge(delta), earlier[1])
+        self.news.set()
+
+    def fail(self, error: Exception) -> None:
+        """`take` raises `error` once all deltas are taken."""
+        self.error = error
+        self.news.set()
+
+    async def take(self) -> list[tuple[TokenDelta, float]]:
+        """All deltas in order of arrival. Waits for the first."""
+        await self.news.wait()
+        if self.error is not None and not self.deltas:
+            raise self.error
+        deltas, self.deltas = list(self.deltas.values()), {}
+        if self.error is None:
+            self.news.clear()
+        return deltas
+
+
+@contextlib.contextmanager
+def _socket_folder() -> Iterator[str]:
+    """A new folder, locked until this process ends. Removes this user's folders that a killed start has left."""
+    for folder in Path(tempfile.gettempdir()).glob(FOLDER + "*"):
+        with contextlib.suppress(OSError):  # another user's, or locked
+            # a folder is not locked at once
+            if folder.stat().st_mtime < time.time() - 60 and folder.stat().st_uid == os.getuid():
+                with _locked(folder):
+                    shutil.rmtree(folder)
+    with tempfile.TemporaryDirectory(prefix=FOLDER, ignore_cleanup_errors=True) as name, _locked(Path(name)):
+        yield name
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Raises OSError if another process has locked it."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 class EngineClient:
@@ -75,19 +130,22 @@ class EngineClient:
         self.reason = "the engine is starting"  # why `state` is not "ready"
         self.restarts = 0
         self.weight_version = "default"  # name of the weights in use
-        self._by_uid: dict[int, _LiveRequest] = {}
+        self._by_uid: dict[int, _LiveRequest] = {}  # of sequences that the engine has not ended
         self._live: set[_LiveRequest] = set()
         self._next_uid = self._next_control = 0
         self._reserved = 0  # places in the queue
         self._controls: dict[int, tuple[FlushCache | Control, asyncio.Future[str]]] = {}
         self._serving = asyncio.Event()
         self._runner: asyncio.Task[None] | None = None
-        self._closing = False
         self._socket: zmq.Socket[bytes] | None = None
+        self._folder: str  # with the socket
         self._ended: asyncio.Future[str]
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(FromEngine).decode
-        self._watchdog = ReplyWatchdog(config.watchdog_timeout)
+        # uids, and control ids below 0, that the engine has not finished: those that nobody waits for any more too
+        self._owed: set[int] = set()
+        self._last_message = 0.0  # time.monotonic() of the engine's last message, or of the first that it must answer
+        self._is_silent = False  # the engine has sent nothing for `watchdog_timeout`, and that is logged
 
     @property
     def running(self) -> int:
@@ -153,13 +211,14 @@ class EngineClient:
         request = self._submit(tuple(prompt), params, request_id, options)
         try:
             while request.assemblers:
-                for delta, at in await request.deltas.take():
+                for delta, at in await request.take():
                     assembler = request.assemblers.get(delta.uid)
                     if assembler is None:
                         continue  # beyond a stop string
                     piece = assembler.feed(delta, at)
                     if assembler.ended:
-                        self._forget(request, delta.uid)
+                        del request.assemblers[delta.uid]
+                        self._by_uid.pop(delta.uid, None)
                         if not delta.finish:
                             self._send(Abort((delta.uid,)))
                     if piece.finish == "error":
@@ -171,28 +230,22 @@ class EngineClient:
         finally:
             if request.assemblers and self.ready is not None:
                 self._send(Abort(tuple(request.assemblers)))
-            for uid in tuple(request.assemblers):
-                self._forget(request, uid)
+            for uid in request.assemblers:
+                self._by_uid.pop(uid, None)
             self._live.discard(request)
 
     def _submit(
         self, prompt: tuple[int, ...], params: SamplingParams, request_id: str, options: SubmitOptions
     ) -> _LiveRequest:
-        options["arrival"] = time.time()
         submits = sequences(self._next_uid, prompt, params, **options)
         self._next_uid += params.n
         assemblers = {message.uid: Assembler(i, prompt, params, self.tokenizer) for i, message in enumerate(submits)}
         request = _LiveRequest(request_id, assemblers)
         self._live.add(request)
         for message in submits:
+            self._send(message, message.uid)
             self._by_uid[message.uid] = request
-            self._watchdog.expect(message.uid)
-            self._send(message)
         return request
-
-    def _forget(self, request: _LiveRequest, uid: int) -> None:
-        request.assemblers.pop(uid, None)
-        self._by_uid.pop(uid, None)
 
     async def abort(self, request_id: str) -> int:
         """Aborts the sequences of the requests with this id ("": of all requests). Returns how many."""
@@ -220,18 +273,17 @@ class EngineClient:
         self._next_control += 1
         message = msgspec.structs.replace(message, id=self._next_control)
         result: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._send(message, -message.id)
         self._controls[message.id] = message, result
-        self._watchdog.expect(-message.id)
-        self._send(message)
         return await result
 
-    def record(self) -> None:
-        """Has the engine write its last steps (--crash-dump-folder)."""
+    def record(self, number: signal.Signals = process.RECORD) -> None:
+        """Has the engine write its last steps (--crash-dump-folder). number: RECORD or HANG."""
         if not self.config.crash_dump_folder:
             log.warning("nothing is recorded: start with --crash-dump-folder DIR")
         elif self.ready is not None:
             with contextlib.suppress(ProcessLookupError):  # it has just ended and has written its steps
-                os.kill(self.ready.pid, SIGNAL)
+                os.kill(self.ready.pid, number)
 
     async def drain(self, timeout: float) -> None:
         """Refuses new requests, waits up to `timeout` seconds for running ones, then stops the engine."""
@@ -246,29 +298,23 @@ class EngineClient:
         if self.state != "dead":
             self.state, self.reason = "draining", "the server is shutting down"
         if self._runner is not None:
-            if not self._closing:  # a second cancel would interrupt the clean-up
-                self._closing = True
+            if not self._runner.cancelling():  # a second cancel would interrupt the clean-up
                 self._runner.cancel()
             await asyncio.wait({self._runner})
 
     # ---- the engine process
 
     async def _run(self) -> None:
-        """Runs engines until one cannot be started or the client closes. Then fails all requests that still wait."""
-        try:
-            await self._run_engines()
-        finally:
-            self.ready = None
-            self._fail_all(EngineDead(self.reason))
-
-    async def _run_engines(self) -> None:
+        """Runs engines until one cannot be started or the client closes."""
         failures = 0
         while failures < RESTARTS:
             self._serving.clear()
-            await self._run_engine()
+            try:
+                await self._run_engine()
+            finally:
+                self.ready = None
+                self._fail_all(EngineDead(self.reason))
             has_served = self._serving.is_set()
-            self.ready = None
-            self._fail_all(EngineDead(self.reason))
             if not has_served and self.restarts == 0 or self.state == "draining":
                 break  # the first start failed, so its error is the answer; or the client closes
             failures = 1 if has_served else failures + 1
@@ -281,8 +327,8 @@ class EngineClient:
     async def _run_engine(self) -> None:
         """Runs one engine process and sets `reason` to why it ended."""
         loop = asyncio.get_running_loop()
-        with ipc_directory() as folder:
-            address = f"ipc://{folder}/engine"
+        with _socket_folder() as self._folder:
+            address = f"ipc://{self._folder}/engine"
             context = zmq.Context(1)
             socket = self._socket = context.socket(zmq.PAIR)
             socket.set_hwm(0)
@@ -310,26 +356,35 @@ class EngineClient:
                 self._send(Drain())
                 self._socket = None
                 loop.remove_reader(arrivals)
-                await asyncio.to_thread(child.join, GRACE)
-                if child.is_alive():
-                    child.kill()
-                    child.join()
-                atexit.unregister(child.kill)
-                socket.close(linger=0)
-                context.term()
+                try:
+                    await asyncio.to_thread(child.join, GRACE)
+                finally:  # close() may cancel the wait
+                    if child.is_alive():
+                        child.kill()
+                        child.join()
+                    atexit.unregister(child.kill)
+                    socket.close(linger=0)
+                    context.term()
 
     async def _watch(self) -> None:
-        """Changes the state to "wedged" if the engine is silent although it owes replies; `_handle` changes it back."""
-        while True:
-            await asyncio.sleep(self._watchdog.tick)
+        """Logs and records when the engine is silent although it owes replies, and changes the state "ready" to
+        "wedged"; `_handle` changes it back. While the engine has work it sends at least every 0.25 s.
+        """
+        timeout = self.config.watchdog_timeout
+        while timeout:
+            await asyncio.sleep(min(1.0, timeout / 4))
             self._receive()  # unread messages are no silence
-            if self._watchdog.is_overdue and self.state == "ready":
-                self.state = "wedged"
-                self.reason = (
-                    f"the engine has made no step for {self._watchdog.timeout:g} s while {self._watchdog.num_open}"
-                    " sequences wait; /health says when it goes on"
-                )
-                log.error("%s", self.reason)
+            if self._is_silent or not self._owed or time.monotonic() - self._last_message <= timeout:
+                continue
+            self._is_silent = True
+            reason = (
+                f"the engine has made no step for {timeout:g} s while {len(self._owed)} sequences wait; /health says"
+                " when it goes on"
+            )
+            log.error("%s", reason)
+            self.record(process.HANG)
+            if self.state == "ready":
+                self.state, self.reason = "wedged", reason
 
     def _end(self, error: str) -> None:
         if error:
@@ -337,7 +392,11 @@ class EngineClient:
         if not self._ended.done():
             self._ended.set_result(error)
 
-    def _send(self, message: ToEngine) -> None:
+    def _send(self, message: ToEngine, *owed: int) -> None:
+        """owed: keys of the replies that the engine owes from now on."""
+        if not self._owed:
+            self._last_message = time.monotonic()
+        self._owed.update(owed)
         if self._socket is not None:
             with contextlib.suppress(zmq.Again):  # the engine is gone; its sentinel will fail all requests
                 self._socket.send(self._encode(message), zmq.NOBLOCK)
@@ -351,28 +410,32 @@ class EngineClient:
             self._handle(self._decode(self._socket.recv(zmq.NOBLOCK)))
 
     def _handle(self, message: FromEngine) -> None:
-        self._watchdog.reset()
+        self._last_message = time.monotonic()
+        if self._is_silent:
+            self._is_silent = False
+            log.warning("the engine goes on")
         if self.state == "wedged":
             self.state, self.reason = "ready", ""
-            log.warning("the engine goes on")
         match message:
             case StepUpdate():
                 self._handle_update(message)
             case Rejected():
-                self._watchdog.finish(message.uid)
-                if request := self._by_uid.get(message.uid):
+                self._owed.discard(message.uid)
+                if request := self._by_uid.pop(message.uid, None):
                     log.warning("refused by the engine", extra=logs.fields(**request.log_fields, field=message.field))
-                    request.deltas.fail(InvalidRequest(message.field, message.message))
+                    request.fail(InvalidRequest(message.field, message.message))
             case ControlReply():
                 self._handle_reply(message)
             case EngineReady():
                 self.ready, self.state, self.reason = message, "ready", ""
                 self._serving.set()
+                # both ends are connected; a client that is killed leaves no files
+                shutil.rmtree(self._folder, ignore_errors=True)
             case _:
                 self._end(message.message)
 
     def _handle_reply(self, reply: ControlReply) -> None:
-        self._watchdog.finish(-reply.id)
+        self._owed.discard(-reply.id)
         message, result = self._controls.pop(reply.id)
         if isinstance(message, UpdateWeights) and not reply.error:
             self.weight_version = message.version or "default"
@@ -400,17 +463,21 @@ class EngineClient:
                     log.info("preempted", extra=values)
         for delta in update.deltas:
             if delta.finish:
-                self._watchdog.finish(delta.uid)
+                self._owed.discard(delta.uid)
             if request := self._by_uid.get(delta.uid):
-                request.deltas.put(delta, update.at)
+                request.put(delta, update.at)
+                if delta.finish:
+                    del self._by_uid[delta.uid]
 
     def _fail_all(self, error: EngineDead) -> None:
-        self._watchdog.clear()
         for request in self._live:
-            if request.deltas.error is None:
+            if request.error is None:
                 log.error("failed", extra=logs.fields(**request.log_fields, why=str(error)))
-            request.deltas.fail(error)
+            request.fail(error)
         for _, result in self._controls.values():
             if not result.done():  # cancelled
                 result.set_exception(error)
+        self._by_uid.clear()
         self._controls.clear()
+        self._owed.clear()
+        self._is_silent = False

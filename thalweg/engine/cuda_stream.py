@@ -2,32 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import Callable, TypeVar
 
 import torch
 from torch import Tensor
 
 from thalweg.core.plan import Output
-from thalweg.engine.worker import InlineStream, Read
-from thalweg.runner.runner import StepResult
+from thalweg.engine.worker import InlineStream, Read, Sample
 from thalweg.sampling.sample import Sampled
 from thalweg.spec.drafter import DraftOutput
 
 Tensors = TypeVar("Tensors", Sampled | None, DraftOutput | None)
-
-
-@dataclass(frozen=True, slots=True)
-class HostCopy:
-    """A step's result under way to pinned memory."""
-
-    published: StepResult | None
-    copied: torch.cuda.Event
-    read: Read
-
-    def result(self) -> tuple[Output, ...]:
-        self.copied.synchronize()
-        return self.read(self.published)
 
 
 class CudaStream(InlineStream):
@@ -37,7 +23,7 @@ class CudaStream(InlineStream):
         self.side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
-    def publish(self, work: Callable[[], StepResult | None], read: Read) -> HostCopy:
+    def publish(self, work: Sample, read: Read) -> Callable[[], tuple[Output, ...]]:
         torch.cuda.current_stream().wait_event(self.copied)  # sampling may write the buffers of the copy before
         published = work()
         self.side.wait_stream(torch.cuda.current_stream())
@@ -46,9 +32,14 @@ class CudaStream(InlineStream):
                 published = replace(
                     published, sampled=_to_host(published.sampled), proposed=_to_host(published.proposed)
                 )
-            self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self.copied.record(self.side)
-        return HostCopy(published, self.copied, read)
+            copied = self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            copied.record(self.side)
+
+        def outputs() -> tuple[Output, ...]:
+            copied.synchronize()
+            return read(published)
+
+        return outputs
 
 
 def _to_host(tensors: Tensors) -> Tensors:

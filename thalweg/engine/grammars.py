@@ -4,10 +4,10 @@ token masks of a step while the device computes the step's forward.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Callable, Generic, Iterator, Mapping, Protocol, Self, Sequence, TypeVar
+from functools import cached_property, lru_cache
+from typing import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,42 +16,20 @@ from thalweg.core.errors import InvalidRequest
 from thalweg.core.grammar import Grammar, GrammarMasks
 from thalweg.core.plan import GrammarState, StepPlan
 from thalweg.core.ticket import Ticket, TicketState
+from thalweg.text.grammar import GrammarCompiler, GrammarMatcher
 
 CACHED = 128  # compiled grammars, and errors, that are kept
 
 
-class TokenMatcher(Protocol):
-    """See `thalweg.text.grammar`."""
-
-    @property
-    def error(self) -> str: ...
-    def copy(self) -> Self: ...
-    def accept(self, tokens: Sequence[int]) -> bool: ...
-
-
-M = TypeVar("M", bound=TokenMatcher)
-
-
-class MatcherCompiler(Protocol[M]):
-    """See `thalweg.text.grammar`."""
-
-    @property
-    def specials(self) -> tuple[int, ...]:
-        """Token ids that no text consists of."""
-
-    def compile(self, grammar: Grammar) -> M: ...
-    def fill(self, wanted: Sequence[tuple[M, int]], bits: NDArray[np.int32]) -> None: ...
-
-
 @dataclass(slots=True)
-class _Sequence(Generic[M]):
+class _Sequence:
     grammar: Grammar
-    compiled: Future[M]
+    compiled: Future[GrammarMatcher]
     is_thinking: bool  # the grammar holds after the end of the thought
     has_output: bool = False
-    matcher: M | None = None  # None until the first mask
+    matcher: GrammarMatcher | None = None  # None until the first mask
 
-    def get_matcher(self) -> M:
+    def get_matcher(self) -> GrammarMatcher:
         if self.matcher is None:
             self.matcher = self.compiled.result().copy()
         return self.matcher
@@ -67,39 +45,33 @@ class _Sequence(Generic[M]):
             return self.get_matcher().accept([token])
         return True
 
-    def copy(self) -> _Sequence[M]:
+    def copy(self) -> _Sequence:
         return replace(self, matcher=None if self.matcher is None else self.matcher.copy())
 
 
-class GrammarRegistry(Generic[M]):
+class GrammarRegistry:
     """The `GrammarTracker` of an engine. Only compiling runs outside the loop's thread."""
 
-    def __init__(self, make: Callable[[], MatcherCompiler[M]], vocab: int, cached: int = CACHED) -> None:
+    def __init__(self, make: Callable[[], GrammarCompiler], vocab: int, cached: int = CACHED) -> None:
         self._make = make  # reads the tokenizer; called once, in the background
-        self._vocab, self._words, self._cached = vocab, -(-vocab // 32), cached
+        self._vocab, self._words = vocab, -(-vocab // 32)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="grammar")
-        self._compiler: MatcherCompiler[M] | None = None
-        self._cache: OrderedDict[tuple[str, str], Future[M]] = OrderedDict()
-        self._sequences: dict[int, _Sequence[M]] = {}
+        self._compiled = lru_cache(cached)(lambda grammar: self._pool.submit(self._compile, grammar))
+        self._sequences: dict[int, _Sequence] = {}
         self._failed: dict[int, str] = {}
-        self._text_bits: NDArray[np.int32] | None = None  # all tokens that text consists of
 
     def open(self, uid: int, grammar: Grammar) -> Ticket:
-        key = grammar.kind, grammar.source
-        if key not in self._cache:
-            self._cache[key] = self._pool.submit(self._compile, grammar)
-        self._cache.move_to_end(key)
-        compiled = self._cache[key]
-        if len(self._cache) > self._cached:
-            self._cache.popitem(last=False)
+        compiled: Future[GrammarMatcher] = self._compiled(Grammar(grammar.kind, grammar.source))
         self._sequences[uid] = _Sequence(grammar, compiled, grammar.starts_in_thought)
         ticket = Ticket(0)
         compiled.add_done_callback(lambda done: _settle(ticket, done))
         return ticket
 
-    def _compile(self, grammar: Grammar) -> M:
-        if self._compiler is None:
-            self._compiler = self._make()
+    @cached_property
+    def _compiler(self) -> GrammarCompiler:
+        return self._make()
+
+    def _compile(self, grammar: Grammar) -> GrammarMatcher:
         return self._compiler.compile(grammar)
 
     def advance(self, uid: int, tokens: Sequence[int]) -> None:
@@ -120,8 +92,6 @@ class GrammarRegistry(Generic[M]):
         """
         if not states:
             return None
-        compiler = self._compiler
-        assert compiler is not None, "a sequence runs only once its grammar has been compiled"
         sampled = [row.uid for row in plan.rows if row.emit]
         masks = [
             (i * plan.sampled_per_row + node, uid, node, sequence)
@@ -130,14 +100,14 @@ class GrammarRegistry(Generic[M]):
             for node, sequence in _nodes(self._sequences[uid], states[uid])
         ]
         bits = np.zeros((len(masks), self._words), dtype=np.int32)
-        wanted: list[tuple[M, int]] = []
+        wanted: list[tuple[GrammarMatcher, int]] = []
         for i, (_, _, _, sequence) in enumerate(masks):
             if sequence.is_thinking:
-                bits[i] = self._thought_bits(compiler, sequence.grammar)
+                bits[i] = self._thought_bits(sequence.grammar)
             else:
                 wanted.append((sequence.get_matcher(), i))
         if wanted:
-            compiler.fill(wanted, bits)
+            self._compiler.fill(wanted, bits)
         for matcher, i in wanted:
             _, uid, node, sequence = masks[i]
             if not sequence.has_output and sequence.grammar.think_start_id >= 0:
@@ -148,19 +118,22 @@ class GrammarRegistry(Generic[M]):
                 bits[i] = -1  # nobody will read the token
         return GrammarMasks(tuple(row for row, *_ in masks), bits)
 
-    def _thought_bits(self, compiler: MatcherCompiler[M], grammar: Grammar) -> NDArray[np.int32]:
+    def _thought_bits(self, grammar: Grammar) -> NDArray[np.int32]:
         """A thought is free text up to its end token: no end of the sequence, and no tool markup."""
-        if self._text_bits is None:
-            allowed = np.zeros(self._words * 32, dtype=np.uint8)
-            allowed[: self._vocab] = 1
-            allowed[list(compiler.specials)] = 0
-            self._text_bits = np.packbits(allowed, bitorder="little").view(np.int32)
         bits = self._text_bits.copy()
         _allow(bits, grammar.think_end_id)
         return bits
 
+    @cached_property
+    def _text_bits(self) -> NDArray[np.int32]:
+        """Allows all tokens that text consists of."""
+        allowed = np.zeros(self._words * 32, dtype=np.uint8)
+        allowed[: self._vocab] = 1
+        allowed[list(self._compiler.specials)] = 0
+        return np.packbits(allowed, bitorder="little").view(np.int32)
 
-def _nodes(sequence: _Sequence[M], state: GrammarState) -> Iterator[tuple[int, _Sequence[M]]]:
+
+def _nodes(sequence: _Sequence, state: GrammarState) -> Iterator[tuple[int, _Sequence]]:
     """(tree node, sequence up to it): the sequence itself and its drafts that the grammar allows."""
     sequences = {0: sequence}
     for node, draft in enumerate(state.drafts, 1):
@@ -176,7 +149,7 @@ def _allow(bits: NDArray[np.int32], token: int) -> None:
     bits.view(np.uint8)[token >> 3] |= 1 << (token & 7)
 
 
-def _settle(ticket: Ticket, done: Future[M]) -> None:
+def _settle(ticket: Ticket, done: Future[GrammarMatcher]) -> None:
     """Ends the ticket, on the compiling thread. The state is set last because the loop reads it first."""
     error = done.exception()
     if isinstance(error, InvalidRequest):

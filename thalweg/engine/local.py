@@ -24,9 +24,7 @@ from thalweg.core.messages import (
 )
 from thalweg.core.retention import CacheRetention
 from thalweg.core.sampling import SamplingParams
-from thalweg.engine import caches
 from thalweg.engine.build import build
-from thalweg.engine.calibration_checks import check_backends
 
 
 class SubmitOptions(TypedDict, total=False):
@@ -34,7 +32,6 @@ class SubmitOptions(TypedDict, total=False):
 
     priority: int
     salt: int
-    arrival: float
     grammar: Grammar
     retention: CacheRetention
 
@@ -78,9 +75,8 @@ class LocalEngine:
     """`submit` requests, then `step` until `idle`."""
 
     def __init__(self, config: EngineConfig) -> None:
-        caches.use(config.cache_dir)
         self.channel = LocalChannel()
-        self.loop, self.runner, facts, self.config = build(check_backends(config), self.channel)
+        self.loop, self.runner, facts, self.config = build(config, self.channel)
         self.vocab, self.context = facts.vocab, self.loop.scheduler.context
         self.next_uid = 0
         self.is_broken = False  # a step began and did not end

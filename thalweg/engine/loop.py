@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from typing import Callable, Mapping, Protocol, Sequence
+from typing import TYPE_CHECKING, Callable, Protocol, Sequence
 
 from thalweg.core.agreement import AgreedStep
 from thalweg.core.errors import InvalidRequest
@@ -18,7 +18,6 @@ from thalweg.core.messages import (
     ControlReply,
     FromEngine,
     Rejected,
-    RequestEvent,
     StartProfile,
     Stats,
     StepUpdate,
@@ -26,9 +25,13 @@ from thalweg.core.messages import (
     ToEngine,
     UpdateWeights,
 )
-from thalweg.core.plan import GrammarState, Output, StepPlan
+from thalweg.core.plan import StepPlan
 from thalweg.engine.recording import StepRecorder
 from thalweg.scheduler.scheduler import Scheduler
+
+if TYPE_CHECKING:  # both need torch, and a simulated device does not
+    from thalweg.engine.admin import AdminOperations
+    from thalweg.engine.worker import Worker
 
 log = logging.getLogger("thalweg.engine")
 STATS_INTERVAL = 0.25  # seconds between two `Stats`
@@ -47,31 +50,6 @@ class Channel(Protocol):
         """Returns at once."""
 
 
-class StepWorker(Protocol):
-    """Runs steps: see `engine.worker.Worker`."""
-
-    def forward(self, plan: StepPlan, agreed: AgreedStep | None) -> None: ...
-
-    def sample(self, plan: StepPlan, states: Mapping[int, GrammarState], num_drafts: int) -> None:
-        """Samples the step that was forwarded last and proposes `num_drafts` drafts for each sampled row."""
-
-    def output(self, plan: StepPlan) -> Sequence[Output]:
-        """One Output for each row of a launched step. Waits for the device."""
-
-
-class Administration(Protocol):
-    """Operations on a rank between two steps, with none in flight. Raises InvalidRequest for a wrong wish."""
-
-    def update_weights(self, wish: UpdateWeights, alive: Callable[[], None]) -> Callable[[], tuple[int, int]]:
-        """Checks the tensors, and calls `alive` often. The returned function writes them: how many of how many."""
-
-    def start_profile(self, wish: StartProfile) -> str:
-        """Returns what is profiled."""
-
-    def stop_profile(self) -> str:
-        """Returns the path of the trace."""
-
-
 class Loop:
     """Drives one rank: receive → plan → agree → forward → sample → retire steps older than the depth."""
 
@@ -79,10 +57,10 @@ class Loop:
         self,
         channel: Channel,
         scheduler: Scheduler,
-        worker: StepWorker,
+        worker: Worker,
         depth: int,
         recorder: StepRecorder | None = None,
-        admin: Administration | None = None,
+        admin: AdminOperations | None = None,
         agree: Callable[[StepPlan], AgreedStep] | None = None,
     ) -> None:
         assert 1 <= depth <= scheduler.stages + 1, (
@@ -90,12 +68,10 @@ class Loop:
         )
         self.channel, self.scheduler, self.worker, self.depth = channel, scheduler, worker, depth
         self.recorder, self.admin, self.agree = recorder, admin, agree
-        self.turns = 0  # increases as long as the loop is alive
         self.profile_end = NEVER  # step before which a profile ends by itself
         self.inflight: deque[StepPlan] = deque()
         self.num_drafts = 0  # that the last launched step was asked for
         self.busy_since = self.stats_at = self.busy_seconds = 0.0
-        self.events: list[RequestEvent] = []  # not sent yet
 
     def run(self) -> None:
         """Serves until a client has asked to drain and every request has ended."""
@@ -107,13 +83,8 @@ class Loop:
         self.finish(plan, self.agree(plan) if self.agree else None)
 
     def begin(self) -> StepPlan:
-        self.turns += 1
         self.receive()
-        plan = self.scheduler.plan(self.num_drafts)
-        if events := self.scheduler.take_events():
-            now = time.time()
-            self.events += (RequestEvent(uid, kind, now) for uid, kind in events)
-        return plan
+        return self.scheduler.plan(self.num_drafts)
 
     def finish(self, plan: StepPlan, agreed: AgreedStep | None) -> None:
         """agreed: the step of all DP ranks; None: there is one rank, whose plan decides."""
@@ -180,8 +151,8 @@ class Loop:
         if deltas or (with_stats and not is_idle):
             if with_stats:
                 self.stats_at = now
-            events, self.events = tuple(self.events), []
-            self.channel.send(StepUpdate(deltas, now, self.stats() if with_stats else None, events))
+            stats, events = self.stats() if with_stats else None, self.scheduler.take_events()
+            self.channel.send(StepUpdate(deltas, now, stats, events))
 
     def stats(self) -> Stats:
         return self.scheduler.stats(self.busy_seconds)
@@ -207,7 +178,7 @@ class Loop:
             return [ControlReply(message.id, error=error.message, field=error.field)]
         return [ControlReply(message.id, result)]
 
-    def _update_weights(self, message: UpdateWeights, admin: Administration) -> Replies:
+    def _update_weights(self, message: UpdateWeights, admin: AdminOperations) -> Replies:
         """Running requests continue with the new weights and their old KV. After a flush that KV is never cached: it
         belongs to an earlier epoch of the prefix cache. Raises InvalidRequest before anything is changed.
         """
@@ -231,8 +202,7 @@ class Loop:
             log.log(logging.ERROR if reply.error else logging.INFO, "profile: %s", reply.error or reply.result)
 
     def alive(self) -> None:
-        """Must be called during long operations, so that no watchdog takes the engine for stuck."""
-        self.turns += 1
+        """Must be called during long operations, so that the client does not take the engine for stuck."""
         now = time.time()
         if now - self.stats_at >= STATS_INTERVAL:
             self.stats_at = now

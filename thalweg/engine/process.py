@@ -18,12 +18,12 @@ from thalweg.config.engine import EngineConfig
 from thalweg.core import logs
 from thalweg.core.errors import ThalwegError
 from thalweg.core.messages import EngineReady, Fatal, FromEngine, ToEngine
-from thalweg.engine import caches
 from thalweg.engine.build import build
-from thalweg.engine.calibration_checks import check_backends
-from thalweg.engine.watchdog import SIGNAL, watch
+from thalweg.engine.recording import StepRecorder
 
 log = logging.getLogger("thalweg.engine")
+RECORD = signal.SIGUSR1  # asks for a recording
+HANG = signal.SIGUSR2  # the same, because the client misses replies
 
 
 class ZmqChannel:
@@ -61,16 +61,17 @@ def main(config: EngineConfig, address: str) -> None:
     logs.configure(config.log_level, config.log_format)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the client decides when the engine ends
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(SIGNAL, signal.SIG_IGN)  # there is nothing to record yet
+    for number in RECORD, HANG:
+        signal.signal(number, signal.SIG_IGN)  # there is nothing to record yet
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     channel = ZmqChannel(address)
     try:
-        caches.use(config.cache_dir)
-        loop, _, facts, config = build(check_backends(config), channel)
+        loop, _, facts, config = build(config, channel)
         gc.collect()
         gc.freeze()  # a full collection over loaded modules and weights would delay a step by hundreds of ms
         context = loop.scheduler.context
-        watch(loop, config.watchdog_timeout)
+        if loop.recorder:
+            _record_on_signal(loop.recorder)
         channel.send(
             EngineReady(os.getpid(), context, facts.vocab, config.num_pages, config.max_running_requests, config.report)
         )
@@ -96,3 +97,23 @@ def _exit_with_parent() -> None:
     if parent is not None:
         parent.join()
         os._exit(1)
+
+
+def _record_on_signal(recorder: StepRecorder) -> None:
+    """Saves a recording at each signal, in a thread: the main thread may be stuck in a library."""
+    reads, writes = os.pipe()
+    os.set_blocking(writes, False)
+    signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
+    for number in RECORD, HANG:
+        signal.signal(number, lambda number, frame: None)
+
+    def save() -> None:
+        while True:
+            received = os.read(reads, 4096)
+            if HANG in received:
+                timeout = recorder.config.watchdog_timeout
+                recorder.save(f"no step for {timeout:g} s while {len(recorder.requests)} requests wait")
+            if RECORD in received:
+                recorder.save("asked for by a signal")
+
+    threading.Thread(target=save, name="recorder", daemon=True).start()

@@ -1,13 +1,10 @@
-"""Turns token deltas into pieces of text: detokenization, stop strings, and the queue between engine and stream.
+"""Turns token deltas into pieces of text: detokenization and stop strings.
 
 Stop strings are matched here and not in the engine. Text, tokens and log-probabilities are cut at the match, and the
 caller aborts what the engine may still compute beyond it.
 """
 
 from __future__ import annotations
-
-import asyncio
-from collections.abc import Sequence
 
 import msgspec
 
@@ -71,13 +68,13 @@ class Assembler:
             self.index,
             text,
             delta.tokens[:used],
-            _token_logprobs(delta.logprobs[:used]) if delta.logprobs else (),
+            delta.logprobs[:used],
             finish,
             stop,
             self.prompt_tokens,
             self.cached_tokens,
             self.completion_tokens,
-            _token_logprobs(delta.prompt_logprobs) if delta.prompt_logprobs else (),
+            delta.prompt_logprobs,
             at,
             self.admitted,
             self.preempted,
@@ -108,44 +105,3 @@ class Assembler:
             return None, None
         is_named = delta.stop_id >= 0 and (delta.stop_id not in self.eos or delta.stop_id in self.params.stop_token_ids)
         return delta.finish, delta.stop_id if is_named else None
-
-
-def _token_logprobs(entries: Sequence[tuple[float, tuple[int, ...], tuple[float, ...]]]) -> tuple[TokenLogprob, ...]:
-    return tuple([TokenLogprob(*entry) for entry in entries])
-
-
-class DeltaQueue:
-    """Deltas of one request that its stream has not taken yet, merged to one for each sequence. So a slow reader gets
-    more tokens at once, and a reader that never reads costs one delta for each sequence.
-    """
-
-    __slots__ = ("deltas", "error", "waiter")
-
-    def __init__(self) -> None:
-        self.deltas: dict[int, tuple[TokenDelta, float]] = {}  # by uid, with the time of the first
-        self.error: Exception | None = None
-        self.waiter: asyncio.Future[None] | None = None
-
-    def put(self, delta: TokenDelta, at: float) -> None:
-        earlier = self.deltas.get(delta.uid)
-        self.deltas[delta.uid] = (delta, at) if earlier is None else (earlier[0].merge(delta), earlier[1])
-        self._wake()
-
-    def fail(self, error: Exception) -> None:
-        """`take` raises `error` once the queue is empty."""
-        self.error = error
-        self._wake()
-
-    async def take(self) -> list[tuple[TokenDelta, float]]:
-        """All deltas in order of arrival. Waits for the first."""
-        while not self.deltas:
-            if self.error is not None:
-                raise self.error
-            self.waiter = asyncio.get_running_loop().create_future()
-            await self.waiter
-        deltas, self.deltas = list(self.deltas.values()), {}
-        return deltas
-
-    def _wake(self) -> None:
-        if self.waiter is not None and not self.waiter.done():
-            self.waiter.set_result(None)

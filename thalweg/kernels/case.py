@@ -25,8 +25,9 @@ class KernelCase:
     inputs: Inputs  # keyword arguments of every backend, which may edit the tensors: see `fresh_inputs`
     exact: tuple[Tensor, ...]  # in float64, by the definition and not by a backend
     tolerance: float  # of max |difference| / max |exact|; 0 is equality
-    flops: int  # of an ideal implementation
-    bytes: int  # moved by an ideal implementation
+    # of an ideal implementation; of operations without sizes, whose small cases are timed
+    flops: int = 0
+    bytes: int = 0
 
     def fresh_inputs(self) -> Inputs:
         return {name: value.clone() if isinstance(value, Tensor) else value for name, value in self.inputs.items()}

@@ -6,8 +6,10 @@ results itself.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,9 +20,20 @@ def supports_triton(device: torch.device) -> bool:
     return device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
 
+def implementation(folder: str, device: torch.device) -> Any:
+    """The module of a kernel folder that runs there: `triton.py`, or else `ref.py`, in plain torch."""
+    return importlib.import_module(f"thalweg.kernels.{folder}.{'triton' if supports_triton(device) else 'ref'}")
+
+
 def triton_available() -> bool:
     """Whether this machine has a GPU for Triton's kernels."""
     return torch.cuda.is_available() and supports_triton(torch.device("cuda"))
+
+
+def hopper_has(*modules: str) -> bool:
+    """Whether these modules are installed and the current device is a Hopper."""
+    is_installed = all(importlib.util.find_spec(module) is not None for module in modules)
+    return is_installed and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 
 
 @cache

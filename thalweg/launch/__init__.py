@@ -1,1 +1,1 @@
-"""From wishes to a running engine: the hub, the resolver and its report, the server's start."""
+"""From options to a running engine: the hub, the resolver and its report, the start of the server."""

@@ -12,7 +12,7 @@ from thalweg.core.errors import InvalidRequest
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.client import EngineClient
 from thalweg.launch.resolved import Resolved
-from thalweg.text.events import ContentDelta, Event, ReasoningDelta
+from thalweg.text.events import Event, PartKind
 from thalweg.text.parser import AnswerParser, opens_thought
 from thalweg.text.retention import ThinkingRetention
 
@@ -88,8 +88,8 @@ async def _answer(
 
 def _show(events: list[Event], console: Console, content: list[str]) -> None:
     for event in events:
-        if isinstance(event, ReasoningDelta):
+        if event.part.kind is PartKind.REASONING:
             console.print(event.text, end="", style="dim", markup=False)
-        elif isinstance(event, ContentDelta):
+        elif event.part.kind is PartKind.TEXT:
             content.append(event.text)
             console.print(event.text, end="", markup=False)

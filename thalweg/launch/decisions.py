@@ -21,18 +21,17 @@ class Decisions:
         self.entries.append(Decision(name, value, source, reason))
         self.fields[name] = value
 
+    def record(self, name: str, value: Value, is_users: bool, reason: str) -> None:
+        """A value that the user set needs no reason."""
+        self.add(name, value, USER if is_users else AUTO, "" if is_users else reason)
+
     def choose(self, name: str, wish: V | None, auto: V, reason: str) -> V:
-        """Returns the user's wish where there is one, else `auto`, and records the decision with its reason."""
+        """Returns the user's value, else `auto`, and records the decision with its reason."""
         value = auto if wish is None else wish
-        self.add(name, value, *source_and_reason(wish is not None, reason))
+        self.record(name, value, wish is not None, reason)
         return value
 
     def config(self, **fields: Any) -> EngineConfig:
         """The configuration of these decisions. fields: replace or complete them."""
         known = {"model_path": ""} | self.fields | fields | {"report": Report(tuple(self.entries))}
         return EngineConfig(**{name: known[name] for name in EngineConfig.__struct_fields__ if name in known})
-
-
-def source_and_reason(is_users: bool, reason: str) -> tuple[str, str]:
-    """Source and reason for `Decisions.add`. A value that the user set needs no reason."""
-    return (USER, "") if is_users else (AUTO, reason)

@@ -13,14 +13,18 @@ import json
 import os
 import re
 import resource
+import shlex
 import shutil
 import socket
 import sys
 import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from packaging.requirements import Requirement
 
 from thalweg import __version__
 from thalweg.config.machine import Machine
@@ -36,6 +40,7 @@ CACHE_ROOM = 20 * GB
 DRIVERS = {12: 525, 13: 580}  # CUDA major → the first driver that runs it
 TRIES = 64  # ports that are tried for a free one
 WAIT = 5.0  # seconds for the hub to answer
+ANSWERS = "answers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,15 +84,24 @@ class Environment:
         """Names of the GPUs: the driver's list, which some containers hide, else torch's."""
         return self.machine.gpus or self.reached
 
+    @property
+    def reinstall(self) -> str:
+        """The command that installs the same torch again."""
+        return f"pip install --force-reinstall 'torch=={self.torch.partition('+')[0]}'"
+
     @staticmethod
     def look(config: Options, online: bool = False) -> Environment:
-        """Looks at this machine, for what `config` wishes of model, host and port. online: whether the hub is asked."""
+        """Looks at this machine for the model, host and port of `config`. online: whether to ask the hub."""
         torch, error, cuda, reached = _torch()
+        from huggingface_hub import constants
+
         requires, listen = _requires(), config.listen
-        names = [_name(one) for one in requires] + [name for wheel in WHEELS for name in wheel.names] + ["triton"]
+        names = ["triton", *(Requirement(one).name for one in requires)]
+        names += [name for wheel in WHEELS for name in wheel.names]
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         port_error = _bind(listen.host, listen.port)
-        cache, endpoint = _hub_places()
+        cache = Path(constants.HF_HUB_CACHE)
+        existing = next(folder for folder in (cache, *cache.parents) if folder.exists())
         return Environment(
             python=sys.version.split()[0],
             machine=Machine.here(),
@@ -99,7 +113,7 @@ class Environment:
             requires=requires,
             packages={name: version for name in names if (version := _version(name))},
             compiler=any(shutil.which(name) for name in ("cc", "gcc", "clang")),
-            shm=_room(Path("/dev/shm")) if Path("/dev/shm").is_dir() else -1,
+            shm=shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else -1,
             open_files=soft,
             open_files_most=hard,
             host=listen.host,
@@ -107,16 +121,16 @@ class Environment:
             port_error=port_error,
             free_port=_free_port(listen.host, listen.port) if port_error else 0,
             cache=str(cache),
-            cache_writable=os.access(_standing(cache), os.W_OK),
-            room=_room(_standing(cache)),
-            hub=_ask(endpoint) if online else None,
+            cache_writable=os.access(existing, os.W_OK),
+            room=shutil.disk_usage(existing).free,
+            hub=_ask(constants.ENDPOINT) if online else None,
             model=config.model.model,
             model_error=_model_error(config) if torch and not error else "",
         )
 
 
 def doctor(config: Options, rest: argparse.Namespace) -> int:
-    """The command. rest: `json` and `online`. Returns 0 when nothing stands in the way of serving, else 1."""
+    """The command. rest: `json` and `online`. Returns 0 if serving can start, else 1."""
     findings = list(examine(Environment.look(config, rest.online)))
     sick = any(one.level == FAIL for one in findings)
     if rest.json:
@@ -129,109 +143,96 @@ def doctor(config: Options, rest: argparse.Namespace) -> int:
 
 def text(findings: list[Finding]) -> str:
     """The report for people: a line for each finding, its command below it, and a last line that sums up."""
-    lines = []
+    lines, count = [], Counter(one.level for one in findings)
     for one in findings:
         lines.append(f"{one.level.upper() if one.level == FAIL else one.level:<5}{one.check:<16}{one.found}")
-        if one.mend:
-            lines.append(f"{'':<21}→ {one.mend}")
-    count = {level: sum(one.level == level for one in findings) for level in (FAIL, WARN)}
-    said = [f"{n} {what}" for n, what in ((count[FAIL], "to mend before serving"), (count[WARN], "to look at")) if n]
-    return "\n".join([*lines, "", ", ".join(said) or "nothing is missing"])
+        lines += [f"{'':<21}→ {one.mend}"] if one.mend else []
+    advice = {FAIL: "to mend before serving", WARN: "to look at"}
+    counts = [f"{count[level]} {what}" for level, what in advice.items() if count[level]]
+    return "\n".join([*lines, "", ", ".join(counts) or "nothing is missing"])
 
 
 # ---- judging ----
 
 
+def _judge(check: str, good: bool, found: str, mend: str = "", bad: str = FAIL) -> Finding:
+    """mend: the command for what is not good. bad: its level."""
+    return Finding(check, OK, found) if good else Finding(check, bad, found, mend)
+
+
 def examine(seen: Environment) -> Iterator[Finding]:
     """What is good and what is not, in the order in which it should be mended."""
-    python = within(seen.python, ">=3.11")
-    yield Finding(
-        "python", OK if python else FAIL, seen.python, "" if python else "make PYTHON=python3.12 clean install"
-    )
+    yield _judge("python", within(seen.python, ">=3.11"), seen.python, "make PYTHON=python3.12 clean install")
     yield from _packages(seen)
     yield from _gpu(seen)
     yield from (_wheel(seen, wheel) for wheel in WHEELS)
     yield from _limits(seen)
-    yield _port(seen)
+    place = f"{seen.host} port {seen.port}"
+    serve = f"thalweg serve {seen.model or 'MODEL'} --port {seen.free_port}"  # 0 picks a free one
+    yield _judge("port", not seen.port_error, f"{place}: {seen.port_error or 'free'}", serve)
     yield from _cache(seen)
     if seen.model:
-        good = not seen.model_error
-        mend = "" if good else f"thalweg plan --model {seen.model}"
-        yield Finding("model", OK if good else FAIL, seen.model if good else seen.model_error, mend)
+        plan = f"thalweg plan --model {seen.model}"
+        yield _judge("model", not seen.model_error, seen.model_error or seen.model, plan)
 
 
 def _packages(seen: Environment) -> Iterator[Finding]:
+    build = f"{seen.torch}, built for {f'CUDA {seen.cuda}' if seen.cuda else 'the CPU'}"
     if not seen.torch:
         yield Finding("torch", FAIL, "not installed", "make install")
-    elif seen.torch_error:
-        again = f"pip install --force-reinstall 'torch=={seen.torch.partition('+')[0]}'"
-        yield Finding("torch", FAIL, f"{seen.torch} does not import: {seen.torch_error}", again)
     else:
-        build = f"built for CUDA {seen.cuda}" if seen.cuda else "built for the CPU"
-        yield Finding("torch", OK, f"{seen.torch}, {build}")
-    wrong = []
-    for one in seen.requires:
-        have = seen.packages.get(_name(one), "")
-        if (not have or not within(have, one)) and not (_name(one) == "torch" and not seen.torch):
-            wrong.append((one, have))
-    if wrong:
-        found = ", ".join(f"{one}: {f'{have} is installed' if have else 'not installed'}" for one, have in wrong)
-        quoted = " ".join(f"'{one}'" for one, _ in wrong)
-        yield Finding("packages", FAIL, found, f"pip install {quoted}")
-    else:
-        yield Finding("packages", OK, f"all {len(seen.requires)} that Thalweg needs")
+        found = f"{seen.torch} does not import: {seen.torch_error}" if seen.torch_error else build
+        yield _judge("torch", not seen.torch_error, found, seen.reinstall)
+    wrong = {}
+    for one in map(Requirement, seen.requires):
+        have = seen.packages.get(one.name, "")
+        if not (have and within(have, one.specifier)) and (seen.torch or one.name != "torch"):
+            wrong[str(one)] = f"{have} is installed" if have else "not installed"
+    found = ", ".join(f"{one}: {have}" for one, have in wrong.items())
+    found = found or f"all {len(seen.requires)} that Thalweg needs"
+    yield _judge("packages", not wrong, found, f"pip install {' '.join(map(shlex.quote, wrong))}")
 
 
 def _gpu(seen: Environment) -> Iterator[Finding]:
     """Driver, torch's build and triton, which matter only where there is a GPU."""
-    gpus = seen.gpus
-    cpu = f"{seen.machine.cpu}, {seen.machine.cores} cores"
-    if not gpus:
+    if not seen.gpus:
+        cpu = f"{seen.machine.cpu}, {seen.machine.cores} cores"
         yield Finding("gpu", NOTE, f"no NVIDIA GPU: models run on the CPU ({cpu})")
         return
-    shown = f"{len(gpus)} × {gpus[0]}, driver {seen.driver or 'unknown'}"
-    version = seen.torch.partition("+")[0]
+    shown = f"{len(seen.gpus)} × {seen.gpus[0]}, driver {seen.driver or 'unknown'}"
+    driver = DRIVERS.get(int(seen.cuda.partition(".")[0] or 0), 0)
     if not seen.torch or seen.torch_error:
         yield Finding("gpu", NOTE, f"{shown}: not tried, as torch is missing")
     elif not seen.cuda:
-        mend = f"pip install --force-reinstall 'torch=={version}' --index-url https://pypi.org/simple"
+        mend = f"{seen.reinstall} --index-url https://pypi.org/simple"
         yield Finding("gpu", FAIL, f"{shown}: this torch is a CPU build and cannot use it", mend)
-    elif not seen.reached:
-        need = DRIVERS.get(int(seen.cuda.partition(".")[0]), 0)
-        old = bool(seen.driver) and not within(seen.driver, f">={need}")
-        why = f"CUDA {seen.cuda} needs driver {need} or newer" if old else "torch finds no device it may use"
-        mend = f"sudo apt-get install nvidia-driver-{need} && sudo reboot" if old else "nvidia-smi; ls -l /dev/nvidia*"
-        yield Finding("gpu", FAIL, f"{shown}: {why}", mend)
+    elif not seen.reached and seen.driver and not within(seen.driver, f">={driver}"):
+        mend = f"sudo apt-get install nvidia-driver-{driver} && sudo reboot"
+        yield Finding("gpu", FAIL, f"{shown}: CUDA {seen.cuda} needs driver {driver} or newer", mend)
     else:
-        yield Finding("gpu", OK, f"{shown}, usable")
+        found = f"{shown}, usable" if seen.reached else f"{shown}: torch finds no device it may use"
+        yield _judge("gpu", bool(seen.reached), found, "nvidia-smi; ls -l /dev/nvidia*")
     triton = seen.packages.get("triton", "")
-    mend = "" if triton else f"pip install --force-reinstall 'torch=={version}'"
-    yield Finding("triton", OK if triton else FAIL, triton or "not installed: it brings the GPU's kernels", mend)
-    mend = "" if seen.compiler else "sudo apt-get install gcc"
-    yield Finding(
-        "compiler",
-        OK if seen.compiler else FAIL,
-        "found" if seen.compiler else "no C compiler, which triton needs",
-        mend,
-    )
+    yield _judge("triton", bool(triton), triton or "not installed: it brings the GPU's kernels", seen.reinstall)
+    found = "found" if seen.compiler else "no C compiler, which triton needs"
+    yield _judge("compiler", seen.compiler, found, "sudo apt-get install gcc")
 
 
 def _wheel(seen: Environment, wheel: Wheel) -> Finding:
     """An optional library: never a failure, a warning where the installed release is one for another torch."""
     torch, name = seen.torch or "0", next((name for name in wheel.names if name in seen.packages), "")
     right = wheel.requirement(torch)
+    has_cuda = not (wheel.cuda and seen.cuda) or seen.cuda.startswith(f"{wheel.cuda}.")
     if name:
         have = seen.packages[name]
-        fits = name != wheel.names[0] or "==" not in right or within(have, right)
-        if right and fits:
-            return Finding(wheel.title, OK, f"{have}: {wheel.use}")
         if not right:
             return Finding(wheel.title, WARN, f"{have} does not load on torch {torch}", f"pip uninstall --yes {name}")
-        found = f"{have}: torch {torch} goes with {right.partition('==')[2]}"
-        return Finding(wheel.title, WARN, found, wheel.command(torch))
+        fits = name != wheel.names[0] or "==" not in right or within(have, Requirement(right).specifier)
+        found = wheel.use if fits else f"torch {torch} goes with {right.partition('==')[2]}"
+        return _judge(wheel.title, fits, f"{have}: {found}", wheel.command(torch), WARN)
     if wheel.gpu and not seen.gpus:
         return Finding(wheel.title, NOTE, f"not installed, and of no use without a GPU ({wheel.use})")
-    if not right or wheel.cuda and seen.cuda and not seen.cuda.startswith(f"{wheel.cuda}."):
+    if not right or not has_cuda:
         other = f"CUDA {seen.cuda}" if right else f"torch {torch}"
         return Finding(wheel.title, NOTE, f"not installed, and there is none for {other} ({wheel.use})")
     return Finding(wheel.title, NOTE, f"not installed; optional: {wheel.use}", wheel.command(torch))
@@ -239,40 +240,28 @@ def _wheel(seen: Environment, wheel: Wheel) -> Finding:
 
 def _limits(seen: Environment) -> Iterator[Finding]:
     memory = f"{seen.machine.free / GB:.1f} of {seen.machine.memory / GB:.1f} GB free"
-    low = seen.machine.free < 2 * GB
-    yield Finding("memory", WARN if low else OK, memory, "ps aux --sort=-rss | head" if low else "")
+    yield _judge("memory", seen.machine.free >= 2 * GB, memory, "ps aux --sort=-rss | head", WARN)
     if seen.shm >= 0:
-        small = seen.shm < SHM and len(seen.gpus) > 1
-        mend = "sudo mount -o remount,size=8g /dev/shm   (docker run --shm-size 8g)" if small else ""
-        yield Finding("/dev/shm", WARN if small else OK, f"{seen.shm / GB:.1f} GB free", mend)
-    few = seen.open_files < OPEN_FILES
-    reach = seen.open_files_most >= OPEN_FILES or seen.open_files_most == resource.RLIM_INFINITY
-    mend = f"ulimit -n {OPEN_FILES}" if reach else f"sudo prlimit --pid $$ --nofile={OPEN_FILES}:{OPEN_FILES}"
-    found = f"{seen.open_files}" + (": fewer connections at a time than --max-connections allows" if few else "")
-    yield Finding("open files", WARN if few else OK, found, mend if few else "")
-
-
-def _port(seen: Environment) -> Finding:
-    place = f"{seen.host} port {seen.port}"
-    if not seen.port_error:
-        return Finding("port", OK, f"{place} is free")
-    other = f"thalweg serve {seen.model or 'MODEL'} --port {seen.free_port}"  # 0 picks a free one
-    return Finding("port", FAIL, f"{place}: {seen.port_error}", other)
+        enough = seen.shm >= SHM or len(seen.gpus) < 2
+        mend = "sudo mount -o remount,size=8g /dev/shm   (docker run --shm-size 8g)"
+        yield _judge("/dev/shm", enough, f"{seen.shm / GB:.1f} GB free", mend, WARN)
+    enough = seen.open_files >= OPEN_FILES
+    found = f"{seen.open_files}" + ("" if enough else ": fewer connections at a time than --max-connections allows")
+    may_raise = seen.open_files_most >= OPEN_FILES or seen.open_files_most == resource.RLIM_INFINITY
+    mend = f"ulimit -n {OPEN_FILES}" if may_raise else f"sudo prlimit --pid $$ --nofile={OPEN_FILES}:{OPEN_FILES}"
+    yield _judge("open files", enough, found, mend, WARN)
 
 
 def _cache(seen: Environment) -> Iterator[Finding]:
     """Where models of the hub are kept: of no matter for a model that is a folder, hence never a failure."""
-    found = f"{seen.cache}: {seen.room / GB:.1f} GB free"
-    if not seen.cache_writable:
-        yield Finding("hub cache", WARN, f"{seen.cache} cannot be written", "export HF_HOME=$HOME/models")
-    elif seen.room < CACHE_ROOM:
-        yield Finding("hub cache", WARN, found, "hf cache prune")
+    if seen.cache_writable:
+        found = f"{seen.cache}: {seen.room / GB:.1f} GB free"
+        yield _judge("hub cache", seen.room >= CACHE_ROOM, found, "hf cache prune", WARN)
     else:
-        yield Finding("hub cache", OK, found)
+        yield Finding("hub cache", WARN, f"{seen.cache} cannot be written", "export HF_HOME=$HOME/models")
     if seen.hub is not None:
-        good = seen.hub == "answers"
-        mend = "" if good else "curl -sSI https://huggingface.co   (behind a proxy: set HTTPS_PROXY or HF_ENDPOINT)"
-        yield Finding("hub", OK if good else WARN, seen.hub, mend)
+        mend = "curl -sSI https://huggingface.co   (behind a proxy: set HTTPS_PROXY or HF_ENDPOINT)"
+        yield _judge("hub", seen.hub == ANSWERS, seen.hub, mend, WARN)
 
 
 # ---- looking ----
@@ -300,10 +289,6 @@ def _requires() -> tuple[str, ...]:
     return tuple(one for one in given if "extra ==" not in one)
 
 
-def _name(requirement: str) -> str:
-    return re.split(r"[^\w.-]", requirement, maxsplit=1)[0]
-
-
 def _version(name: str) -> str:
     try:
         return importlib.metadata.version(name)
@@ -312,7 +297,7 @@ def _version(name: str) -> str:
 
 
 def _driver() -> str:
-    """NVIDIA's driver: from its file, else the CUDA that libcuda speaks has to do; "" where there is none."""
+    """NVIDIA's driver: from its file, else the first that has the CUDA of libcuda; "" where there is none."""
     path = Path("/proc/driver/nvidia/version")
     if path.is_file():
         found = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", path.read_text())
@@ -326,6 +311,7 @@ def _driver() -> str:
 
 
 def _bind(host: str, port: int) -> str:
+    """Why a server cannot listen there; "" where it can."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         socket.create_server(address[:2], family=family).close()
@@ -338,29 +324,13 @@ def _free_port(host: str, port: int) -> int:
     return next((other for other in range(port + 1, min(port + TRIES, 65536)) if not _bind(host, other)), 0)
 
 
-def _hub_places() -> tuple[Path, str]:
-    """Folder of the hub's cache, and the hub's address, with the hub's own variables counted."""
-    from huggingface_hub import constants
-
-    return Path(constants.HF_HUB_CACHE), constants.ENDPOINT
-
-
-def _standing(path: Path) -> Path:
-    """The path, or the nearest folder above it that exists."""
-    return next(one for one in (path, *path.parents) if one.exists())
-
-
-def _room(path: Path) -> int:
-    return shutil.disk_usage(path).free
-
-
 def _ask(endpoint: str) -> str:
-    """Asks the hub for its first page: "answers", or what went wrong."""
+    """Asks the hub for its first page: ANSWERS, or what went wrong."""
     try:
         with urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=WAIT):
-            return "answers"
+            return ANSWERS
     except urllib.error.HTTPError:
-        return "answers"  # with a refusal, but it is there
+        return ANSWERS  # with a refusal, but it is there
     except (OSError, ValueError) as error:
         return f"{endpoint} does not answer: {error}"
 

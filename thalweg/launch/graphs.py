@@ -6,7 +6,7 @@ from thalweg.config.backends import DECODE
 from thalweg.config.options import Options
 from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.kernels import KernelConfig
-from thalweg.launch.decisions import Decisions, source_and_reason
+from thalweg.launch.decisions import Decisions
 
 MAX_CAPTURED_ROWS = 256  # larger steps keep the device busier than Python
 MAX_PIECEWISE_TOKENS = 2048  # a larger step computes for longer than Python takes to launch it
@@ -23,7 +23,7 @@ def resolve_graphs(
     if reason:
         if mode not in (None, "none"):
             raise UnsupportedConfig(f"{name}: {mode}, but {reason}; use --cuda-graph-mode none")
-        decisions.add(name, "none", *source_and_reason(mode is not None, reason))
+        decisions.record(name, "none", mode is not None, reason)
         return
     tokens = min(max_tokens, MAX_PIECEWISE_TOKENS)
     reason = f"decode steps whole, other steps of up to {tokens} tokens piecewise; larger steps keep the device busy"
@@ -52,7 +52,7 @@ def _no_graphs(device: str, kernels: KernelConfig) -> str:
 def _add_sizes(name: str, sizes: tuple[int, ...], most: int, limit: str, is_asked: bool, decisions: Decisions) -> None:
     if any(not 1 <= size <= most for size in sizes):
         raise UnsupportedConfig(f"{name}: {list(sizes)} must lie between 1 and {limit}")
-    decisions.add(name, ",".join(map(str, sizes)), *source_and_reason(is_asked, "steps that are captured"))
+    decisions.record(name, ",".join(map(str, sizes)), is_asked, "steps that are captured")
     decisions.fields[name] = sizes
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from thalweg.core.errors import UnsupportedConfig
+from thalweg.core.errors import InvalidRequest, UnsupportedConfig
 
 
 def read_text(path: str) -> str:
@@ -29,13 +29,23 @@ def read_json(path: str) -> Any:
         raise UnsupportedConfig(f"{path}: not JSON: {error}") from error
 
 
-def read_cases(path: str) -> Iterator[dict[str, Any]]:
-    """The cases of a golden file: `{"cases": [{"id": …}, …]}`, or the list alone. Raises UnsupportedConfig."""
+def run_cases(path: str, run: Callable[[dict[str, Any]], Iterable[dict[str, Any]]]) -> int:
+    """Writes the lines of each case of a golden file: `{"cases": [{"id": …}, …]}`, or the list alone. Returns the exit
+    status: 1 where a case could not be run. Raises UnsupportedConfig for another file.
+    """
     found = read_json(path)
     cases = found.get("cases") if isinstance(found, dict) else found
     if not isinstance(cases, list) or not all(isinstance(case, dict) and "id" in case for case in cases):
         raise UnsupportedConfig(f'{path}: expected {{"cases": [{{"id": ..., ...}}, ...]}}')
-    yield from cases
+    status = 0
+    for case in cases:
+        try:
+            for line in run(case):
+                write_line({"id": case["id"], **line})
+        except (UnsupportedConfig, InvalidRequest) as error:
+            status = 1
+            write_line({"id": case["id"], "error": str(error)})
+    return status
 
 
 def write_line(value: dict[str, Any]) -> None:

@@ -7,9 +7,7 @@ from typing import TypeVar
 
 from thalweg.config import backends
 from thalweg.config.backends import (
-    AttentionCapabilities,
     AttentionRequirements,
-    GemmCapabilities,
     GemmRequirements,
     KernelBackend,
 )
@@ -19,8 +17,7 @@ from thalweg.config.options import Options
 from thalweg.core.capabilities import Capabilities, Selected, select
 from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.kernels import DECISION_NAMES, KernelConfig
-from thalweg.core.report import USER
-from thalweg.launch.decisions import Decisions, source_and_reason
+from thalweg.launch.decisions import Decisions
 from thalweg.quant.catalog import quantized
 
 C = TypeVar("C", bound=Capabilities)
@@ -39,10 +36,10 @@ def resolve_kernels(
     dtype = load.dtype or ("bfloat16" if device == "cuda" else "float32")
     if facts.mla is not None:
         reason = "latents take a fraction of the memory of keys and values"
-        decisions.add("mla", load.mla, *source_and_reason(not load.mla, reason))
+        decisions.record("mla", load.mla, not load.mla, reason)
     reason = "kernels may round differently in another batch, and are faster"
     is_deterministic = load.deterministic_inference
-    decisions.add("deterministic_inference", is_deterministic, *source_and_reason(is_deterministic, reason))
+    decisions.record("deterministic_inference", is_deterministic, is_deterministic, reason)
     required = AttentionRequirements(
         device=device,
         chip=machine.chip if device == "cuda" else "",
@@ -55,19 +52,18 @@ def resolve_kernels(
     )
     decode, prefill = _attention(load.attention_backend, required, machine, facts.heads)
     asked = load.attention_backend
-    decisions.add(FLAG, asked or "auto", *source_and_reason(asked is not None, "the fastest that fits"))
-    chosen = {"decode": decode.name, "prefill": prefill.name}
-    for role, attention in (("decode", decode), ("prefill", prefill)):
-        _record(role, attention, decisions)
-    for role, gemm in resolve_gemms(options, facts, machine, device, decode.name).items():
-        _record(role, gemm, decisions)
-        chosen[role] = gemm.name
+    decisions.record(FLAG, asked or "auto", asked is not None, "the fastest that fits")
+    selected = {"decode": decode, "prefill": prefill}
+    selected |= resolve_gemms(options, facts, machine, device, decode.name)
+    for role, backend in selected.items():
+        decisions.add(DECISION_NAMES[role], backend.name, backend.source, backend.reason)
+    chosen = {role: backend.name for role, backend in selected.items()}
     return KernelConfig(**chosen, kv=kv, latent=load.mla, deterministic=is_deterministic)
 
 
 def resolve_gemms(
     options: Options, facts: ModelFacts, machine: Machine, device: str, attention: str
-) -> dict[str, Selected[GemmCapabilities]]:
+) -> dict[str, Selected]:
     """What computes experts and quantized products, by field of `KernelConfig`, as far as the model has them. A backend
     that the user named is checked in any case. attention: the decode backend. Raises UnsupportedConfig.
     """
@@ -78,19 +74,15 @@ def resolve_gemms(
         weights="plain" if scheme is None else scheme.operation,
         deterministic=load.deterministic_inference,
     )
-    selected: dict[str, Selected[GemmCapabilities]] = {}
+    selected: dict[str, Selected] = {}
     for role, is_needed, asked, catalog in (
         ("moe", facts.moe is not None, load.moe_runner_backend, backends.EXPERTS),
         ("fp8_gemm", required.weights == "fp8_gemm", load.fp8_gemm_backend, backends.FP8),
     ):
         if is_needed or asked is not None:
-            selected[role] = select(DECISION_NAMES[role], required, _on(catalog, machine), asked or "auto")
+            supported = _on(catalog, machine)
+            selected[role] = select(DECISION_NAMES[role], required, supported, asked or "auto")
     return selected
-
-
-def _record(role: str, backend: Selected[C], decisions: Decisions) -> None:
-    reason = "" if backend.source == USER else backend.reason
-    decisions.add(DECISION_NAMES[role], backend.name, backend.source, reason)
 
 
 def _on(catalog: Mapping[str, KernelBackend[C]], machine: Machine, heads: int = 0) -> dict[str, C]:
@@ -101,7 +93,7 @@ def _on(catalog: Mapping[str, KernelBackend[C]], machine: Machine, heads: int = 
 
 def _attention(
     asked: str | None, required: AttentionRequirements, machine: Machine, heads: int
-) -> tuple[Selected[AttentionCapabilities], Selected[AttentionCapabilities]]:
+) -> tuple[Selected, Selected]:
     """The backends of decode and prefill. A named backend does what it can of the two, and the rest is chosen. The
     reference does both.
     """

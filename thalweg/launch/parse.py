@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from thalweg.config.args import OptionsParser
-from thalweg.core.errors import InvalidRequest, UnsupportedConfig
-from thalweg.launch.jsonfile import read_cases, read_json, read_text, write_line
-from thalweg.text.events import Event, ParsedAnswer, collect
+from thalweg.core.errors import UnsupportedConfig
+from thalweg.launch.jsonfile import read_json, read_text, run_cases
+from thalweg.text.events import ParsedAnswer
 from thalweg.text.messages import read_tools
 from thalweg.text.parser import REASONING_FORMATS, TOOL_FORMATS, AnswerParser
 
@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
     if found.cases is not None:
         if found.file is not None:
             raise UnsupportedConfig(f"unexpected {found.file!r}: --cases names the file")
-        return _parse_cases(found.cases)
+        return run_cases(found.cases, parse_case)
     if found.file is None or (found.format is None and found.reasoning_parser is None):
         raise UnsupportedConfig("give --format and a FILE, or --cases FILE; thalweg parse --help shows how")
     text = _END.sub("", read_text(found.file))
@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
         offered=functions != (),
         hold=not found.stream,
     )
-    print(json.dumps(_message(collect(_feed(parser, [text]))), ensure_ascii=False, indent=2))
+    print(json.dumps(_message(_feed(parser, [text])), ensure_ascii=False, indent=2))
     return 0
 
 
@@ -76,8 +76,7 @@ def parse_case(case: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
                 offered=bool(functions) or case.get("tools") is None,
                 hold=mode == "nonstream",
             )
-            parsed = collect(_feed(parser, split(chunks, how)))
-            yield {"id": case["id"], "mode": mode, "split": how, **_message(parsed)}
+            yield {"mode": mode, "split": how, **_message(_feed(parser, split(chunks, how)))}
 
 
 def _shown(chunks: Any) -> list[str]:
@@ -113,21 +112,11 @@ def split(chunks: Sequence[str], how: str) -> list[str]:
     raise UnsupportedConfig(f"unknown split {how!r}; there is as_is, whole, atomic, char, size:N")
 
 
-def _parse_cases(path: str) -> int:
-    failed = 0
-    for case in read_cases(path):
-        try:
-            for line in parse_case(case):
-                write_line(line)
-        except (UnsupportedConfig, InvalidRequest) as error:
-            failed = 1
-            write_line({"id": case["id"], "error": str(error)})
-    return failed
-
-
-def _feed(parser: AnswerParser, deltas: Iterable[str]) -> list[Event]:
-    events = [event for delta in deltas for event in parser.feed(delta)]
-    return events + parser.finish()
+def _feed(parser: AnswerParser, deltas: Iterable[str]) -> ParsedAnswer:
+    for delta in deltas:
+        parser.feed(delta)
+    parser.finish()
+    return parser.answer
 
 
 def _message(parsed: ParsedAnswer) -> dict[str, Any]:
@@ -135,23 +124,21 @@ def _message(parsed: ParsedAnswer) -> dict[str, Any]:
         "content": parsed.content,
         "reasoning_content": parsed.reasoning,
         "tool_calls": [{"id": call.id, "name": call.name, "arguments": call.arguments} for call in parsed.calls],
-        "finish_reason": parsed.finish_reason,
+        "finish_reason": "tool_calls" if parsed.calls else "stop",
     }
 
 
 def _parser() -> OptionsParser:
     parser = OptionsParser(
-        prog="thalweg parse",
-        description="Reads a model's raw output as the server would: reasoning, content, tool calls, as JSON.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-        usage="thalweg parse --format NAME FILE [--flag value ...]\n       thalweg parse --cases FILE",
+        "thalweg parse",
+        "Reads a model's raw output as the server would: reasoning, content, tool calls, as JSON.",
+        EPILOG,
+        "thalweg parse --format NAME FILE [--flag value ...]\n       thalweg parse --cases FILE",
     )
     parser.add_argument("file", nargs="?", metavar="FILE", help=argparse.SUPPRESS)
     parser.add_argument("--format", choices=[*TOOL_FORMATS, "none"], help="the tool calls' markup")
     parser.add_argument("--reasoning-parser", choices=[*REASONING_FORMATS], help="what reads the thought")
-    parser.add_argument("--thinking", action="store_true", help="the request asked for a thought")
+    parser.add_argument("--thinking", action="store_true", help="the request enabled thinking")
     parser.add_argument("--tools", metavar="FILE", help="the request's tools, as JSON: their schemas tell the types")
     parser.add_argument(
         "--stream", action="store_true", help="as a stream would give it: a call that breaks off is closed"

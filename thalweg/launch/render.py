@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,13 +12,13 @@ from typing import Any
 from thalweg.config.args import OptionsParser
 from thalweg.core.errors import InvalidRequest, UnsupportedConfig
 from thalweg.launch.hub import locate
-from thalweg.launch.jsonfile import read_cases, read_json, write_line
+from thalweg.launch.jsonfile import read_json, run_cases, write_line
 from thalweg.text.chat import (
     BUILTIN_ENCODERS,
-    BuiltinEncoder,
     ChatEncoder,
     ChatFormat,
     ChatOptions,
+    builtin,
     builtin_encoder,
     choose_chat,
 )
@@ -26,8 +26,9 @@ from thalweg.text.tokenizer import Tokenizer
 
 EPILOG = f"""\
 FILE is JSON, - is standard input: a list of messages, or an object with messages and optionally tools, thinking,
-drop_thinking, add_generation_prompt, continue_final_message, response_format, chat_template_kwargs. MODEL is a folder or
-org/name on the hub; without one there are no token ids, and --chat-template names the encoder: {", ".join(BUILTIN_ENCODERS)}, or a Jinja file.
+drop_thinking, add_generation_prompt, continue_final_message, response_format, chat_template_kwargs.
+MODEL is a folder or org/name on the hub. Without one there are no token ids, and --chat-template names the encoder:
+{", ".join(BUILTIN_ENCODERS)}, or a Jinja file.
 
 examples:
   thalweg render models/tiny conversation.json
@@ -110,21 +111,18 @@ def encoder_of(release: str) -> str:
 
 
 def _render_cases(found: argparse.Namespace) -> int:
-    """Each case by the encoder that was asked for, else by the one of the release that it names."""
+    """Renders each case with the given encoder, else with that of the release that the case names."""
     if len(found.words) > 1:
         raise UnsupportedConfig(f"unexpected {found.words[1]!r}: --cases names the file")
     model = found.words[0] if found.words else None
-    asked = model is not None or found.chat_template is not None
-    reader = _reader(model, found.chat_template, found.revision) if asked else None
-    failed = 0
-    for case in read_cases(found.cases):
-        try:
-            encoder = reader.chat.encoder if reader else BuiltinEncoder(encoder_of(str(case.get("model"))))
-            write_line({"id": case["id"], "prompt": render(encoder, case)})
-        except (InvalidRequest, UnsupportedConfig) as error:
-            failed = 1
-            write_line({"id": case["id"], "error": str(error)})
-    return failed
+    is_asked = model is not None or found.chat_template is not None
+    reader = _reader(model, found.chat_template, found.revision) if is_asked else None
+
+    def prompt(case: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        encoder = reader.chat.encoder if reader else builtin(encoder_of(str(case.get("model"))))
+        yield {"prompt": render(encoder, case)}
+
+    return run_cases(found.cases, prompt)
 
 
 def _reader(model: str | None, template: str | None, revision: str | None) -> Reader:
@@ -140,12 +138,10 @@ def _reader(model: str | None, template: str | None, revision: str | None) -> Re
 
 def _parser() -> OptionsParser:
     parser = OptionsParser(
-        prog="thalweg render",
-        description="The exact prompt that a model gets for a conversation, and its token ids.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-        usage="thalweg render [MODEL] FILE [--flag value ...]\n       thalweg render [MODEL] --cases FILE",
+        "thalweg render",
+        "The exact prompt that a model gets for a conversation, and its token ids.",
+        EPILOG,
+        "thalweg render [MODEL] FILE [--flag value ...]\n       thalweg render [MODEL] --cases FILE",
     )
     parser.add_argument("words", nargs="*", metavar="[MODEL] FILE", help=argparse.SUPPRESS)
     parser.add_argument("--chat-template", metavar="NAME|FILE", help="another encoder than the checkpoint's")

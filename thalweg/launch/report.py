@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from thalweg.core.format import format_bytes
@@ -47,12 +48,18 @@ def wide_console(stderr: bool) -> Console:
 
 def show(resolved: Resolved, console: Console) -> None:
     """Prints the report as two tables."""
-    facts = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    for row in [("model", f"{resolved.path} ({resolved.architecture})"), *sizes(resolved.sizes), *_cache(resolved)]:
-        facts.add_row(*row)
-    console.print(facts)
+    model = ("model", f"{resolved.path} ({resolved.architecture})")
+    console.print(facts_table([model, *sizes(resolved.sizes), *_cache(resolved)]))
     console.print()
     console.print(choices(resolved.decisions))
+
+
+def facts_table(rows: Iterable[tuple[str, str]]) -> Table:
+    """Each name with its text."""
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    for name, text in rows:
+        table.add_row(name, escape(text))
+    return table
 
 
 def choices(decisions: Iterable[Decision]) -> Table:

@@ -20,7 +20,7 @@ from thalweg.config.options import Options
 from thalweg.core.errors import CheckpointError, InsufficientMemory, InvalidRequest, UnsupportedConfig
 from thalweg.core.report import AUTO, USER
 from thalweg.core.sampling import SamplingParams
-from thalweg.engine.fallback import LEFT_OUT
+from thalweg.engine.build import LEFT_OUT
 from thalweg.launch import tuned
 from thalweg.launch.decisions import Decisions
 from thalweg.launch.hub import Checkpoint, fetch_weights, locate
@@ -85,7 +85,6 @@ def resolve(
             fetch_weights(drafter, model.hf_token)
     engine = decisions.config(
         **_unchanged_options(options),
-        **{name: getattr(resources.config, name) for name in REPLACED},
         model_path=str(checkpoint.folder),
         eos_ids=facts.eos if tokenizer is None else tokenizer.eos_ids,
         tuned_kernels=tuned_kernels,
@@ -104,10 +103,6 @@ def resolve(
         sampling=sampling,
         sizes=resources.sizes,
     )
-
-
-# fields that start-up measures, or whose decisions have other values
-REPLACED = ("context_length", "min_context_length", "max_total_tokens", "mixed_step_limits")
 
 
 def _unchanged_options(options: Options) -> dict[str, object]:

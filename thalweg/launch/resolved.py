@@ -57,7 +57,7 @@ class Resolved:
         return tuple(self.engine.report.current().values())
 
     def reader(self) -> Tokenizer:
-        """The tokenizer, for those who cannot do without. Raises CheckpointError."""
+        """The tokenizer. Raises CheckpointError where the folder has none."""
         if self.tokenizer is None:
             raise CheckpointError(
                 f"{self.path / 'tokenizer.json'} is missing: text needs a tokenizer beside the weights"

@@ -1,5 +1,5 @@
-"""What an engine gets: device, types, requests, tokens of a step, and memory. Nothing that the user set is changed:
-what cannot be honoured is an error.
+"""Decides device, types, requests, tokens of a step, and memory. It never changes what the user set: a value that
+cannot be honoured is an error.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from thalweg.core.format import format_bytes
 from thalweg.core.kernels import TORCH_ATTENTION, KernelConfig
 from thalweg.core.plan import PAGE
 from thalweg.core.report import AUTO, MODEL, USER
-from thalweg.launch.decisions import Decisions, source_and_reason
+from thalweg.launch.decisions import Decisions
 from thalweg.launch.graphs import resolve_graphs
 from thalweg.launch.kernels import resolve_kernels
 from thalweg.launch.resolved import Sizes
@@ -28,44 +28,26 @@ TYPICAL_TOKENS = 2048  # of a request; by default a CPU's cache holds no more th
 
 @dataclass(frozen=True, slots=True)
 class DeviceDefaults:
-    """What differs between kinds of devices."""
+    """What differs between kinds of devices: values, each with its reason."""
 
-    fraction: float  # of the free memory, for weights and KV cache
-    fraction_reason: str
-    is_measured: bool  # start-up measures how much KV cache fits, and the fraction is an estimate
-    is_limited: bool  # the KV cache holds no more than the running requests need
-    requests: int
-    requests_reason: str
-    tokens: int  # of a step
-    tokens_reason: str
-    overlap: bool
-    overlap_reason: str
+    fraction: tuple[float, str]  # of the free memory, for weights and KV cache
+    requests: tuple[int, str]
+    tokens: tuple[int, str]  # of a step
+    overlap: tuple[bool, str]
 
 
 DEFAULTS = {
     "cpu": DeviceDefaults(
-        fraction=0.8,
-        fraction_reason="leaves a fifth for activations and other programs",
-        is_measured=False,
-        is_limited=True,
-        requests=64,
-        requests_reason="enough to keep a CPU busy",
-        tokens=512,
-        tokens_reason="longer steps would hold up running requests on a CPU",
-        overlap=False,
-        overlap_reason="planning would take a core from the model on a CPU",
+        fraction=(0.8, "leaves a fifth for activations and other programs"),
+        requests=(64, "enough to keep a CPU busy"),
+        tokens=(512, "longer steps would hold up running requests on a CPU"),
+        overlap=(False, "planning would take a core from the model on a CPU"),
     ),
     "cuda": DeviceDefaults(
-        fraction=0.92,
-        fraction_reason="start-up measures what weights, kernels, the largest step and CUDA graphs leave",
-        is_measured=True,
-        is_limited=False,
-        requests=256,
-        requests_reason="with more, a GPU gains little and each request waits longer",
-        tokens=8192,
-        tokens_reason="enough for matrix products to run at full rate",
-        overlap=True,
-        overlap_reason="the device never waits for the plan",
+        fraction=(0.92, "start-up measures what weights, kernels, the largest step and CUDA graphs leave"),
+        requests=(256, "with more, a GPU gains little and each request waits longer"),
+        tokens=(8192, "enough for matrix products to run at full rate"),
+        overlap=(True, "the device never waits for the plan"),
     ),
 }
 
@@ -94,7 +76,7 @@ def resolve_resources(
 ) -> Resources:
     """measure: sizes of the model and the drafter of a configuration. decisions: with those of the drafter.
 
-    Raises UnsupportedConfig; InsufficientMemory where weights and one page of KV cache, or what was asked for, do not
+    Raises UnsupportedConfig; InsufficientMemory where weights and one page of KV cache, or the user's sizes, do not
     fit.
     """
     if reason := unsupported_parallelism(options.parallel):
@@ -108,13 +90,11 @@ def resolve_resources(
     decisions.fields |= {"mla": kernels.latent, "kv_cache_dtype": kernels.kv}
     sizes = _resolve_dtype(options, device, free, measure, decisions)
     kv = kernels.kv or decisions.fields["dtype"]
-    decisions.add("kv_cache_dtype", kv, *source_and_reason(bool(kernels.kv), "as dtype"))
-    choose("overlap_schedule", schedule.overlap_schedule, defaults.overlap, defaults.overlap_reason)
-    requests = choose(
-        "max_running_requests", schedule.max_running_requests, defaults.requests, defaults.requests_reason
-    )
-    is_measured = options.memory.mem_fraction_static is None and options.memory.max_total_tokens is None
-    is_measured = defaults.is_measured and is_measured
+    decisions.record("kv_cache_dtype", kv, bool(kernels.kv), "as dtype")
+    choose("overlap_schedule", schedule.overlap_schedule, *defaults.overlap)
+    requests = choose("max_running_requests", schedule.max_running_requests, *defaults.requests)
+    is_open = options.memory.mem_fraction_static is None and options.memory.max_total_tokens is None
+    is_measured = device == "cuda" and is_open  # start-up measures how much KV cache fits
     pages, context = _resolve_memory(options, facts, free, sizes, is_measured, decisions)
     tokens = _resolve_step_tokens(options, defaults, requests, context, decisions)
     drafts = drafting.num_drafts
@@ -128,13 +108,13 @@ def resolve_resources(
     resolve_graphs(options, device, kernels, rows, tokens, decisions)
     _resolve_scheduling(options, decisions)
     measures_steps = is_measured_by_steps(device, kernels) and schedule.chunked_prefill_size is None
-    config = decisions.config(
-        min_context_length=options.model.context_length or 0,
-        context_length=_context_limit(options, facts) if is_measured else context,
-        max_total_tokens=0 if is_measured else pages * PAGE,
-        mixed_step_limits=None if measures_steps else (),
-    )
-    return Resources(config, sizes, pages, context)
+    decisions.fields |= {
+        "min_context_length": options.model.context_length or 0,
+        "context_length": _context_limit(options, facts) if is_measured else context,
+        "max_total_tokens": 0 if is_measured else pages * PAGE,
+        "mixed_step_limits": None if measures_steps else (),
+    }
+    return Resources(decisions.config(), sizes, pages, context)
 
 
 def is_measured_by_steps(device: str, kernels: KernelConfig) -> bool:
@@ -146,9 +126,9 @@ def is_measured_by_steps(device: str, kernels: KernelConfig) -> bool:
 
 def _resolve_scheduling(options: Options, decisions: Decisions) -> None:
     policy, uses_cache = options.schedule.schedule_policy, options.memory.radix_cache
-    decisions.add("schedule_policy", policy, *source_and_reason(policy != "fcfs", "arrival order"))
+    decisions.record("schedule_policy", policy, policy != "fcfs", "arrival order")
     reason = "common beginnings of prompts are computed once"
-    decisions.add("radix_cache", uses_cache, *source_and_reason(not uses_cache, reason))
+    decisions.record("radix_cache", uses_cache, not uses_cache, reason)
     reason = "drawn at start; set it to repeat a run"
     decisions.choose("random_seed", options.sampling.random_seed, secrets.randbits(62), reason)
 
@@ -172,7 +152,7 @@ def _resolve_dtype(
     if device == "cuda":
         decisions.choose("dtype", asked, "bfloat16", "what a GPU's matrix units compute with")
         return measure(decisions.config())
-    usable = int(free * (options.memory.mem_fraction_static or DEFAULTS[device].fraction))
+    usable = int(free * (options.memory.mem_fraction_static or DEFAULTS[device].fraction[0]))
     sizes = measure(decisions.config(dtype=asked or "float32"))
     fits = sizes.weight_bytes <= usable // 2
     weights, memory = format_bytes(sizes.weight_bytes), format_bytes(usable)
@@ -186,15 +166,16 @@ def _resolve_memory(
 ) -> tuple[int, int]:
     """Pages of the KV cache, and the longest sequence."""
     asked, fields = options.memory, decisions.fields
-    defaults, name = DEFAULTS[fields["device"]], "mem_fraction_static"
-    fraction = asked.mem_fraction_static or defaults.fraction
+    is_gpu, name = fields["device"] == "cuda", "mem_fraction_static"
+    default, reason = DEFAULTS[fields["device"]].fraction
+    fraction = asked.mem_fraction_static or default
     if is_measured:
-        decisions.add(name, "auto", AUTO, defaults.fraction_reason)
-    elif defaults.is_measured and asked.mem_fraction_static is None:
+        decisions.add(name, "auto", AUTO, reason)
+    elif is_gpu and asked.mem_fraction_static is None:
         fraction = 1.0  # start-up compares the tokens that were asked for with what is free then
         decisions.add(name, "auto", AUTO, "--max-total-tokens says how much the KV cache takes")
     else:
-        decisions.choose(name, asked.mem_fraction_static, defaults.fraction, defaults.fraction_reason)
+        decisions.choose(name, asked.mem_fraction_static, default, reason)
     page = sizes.kv_bytes * PAGE
     most = (int(free * fraction) - sizes.weight_bytes) // page
     formula = (
@@ -218,7 +199,8 @@ def _resolve_memory(
         decisions.add("max_total_tokens", pages * PAGE, USER, f"{pages} whole pages of {PAGE} tokens")
     else:
         tokens = min(limit, TYPICAL_TOKENS)
-        useful = max(requests * -(-tokens // PAGE), -(-limit // PAGE)) if defaults.is_limited else most
+        # a CPU's cache holds no more than the running requests need
+        useful = most if is_gpu else max(requests * -(-tokens // PAGE), -(-limit // PAGE))
         pages = min(most, useful)
         estimate = "an estimate, which start-up replaces by what it measures: " if is_measured else ""
         enough = f"; {useful} are enough for {requests} requests of {tokens} tokens" if pages < most else ""
@@ -260,7 +242,7 @@ def _resolve_step_tokens(
     if asked == -1:
         decisions.add(name, requests * context, USER, "-1: every running prompt fits into one step")
         return requests * context
-    tokens, reason = defaults.tokens, defaults.tokens_reason
+    tokens, reason = defaults.tokens
     if 2 * requests > tokens:
         reason = f"a token for each of {requests} running requests, and {tokens} of prompts beside them"
         tokens += requests

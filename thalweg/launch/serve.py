@@ -175,7 +175,7 @@ def _welcome(config: Options, resolved: Resolved, url: str) -> str:
 
 
 def _curl(config: Options, resolved: Resolved, url: str) -> str:
-    """A command that works as it stands, but for the key, which is not shown."""
+    """A command that works; an API key is a variable in it."""
     words = ["curl", "-s"]
     if config.listen.ssl_certfile:
         words += ["--cacert", config.listen.ssl_certfile]

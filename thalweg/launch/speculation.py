@@ -12,14 +12,14 @@ from thalweg.config.speculative import MAX_STEPS, RELAXED_DELTA, RELAXED_TOPK, S
 from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.report import AUTO, USER, Decision, Value
 from thalweg.core.tree import MAX_TREE_NODES, TreeShape
-from thalweg.launch.decisions import Decisions, source_and_reason
+from thalweg.launch.decisions import Decisions
 
 FOLDER_FLAG = "--speculative-draft-model-path"
 TREE_DRAFTS = 15  # drafts of a tree by default: with its root as many tokens as a tile of the kernels has rows
 LOSSY = "LOSSY: answers are not distributed as the model's, and greedy ones are not the model's own"
 SIMULATED = "drafts are accepted without verification, so the text means nothing"
-POINT_MASS = "these drafts are no samples, and for them the rule is the same as race"
-MULTI_DRAFT = "for the drafts of a tree, the multi-draft form of race is used"
+POINT_MASS = "these drafts are no samples, and for them the rule is the same as gumbel-max"
+MULTI_DRAFT = "for the drafts of a tree, the multi-draft form of gumbel-max is used"
 
 
 def resolve_drafting(
@@ -47,7 +47,7 @@ def resolve_drafting(
     drafter = DRAFTERS[name or algorithm]
     notes = _inspect(name or algorithm, algorithm, folder, facts, model)
     _check_mtp(options, algorithm, drafter)
-    decisions.add("speculative_algorithm", algorithm, *source_and_reason(not reason, reason))
+    decisions.record("speculative_algorithm", algorithm, not reason, reason)
     decisions.entries += notes
     decisions.fields |= {
         "speculative_algorithm": name or algorithm,
@@ -57,13 +57,13 @@ def resolve_drafting(
     decisions.fields["speculative_num_draft_tokens"] = depth + 1
     adaptive = options.speculative_adaptive
     reason = "by measured step times and recent acceptance"
-    decisions.add("speculative_adaptive", adaptive, *source_and_reason(not adaptive, reason))
+    decisions.record("speculative_adaptive", adaptive, not adaptive, reason)
     _resolve_acceptance(options, drafter, depth, decisions)
     _resolve_tree(options, algorithm, depth, decisions)
 
 
 def without_room(reason: str) -> Decisions:
-    """Plain decoding, although a drafter was asked for."""
+    """Plain decoding, although the user set a drafter."""
     decisions = Decisions()
     decisions.add("speculative_algorithm", NO_DRAFTER, AUTO, f"no memory for the drafter: {reason}")
     return decisions
@@ -79,7 +79,7 @@ def refuse_simulated(options: SpeculativeOptions) -> None:
 
 
 def has_branches(options: SpeculativeOptions) -> bool:
-    """Whether a tree of drafts is asked for."""
+    """Whether the user set a tree of drafts."""
     return (options.speculative_eagle_topk or 1) > 1
 
 
@@ -124,7 +124,7 @@ def _algorithm(options: SpeculativeOptions, folder: Path | None, steps: int | No
 def _without_drafter(options: SpeculativeOptions, steps: int | None, reason: str, decisions: Decisions) -> None:
     if steps:
         raise UnsupportedConfig(
-            f"speculative_algorithm: NONE drafts nothing, but {steps} drafts a step were asked for; leave the number"
+            f"speculative_algorithm: NONE drafts nothing, and the options set {steps} drafts a step; leave the number"
             " out, or use --speculative-algorithm NEXTN"
         )
     if has_branches(options):
@@ -134,7 +134,7 @@ def _without_drafter(options: SpeculativeOptions, steps: int | None, reason: str
         )
     _check_thresholds(options)
     is_asked = bool(options.speculative_algorithm or options.mtp)
-    decisions.add("speculative_algorithm", NO_DRAFTER, *source_and_reason(is_asked, reason))
+    decisions.record("speculative_algorithm", NO_DRAFTER, is_asked, reason)
     unused: dict[str, Value | None] = {
         "speculative_draft_model_path": options.speculative_draft_model_path,
         "speculative_adaptive": None if options.speculative_adaptive else False,
@@ -186,7 +186,7 @@ def _check_thresholds(options: SpeculativeOptions) -> None:
     for name in ("speculative_relaxed_topk", "speculative_relaxed_delta"):
         if vars(options)[name] is not None and rule != "relaxed":
             raise UnsupportedConfig(
-                f"{name}: a threshold of the lossy rule, and drafts are accepted by {rule or 'race'}; leave it out, or"
+                f"{name}: a threshold of the relaxed rule, and the rule is {rule or 'gumbel-max'}; leave it out, or"
                 " use --speculative-acceptance relaxed"
             )
 
@@ -198,13 +198,13 @@ def _resolve_acceptance(options: SpeculativeOptions, drafter: DrafterEntry, dept
     topk, delta = options.speculative_relaxed_topk or RELAXED_TOPK, RELAXED_DELTA if delta is None else delta
     decisions.fields |= {"speculative_relaxed_topk": topk, "speculative_relaxed_delta": delta}
     reason = "tokens are the same as without drafts, seed for seed" if asked is None else ""
-    rule = asked or "race"
+    rule = asked or "gumbel-max"
     if asked == "relaxed":
         reason = f"{LOSSY}; drafts among the {topk} most likely tokens, at most {delta:g} less likely than the first"
-    if asked == "standard":
+    if asked == "rejection-sampling":
         reason = MULTI_DRAFT if has_branches(options) else "" if drafter.is_sampled else POINT_MASS
-        rule = "race" if reason else asked
-    decisions.add("speculative_acceptance", asked or "race", AUTO if asked is None else USER, reason)
+        rule = "gumbel-max" if reason else asked
+    decisions.add("speculative_acceptance", asked or "gumbel-max", AUTO if asked is None else USER, reason)
     decisions.fields["speculative_acceptance"] = rule
     if length is None:
         return
@@ -213,7 +213,7 @@ def _resolve_acceptance(options: SpeculativeOptions, drafter: DrafterEntry, dept
             f"speculative_simulate_accept_length: {length:g} tokens a verification, and {depth} drafts one after the"
             f" other bring {depth + 1} at most; give less, or more --speculative-num-steps"
         )
-    if asked not in (None, "race"):
+    if asked not in (None, "gumbel-max"):
         raise UnsupportedConfig(
             f"speculative_acceptance: {asked} accepts no draft where acceptance is simulated; leave it out, or"
             " --speculative-simulate-accept-length"
@@ -262,5 +262,5 @@ def _resolve_tree(options: SpeculativeOptions, algorithm: str, depth: int, decis
         return
     decisions.add("speculative_eagle_topk", branches, USER, "")
     reason = "as many as a tile of the kernels has rows, or all"
-    decisions.add("speculative_num_draft_tokens", drafts + 1, *source_and_reason(tokens is not None, reason))
+    decisions.record("speculative_num_draft_tokens", drafts + 1, tokens is not None, reason)
     decisions.choose("speculative_tree", form, "dynamic", "it grows where drafts are likely")

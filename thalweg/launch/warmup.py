@@ -22,8 +22,7 @@ def warmup(config: Options) -> int:
     resolved = resolve(config, weights=False)
     if resolved.engine.device != "cuda":
         print(
-            "nothing to compile: kernels are compiled for a GPU only, and this machine has none or was told"
-            " --device cpu"
+            "nothing to compile: kernels are compiled for a GPU only, and this machine has none, or --device cpu is set"
         )
         return 0
     begun, folder = time.monotonic(), caches.use(resolved.engine.cache_dir)

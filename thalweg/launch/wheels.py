@@ -4,10 +4,9 @@ say.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
-_PART = re.compile(r"(>=|<|==)\s*([\w.*+!-]+)")
+from packaging.specifiers import SpecifierSet
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,21 +71,6 @@ WHEELS = (
 )
 
 
-def within(version: str, wanted: str) -> bool:
-    """Whether a release lies in `wanted`, such as ">=2.11,<2.14". Local parts (+cpu) do not count; 1.0.post1 is later
-    than 1.0.
-    """
-    have = _release(version)
-    for sign, bound in _PART.findall(wanted):
-        limit = _release(bound)
-        if not {">=": have >= limit, "<": have < limit, "==": have == limit}[sign]:
-            return False
-    return True
-
-
-def _release(version: str) -> tuple[int, ...]:
-    """Numbers of a version: 2.13.0+cpu → (2, 13), 0.1.5.post1 → (0, 1, 5, 1); zeros at the end are dropped."""
-    numbers = [int(number) for number in re.findall(r"\d+", version.partition("+")[0])]
-    while numbers and numbers[-1] == 0:
-        numbers.pop()
-    return tuple(numbers)
+def within(version: str, wanted: str | SpecifierSet) -> bool:
+    """Whether a release lies in `wanted`, such as ">=2.11,<2.14". Local parts (+cpu) do not count."""
+    return (SpecifierSet(wanted) if isinstance(wanted, str) else wanted).contains(version, prereleases=True)

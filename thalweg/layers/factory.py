@@ -4,18 +4,19 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import torch
 
 from thalweg.attention.context import WorkspaceNeed
 from thalweg.config.model import ModelFacts, MoeFacts
 from thalweg.core.kernels import KernelConfig
-from thalweg.layers.interface import FeedForward, GroupedAttention, LatentAttention, MetadataBuilder, Vocabulary
+from thalweg.layers.interface import FeedForward, GroupedAttention, LatentAttention, MetadataBuilder, Norm, Vocabulary
 from thalweg.layers.linear import LinearLayer, Mlp, Part, taken
-from thalweg.layers.residual import Norm
 from thalweg.memory.planes import FP8, PlaneSpec, kv_cache_dtype, vector_plane
 from thalweg.parallel.axis import Axis, share_of, width_of
 from thalweg.parallel.layout import SINGLE_RANK, Layout
@@ -30,6 +31,9 @@ class LayerFactory(ABC):
     layer's.
     """
 
+    norm_type: ClassVar[type[Any]]
+    vocabulary_type: ClassVar[type[Any]]
+    gqa_type: ClassVar[type[Any]]
     dtype: torch.dtype  # in which the model computes
     device: torch.device
     kernels: KernelConfig = KernelConfig()
@@ -43,8 +47,10 @@ class LayerFactory(ABC):
         may be of another kind.
         """
 
-    @abstractmethod
-    def norm(self, name: str, dim: int, eps: float, reorder: Transform = unchanged) -> Norm: ...
+    def norm(self, name: str, dim: int, eps: float, reorder: Transform = unchanged) -> Norm:
+        """reorder: of its dims."""
+        norm: Norm = self.norm_type(self, name, dim, eps, reorder)
+        return norm
 
     @abstractmethod
     def linear(
@@ -57,17 +63,25 @@ class LayerFactory(ABC):
     ) -> LinearLayer:
         """A linear layer that declares no tensors yet. held: the scheme in which memory holds its weight."""
 
-    @abstractmethod
-    def vocabulary(self, name: str, vocab: int, hidden: int) -> Vocabulary: ...
+    def vocabulary(self, name: str, vocab: int, hidden: int) -> Vocabulary:
+        vocabulary: Vocabulary = self.vocabulary_type(self, name, vocab, hidden)
+        return vocabulary
 
     @abstractmethod
     def mla(self, facts: ModelFacts, layer: int, name: str, is_indexed: bool) -> LatentAttention: ...
 
-    @abstractmethod
-    def gqa(
-        self, facts: ModelFacts, layer: int, name: str, *, qk_norm: bool, out_bias: bool, inputs: int = 0
-    ) -> GroupedAttention:
-        """inputs: width of what queries, keys and values are made of; 0 is the hidden size."""
+    def gqa(self, facts: ModelFacts, layer: int, name: str, qk_norm: bool = False, inputs: int = 0) -> GroupedAttention:
+        """qk_norm: queries and keys are normed. inputs: width of what they and the values are made of; 0 is the hidden
+        size.
+        """
+        attention: GroupedAttention = self.gqa_type(self, facts, layer, name, qk_norm, inputs)
+        return attention
+
+    def feed_forward(self, facts: ModelFacts, layer: int, name: str, has_bias: bool = False) -> FeedForward:
+        """The mixture of experts of this layer, or the MLP of one without."""
+        if facts.moe is not None and facts.moe.in_layer(layer):
+            return self.moe(name, facts.moe, facts.hidden)
+        return self.mlp(name, facts.hidden, facts.intermediate, has_bias)
 
     @abstractmethod
     def moe(self, name: str, moe: MoeFacts, hidden: int) -> FeedForward: ...
@@ -93,12 +107,14 @@ class LayerFactory(ABC):
         """
         is_here = columns is None or columns.start == 0  # of several ranks, the first adds the bias
         inputs = shape[1] if columns is None else len(columns)
-        weight = TensorSpec(f"{name}.weight", shape, self.published)
-        held = None if has_bias else self.held(weight, taken(columns=columns))
+        weight, take = TensorSpec(f"{name}.weight", shape, self.published), taken(columns=columns)
+        held = None if has_bias else self.held(weight, take)
         linear = self.linear([shape[0]], inputs, has_bias and is_here, columns is not None, held)
-        linear.load_row(name, shape, self.published, columns, held)
-        if has_bias:
-            linear.load_bias(name, shape[0], self.published, is_here)
+        linear.loads("weight", weight.name, shape, self.published, take=take, held=held)
+        if has_bias and is_here:
+            linear.loads("bias", f"{name}.bias", shape[:1], self.published)
+        elif has_bias:
+            linear.weights.skips.append(re.escape(f"{name}.bias"))
         return linear
 
     def mlp(self, name: str, hidden: int, intermediate: int, has_bias: bool = False, axis: Axis | None = None) -> Mlp:

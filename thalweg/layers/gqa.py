@@ -13,9 +13,9 @@ from thalweg.attention.context import AttentionGroup, AttentionMetadata, concat_
 from thalweg.config.model import ModelFacts
 from thalweg.kernels.attend.ref import attend_grouped, rotate_
 from thalweg.layers.factory import LayerFactory
+from thalweg.layers.interface import Activation, ResidualStream
 from thalweg.layers.linear import Part
 from thalweg.layers.module import Module
-from thalweg.layers.residual import Activation, ResidualStream
 from thalweg.layers.rotary import pairs_from_halves
 from thalweg.parallel.axis import share_of
 
@@ -33,9 +33,7 @@ class GqaProjections(Module):
         facts: ModelFacts,
         layer: int,
         name: str,
-        *,
-        qk_norm: bool,
-        out_bias: bool,
+        qk_norm: bool = False,
         inputs: int = 0,
     ) -> None:
         super().__init__()
@@ -59,7 +57,7 @@ class GqaProjections(Module):
         self.query_norm = layers.norm(f"{name}.q_norm", self.dim, self.eps, turn) if qk_norm else None
         self.key_norm = layers.norm(f"{name}.k_norm", self.dim, self.eps, turn) if qk_norm else None
         columns = None if tp.size == 1 else range(heads.start * self.dim, heads.stop * self.dim)
-        self.out = layers.row(f"{name}.o_proj", (facts.hidden, facts.heads * self.dim), columns, out_bias)
+        self.out = layers.row(f"{name}.o_proj", (facts.hidden, facts.heads * self.dim), columns, facts.attention_bias)
         for plane, letter in (("key", "k"), ("value", "v")):
             names = f"{letter}_scale", f"{letter}_proj.{letter}_scale", f"attn.{letter}_scale"
             self.weights.cache_scales[plane, layer] = tuple(f"{name}.{scale}" for scale in names)

@@ -9,8 +9,61 @@ from torch import Tensor
 from thalweg.attention.context import AttentionGroup
 from thalweg.attention.selection import SelectedContexts
 from thalweg.batch.batch import Batch
-from thalweg.layers.residual import Activation, ResidualStream
 from thalweg.memory.planes import Planes
+
+Activation = Any  # a Tensor [T, H], or a norm that its readers compute (`kernels.norm.triton.LazyNorm`)
+
+
+class Norm(Protocol):
+    """A norm over the last dim."""
+
+    @property
+    def weight(self) -> Tensor: ...
+
+    def forward(self, x: Tensor) -> Tensor: ...
+
+    def forward_(self, x: Tensor) -> Tensor:
+        """The same, in place."""
+
+    def lazy(self, x: Tensor) -> Activation:
+        """The norm of x for readers that may compute it themselves. x must not change before they have."""
+
+
+class Addend(Protocol):
+    """A linear layer whose result is added to the stream."""
+
+    is_partial: bool  # the result is one rank's part of a sum
+
+    def forward(self, x: Activation) -> Tensor: ...
+
+    def add_(self, h: Tensor, x: Activation) -> Tensor:
+        """h += forward(x), in place."""
+
+
+class ExpertBlock(Protocol):
+    """A mixture of experts."""
+
+    def add_(self, h_TH: Tensor, x: Activation, real_T: Tensor | None) -> None:
+        """h += moe(x), in place, with all experts on this rank. real_T: False where a token is padding."""
+
+    def partial(self, x: Activation, real_T: Tensor | None) -> Tensor:
+        """This rank's part of the sum over tensor-parallel ranks, float32 [T, H], for experts divided over ranks."""
+
+
+class ResidualStream(Protocol):
+    """The hidden state [T, H] between sublayers."""
+
+    def add(self, linear: Addend, x: Activation) -> None:
+        """stream += linear(x)."""
+
+    def add_experts(self, experts: ExpertBlock, x: Activation, real_T: Tensor | None) -> None:
+        """stream += experts(x)."""
+
+    def normed(self, norm: Norm) -> Activation:
+        """What the next sublayer reads. It must be read before the stream is added to."""
+
+    def value(self) -> Tensor:
+        """[T, H], with everything added: the memory that later additions edit."""
 
 
 class Vocabulary(Protocol):

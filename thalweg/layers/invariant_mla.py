@@ -8,12 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from thalweg.attention.context import paths_of_tree
 from thalweg.batch.batch import Batch
 from thalweg.kernels.attend.args import DecodeRows
 from thalweg.kernels.attend.triton import DETERMINISTIC_SPLITS, merge
 from thalweg.kernels.mla import triton as mla
-from thalweg.layers.paged import PagedStep, rows_of
+from thalweg.layers.paged import PagedStep, paths_of_tree, rows_of
 from thalweg.layers.paged_mla import PagedMla
 
 PARTS = 1 << 27  # elements of partial sums at a time: 256 MiB
@@ -48,7 +47,7 @@ class InvariantMla(PagedMla):
 
 class OwnRows(NamedTuple):
     """row_T int32: of each token of the step. paths_TD: of the decode rows' tokens, where drafts part ways; see
-    `paths_of`.
+    `paths_of_tree`.
     """
 
     row_T: Tensor

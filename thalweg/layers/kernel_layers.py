@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from thalweg.attention.context import WorkspaceNeed
+from thalweg.attention.context import AttentionMetadataBuilder, WorkspaceNeed
 from thalweg.config.backends import DECODE, PREFILL
 from thalweg.config.entry_point import load_entry
 from thalweg.config.model import ModelFacts, MoeFacts
@@ -26,12 +26,11 @@ from thalweg.layers.paged_gqa import PagedGqa
 from thalweg.layers.paged_gqa import prepare_by as prepare_gqa
 from thalweg.layers.paged_mha import WIDTH, PagedMha
 from thalweg.layers.paged_mla import LatentMla, PagedMla, prepare_by
-from thalweg.layers.reference import ReferenceMetadata
 from thalweg.memory.planes import FP8, kv_cache_dtype
 from thalweg.parallel.axis import share_of, width_of
 from thalweg.quant.catalog import Declared, Schemes
 from thalweg.quant.scheme import Quantized, Scheme, Take, TensorSpec
-from thalweg.weights.table import Transform, unchanged
+from thalweg.weights.table import unchanged
 
 NO_SCHEMES = Declared({})  # every weight is plain numbers
 
@@ -42,6 +41,7 @@ class KernelLayers(LayerFactory):
     others.
     """
 
+    norm_type, vocabulary_type, gqa_type = KernelNorm, KernelEmbedding, PagedGqa
     schemes: Schemes = NO_SCHEMES  # of the checkpoint's weights
 
     def for_drafter(self, facts: ModelFacts, schemes: Schemes) -> KernelLayers:
@@ -49,9 +49,6 @@ class KernelLayers(LayerFactory):
         by = TORCH if facts.indexer is not None else "triton"
         kernels = msgspec.structs.replace(self.kernels, decode=by, prefill=by)
         return replace(self, kernels=kernels, schemes=schemes)
-
-    def norm(self, name: str, dim: int, eps: float, reorder: Transform = unchanged) -> KernelNorm:
-        return KernelNorm(self, name, dim, eps, reorder)
 
     def linear(
         self,
@@ -96,9 +93,6 @@ class KernelLayers(LayerFactory):
             )
         return None
 
-    def vocabulary(self, name: str, vocab: int, hidden: int) -> KernelEmbedding:
-        return KernelEmbedding(self, name, vocab, hidden)
-
     def mla(self, facts: ModelFacts, layer: int, name: str, is_indexed: bool) -> PagedMla | Mla:
         if self.kernels.decode == TORCH:
             return Mla(self, facts, layer, name, is_indexed)
@@ -117,11 +111,6 @@ class KernelLayers(LayerFactory):
         shape = MlaShape(heads, facts.mla.kv_lora, scale, fp8)
         kernel: MlaDecodeKernel = load_entry(DECODE[self.kernels.decode].mla)(shape)
         return kernel
-
-    def gqa(
-        self, facts: ModelFacts, layer: int, name: str, *, qk_norm: bool, out_bias: bool, inputs: int = 0
-    ) -> PagedGqa:
-        return PagedGqa(self, facts, layer, name, qk_norm=qk_norm, out_bias=out_bias, inputs=inputs)
 
     def moe(self, name: str, moe: MoeFacts, hidden: int) -> KernelMoe:
         routed, shared = self._expert_schemes(name, moe, hidden)
@@ -150,10 +139,10 @@ class KernelLayers(LayerFactory):
         )
         return scheme if scheme is not None and scheme.has_expert_kernels else None
 
-    def metadata(self, facts: ModelFacts, workspace: WorkspaceNeed) -> PagedMetadataBuilder | ReferenceMetadata:
+    def metadata(self, facts: ModelFacts, workspace: WorkspaceNeed) -> PagedMetadataBuilder | AttentionMetadataBuilder:
         kernels, device = self.kernels, self.device
         if kernels.decode == TORCH:
-            return ReferenceMetadata(facts, workspace, device)
+            return AttentionMetadataBuilder(rotary.table(facts.rope, facts.context, device), workspace)
         if facts.mla is None:
             heads, kv_heads = (
                 len(share_of(n, self.layout.tp, "attention heads")) for n in (facts.heads, facts.kv_heads)

@@ -15,21 +15,13 @@ from thalweg.kernels.norm.triton import LazyNorm
 from thalweg.kernels.silu_mul import triton as silu_mul
 from thalweg.kernels.small_batch_gemm import triton as small_batch_gemm
 from thalweg.layers.factory import LayerFactory
-from thalweg.layers.linear import LinearLayer
+from thalweg.layers.linear import Embedding, LinearLayer, RMSNorm
 from thalweg.layers.module import Module, parameter
-from thalweg.layers.reference_linear import Embedding
 from thalweg.quant.scheme import Quantized
-from thalweg.weights.table import Transform, unchanged
 
 
-class KernelNorm(Module):
-    """x / sqrt(mean(x²) + eps) · weight over the last dim; weight float32."""
-
-    def __init__(self, layers: LayerFactory, name: str, dim: int, eps: float, reorder: Transform = unchanged) -> None:
-        super().__init__()
-        self.weight = parameter(dim, dtype=torch.float32, device=layers.device)
-        self.loads("weight", f"{name}.weight", (dim,), layers.published, reorder)
-        self.eps = eps
+class KernelNorm(RMSNorm):
+    """See `RMSNorm`."""
 
     def forward(self, x_TH: Tensor) -> Tensor:
         return norm.rms_norm(x_TH, self.weight, self.eps)

@@ -13,10 +13,10 @@ from thalweg.kernels.norm import triton as norm
 from thalweg.kernels.norm.triton import LazyNorm
 from thalweg.kernels.router import triton as routing
 from thalweg.layers.factory import LayerFactory
+from thalweg.layers.interface import Activation, ResidualStream
 from thalweg.layers.kernel_linear import quantized_parameters
 from thalweg.layers.module import Module, parameter
 from thalweg.layers.moe import RouterWeights, load_expert, load_experts
-from thalweg.layers.residual import Activation, ResidualStream
 from thalweg.parallel.axis import width_of
 from thalweg.parallel.experts import ExpertPlacement
 from thalweg.quant.scheme import Quantized
@@ -37,12 +37,9 @@ class KernelMoe(Module):
         self.is_deterministic = layers.kernels.deterministic
         self.run = runner(layers.kernels.moe, self.is_deterministic)
         stacked = moe.shared if is_stacked else 0
-        self.router = RouterWeights(layers, f"{name}.gate", moe, hidden, layers.dtype)  # the gate as published
+        self.router = RouterWeights(layers, f"{name}.gate", moe, hidden, layers.dtype, stacked)  # the gate as published
         self.experts = KernelExperts(layers, name, moe, hidden, scheme, stacked)
         self.shared = layers.shared_experts(name, moe, hidden) if moe.shared and not is_stacked else None
-        self.rule = routing.RouterConfig(
-            moe.experts, moe.topk, moe.scale, moe.groups, moe.topk_groups, moe.method, moe.renormalize, stacked
-        )
         layout, device = layers.layout, layers.device
         self.placement = None if layout.is_single else ExpertPlacement(moe.experts, stacked, layout, device)
 
@@ -78,7 +75,7 @@ class KernelMoe(Module):
 
     def _route(self, x: Tensor | LazyNorm, real_T: Tensor | None, with_codes: bool) -> routing.RouterOutput:
         return routing.route(
-            x, self.router.weight, self.router.bias, self.rule, real_T, with_codes, self.is_deterministic
+            x, self.router.weight, self.router.bias, self.router.rule, real_T, with_codes, self.is_deterministic
         )
 
 

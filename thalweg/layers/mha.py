@@ -27,7 +27,7 @@ class Mha(Mla):
     def attend(
         self, group: AttentionGroup, query_NHd: Tensor, selected: SelectedContext | None, metadata: AttentionMetadata
     ) -> Tensor:
-        return self.latents.plain(group, query_NHd, selected, self._contexts(group, query_NHd, metadata))
+        return self.attend_expanded(group, query_NHd, selected, self._contexts(group, query_NHd, metadata))
 
     def _contexts(
         self, group: AttentionGroup, query_NHd: Tensor, metadata: AttentionMetadata

@@ -1,36 +1,37 @@
 """Multi-head latent attention, with DSA where the model has an indexer (DeepSeek-V2 report §2.1, V3.2 report §2.1), in
 plain torch.
-
-On a GPU the projections and norms around it may be kernels: `layers` makes them.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from thalweg.attention.context import AttentionGroup, AttentionMetadata, concat_groups
+from thalweg.attention.context import AttentionGroup, AttentionMetadata, QueryTile, concat_groups
 from thalweg.attention.selection import SelectedContext, SelectedContexts, Selection, select_top_k
 from thalweg.config.model import ModelFacts
-from thalweg.kernels.attend.ref import rotate_
+from thalweg.core.plan import PAGE
+from thalweg.kernels.attend.ref import attend, expand_latents, index_scores, rotate_
 from thalweg.kernels.gemm.prefetch import Prefetch, no_prefetch, prefetch_for
 from thalweg.layers.factory import LayerFactory
-from thalweg.layers.indexer import Indexer
-from thalweg.layers.latents import Latents
-from thalweg.layers.linear import Part, taken
+from thalweg.layers.interface import Activation, ResidualStream
+from thalweg.layers.linear import LayerNorm, Linear, Part, place_together, taken
 from thalweg.layers.module import Module, parameter
-from thalweg.layers.reference_linear import Linear, place_together
-from thalweg.layers.residual import Activation, ResidualStream, rows_of
+from thalweg.layers.residual import rows_of
 from thalweg.layers.rotary import pairs_from_halves, softmax_scale
 from thalweg.parallel.axis import share_of
 from thalweg.weights.table import Transform, unchanged
 
 LATENT_NORM_EPS = 1e-6  # the class default in the published code, not rms_norm_eps
+KEY_NORM_EPS = 1e-6  # of the indexer: nn.LayerNorm with this eps in the published code
+# elements of selected latents gathered at once: what stays in a CPU's near cache until it is read again; on a GPU a
+# whole tile's
+GATHERED, GATHERED_ON_GPU = 1 << 19, 1 << 27
 CACHE_SCALE_PREFIXES = ("", "attn.", "mla_attn.", "k_proj.")  # where tools put the scales of a cache in FP8
 
 
@@ -86,8 +87,10 @@ class MlaProjections(Module):
 
 
 class Mla(MlaProjections):
-    """Cached per token: the normed latent and the rotated key, side by side. Output heads are summed into the
-    residual.
+    """Cached per token: the normed latent and the rotated key, side by side.
+
+    Short queries multiply by uk and attend to latents; those of more than `long` tokens expand the context once and
+    save work on every pair. A selected context is gathered, or, while it is short, masked.
     """
 
     def __init__(
@@ -116,7 +119,14 @@ class Mla(MlaProjections):
         self._before = self._after = self.uk.data
         if isinstance(self.down, Linear):
             self._place()
-        self.latents = Latents(facts, layer, self.scale, self.uk.data, self.uv.data)
+        absorbed, expanded = 2 * self.rank + self.rope, self.nope + self.rope + self.v  # work for one key by one head
+        self.long = self.rank * (self.nope + self.v) // (absorbed - expanded) if absorbed > expanded else 1 << 30
+        topk = index.topk if index is not None else 0
+        at_once = GATHERED_ON_GPU if self.uk.is_cuda else GATHERED
+        self.queries_at_once = max(at_once // max(topk * (self.rank + self.rope), 1), 1)
+        # up to here a mask over everything costs less than gathering the selected latents of every query token: twice
+        # the work, measured
+        self.masked = 2 * topk * absorbed // expanded
 
     def _place(self) -> None:
         """What a step reads one behind the other lies side by side, and is read ahead at once
@@ -178,8 +188,143 @@ class Mla(MlaProjections):
     def attend(
         self, group: AttentionGroup, query_NHd: Tensor, selected: SelectedContext | None, metadata: AttentionMetadata
     ) -> Tensor:
-        """Attention of one group: [N, H * v]."""
-        return self.latents.attend(group, query_NHd, selected, metadata)
+        """Attention of one group: → [N, H * v]."""
+        if group.query > self.long and (selected is None or group.max_kv_len <= min(self.masked, 2 * group.query)):
+            contexts = self._gather(group, group.pages, metadata)
+            return self.attend_expanded(
+                group, query_NHd, selected, (expand_latents(x_SD, self.uk, self.uv) for x_SD in contexts)
+            )
+        absorbed = torch.bmm(query_NHd[..., : self.nope].transpose(0, 1), self.uk).transpose(0, 1)
+        query_NHD = torch.cat((absorbed, query_NHd[..., self.nope :]), -1)
+        u_NHR = (
+            self._dense(group, query_NHD, metadata)
+            if selected is None
+            else self._sparse(group, query_NHD, selected, metadata)
+        )
+        return torch.bmm(u_NHR.transpose(0, 1), self.uv).transpose(0, 1).reshape(-1, self.heads * self.v)
+
+    def _dense(self, group: AttentionGroup, query_NHD: Tensor, metadata: AttentionMetadata) -> Tensor:
+        """Absorbed attention to the whole context: → [N, H, r]."""
+        parts = []
+        for tile in group.tiles:
+            latents = self._gather(group, tile.pages, metadata)
+            query = group.take_tile(query_NHD, tile).view(group.rows, -1, self.rank + self.rope)
+            bias = group.bias(tile).unsqueeze(1).expand(-1, self.heads, -1).reshape(group.rows, query.shape[1], -1)
+            out = attend(query, latents, latents[..., : self.rank], bias, self.scale)
+            parts.append(out.view(-1, self.heads, self.rank))
+        return group.join_tiles(parts)
+
+    def _gather(self, group: AttentionGroup, pages: int, metadata: AttentionMetadata) -> Tensor:
+        """The latents of every row's first pages: [R, S, r + rope]."""
+        stored = group.gather(metadata.planes.paged("latent", self.layer), pages)
+        return metadata.planes.read("latent", self.layer, stored, self.uk.dtype)
+
+    def _sparse(
+        self, group: AttentionGroup, query_NHD: Tensor, selected: SelectedContext, metadata: AttentionMetadata
+    ) -> Tensor:
+        """Absorbed attention to the selected context: → [N, H, r]."""
+        parts = []
+        for tile, index_NK, bias_NK in zip(group.tiles, selected.positions, selected.biases, strict=True):
+            query, slots_NK, bias = group.take_tile(query_NHD, tile), group.plane_rows(index_NK), bias_NK.unsqueeze(1)
+            if len(query) <= self.queries_at_once:
+                parts.append(self._gathered(query, slots_NK, bias, metadata))
+            else:
+                pieces = zip(*(torch.split(x, self.queries_at_once) for x in (query, slots_NK, bias)), strict=True)
+                parts.append(torch.cat([self._gathered(q, slots, b, metadata) for q, slots, b in pieces]))
+        return group.join_tiles(parts)
+
+    def _gathered(self, query_NHD: Tensor, slots_NK: Tensor, bias_N1K: Tensor, metadata: AttentionMetadata) -> Tensor:
+        """Each query token to its own latents: → [N, H, r]."""
+        stored = metadata.planes.tokens("latent", self.layer).index_select(0, slots_NK.view(-1))
+        latents = metadata.planes.read("latent", self.layer, stored, query_NHD.dtype)
+        latents = latents.view(len(query_NHD), -1, self.rank + self.rope)
+        return attend(query_NHD, latents, latents[..., : self.rank], bias_N1K, self.scale)
+
+    def attend_expanded(
+        self,
+        group: AttentionGroup,
+        query_NHd: Tensor,
+        selected: SelectedContext | None,
+        contexts: Iterable[tuple[Tensor, Tensor]],
+    ) -> Tensor:
+        """Plain multi-head attention, row by row, to the whole context or to what a mask leaves of it: → [N, H * v].
+        contexts: keys [H, S, nope + rope] and values [H, S, v] of each row.
+        """
+        rows = []
+        queries = query_NHd.view(group.rows, group.query, self.heads, -1)
+        for row, (query_qHd, (key, value)) in enumerate(zip(queries, contexts, strict=True)):
+            for i, tile in enumerate(group.tiles):
+                bias = (
+                    group.bias(tile)
+                    if selected is None
+                    else group.selected_bias(tile, selected.positions[i], selected.biases[i])
+                )
+                bias_qS = bias.view(group.rows, tile.stop - tile.start, -1)[row]
+                max_kv_len, query = bias_qS.shape[1], query_qHd[tile.start : tile.stop].transpose(0, 1)
+                out = attend(query, key[:, :max_kv_len], value[:, :max_kv_len], bias_qS, self.scale)
+                rows.append(out.transpose(0, 1).flatten(1))
+        return torch.cat(rows)
+
+
+class Indexer(Module):
+    """DSA's lightning indexer (DeepSeek-V3.2 report §2.1): cheap scores of the whole past select what attention reads.
+
+    Its query and key projections are rows of the attention's fused GEMMs; head weights are float32 (in bf16 they lose
+    recall). Only the first dims of a head rotate. Keys are not quantized, so a Hadamard transform would change nothing.
+    """
+
+    def __init__(
+        self, layers: LayerFactory, facts: ModelFacts, layer: int, name: str, selection: Selection, turn: Transform
+    ) -> None:
+        """turn: reorders the dims of its key norm."""
+        super().__init__()
+        index, hidden = facts.indexer, facts.hidden
+        assert index is not None
+        self.heads, self.dim, self.topk, self.layer = index.heads, index.dim, index.topk, layer
+        self.selection = selection
+        self.key_norm = LayerNorm(layers, f"{name}.k_norm", index.dim, KEY_NORM_EPS, turn)
+        self.head_weights = parameter(index.heads, hidden, dtype=torch.float32, device=layers.device)
+        self.loads("head_weights", f"{name}.weights_proj.weight", (index.heads, hidden), layers.published)
+        self._transposed = self.head_weights.data.t()
+        self.scale = (index.heads * index.dim) ** -0.5
+
+    def keep(self, key_TD: Tensor, metadata: AttentionMetadata) -> None:
+        """Norms, rotates and stores the keys of this step's tokens: always, also where every token will be read."""
+        key_TD = self.key_norm.forward(key_TD)
+        rotate_(key_TD, metadata.cos_sin_T1c, 0, 1, self.dim)
+        metadata.planes.write("index", self.layer, metadata.batch.write_T, key_TD)
+
+    def select(self, x_TH: Tensor, query_TX: Tensor, metadata: AttentionMetadata) -> SelectedContexts:
+        """The choice of each group; None where its longest context has no more than topk tokens, so that all are read.
+
+        query_TX: this step's index queries before rotation [T, heads * dim]; rotated in place.
+        """
+        if metadata.max_kv_len <= self.topk:
+            return (None,) * len(metadata.groups)
+        rotate_(query_TX, metadata.cos_sin_T1c, 0, self.heads, self.dim)
+        query_THD = query_TX.view(-1, self.heads, self.dim)
+        weights_TH = torch.mm(x_TH if x_TH.dtype == torch.float32 else x_TH.float(), self._transposed)
+        return tuple(self._select(group, query_THD, weights_TH, metadata) for group in metadata.groups)
+
+    def _select(
+        self, group: AttentionGroup, query_THD: Tensor, weights_TH: Tensor, metadata: AttentionMetadata
+    ) -> SelectedContext | None:
+        if group.max_kv_len <= self.topk:
+            return None
+        query_NHD, weights_NH = group.take(query_THD), group.take(weights_TH)
+        chosen = [self._select_tile(group, tile, query_NHD, weights_NH, metadata) for tile in group.tiles]
+        return SelectedContext(tuple(index for index, _ in chosen), tuple(bias for _, bias in chosen))
+
+    def _select_tile(
+        self, group: AttentionGroup, tile: QueryTile, query_NHD: Tensor, weights_NH: Tensor, metadata: AttentionMetadata
+    ) -> tuple[Tensor, Tensor]:
+        query, weights, bias = group.take_tile(query_NHD, tile), group.take_tile(weights_NH, tile), group.bias(tile)
+        paged = metadata.planes.paged("index", self.layer)
+        # past each query's own position -inf, not 0: scores may be negative
+        keys = metadata.planes.read("index", self.layer, group.gather(paged, tile.pages), query.dtype)
+        scores = index_scores(query, weights, keys, bias, self.scale)
+        index = self.selection(scores, min(self.topk, tile.pages * PAGE))
+        return index, bias.gather(1, index)
 
 
 def indexer_order(facts: ModelFacts) -> Transform:

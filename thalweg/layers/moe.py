@@ -8,14 +8,15 @@ import torch
 from torch import Tensor
 
 from thalweg.config.model import MoeFacts
-from thalweg.kernels.experts import script
-from thalweg.kernels.experts.ref import add_experts_
+from thalweg.kernels.experts.ref import SCRIPTABLE, add_experts_, scripted
 from thalweg.kernels.gemm.prefetch import PREFETCH_SINK, no_prefetch, prefetch_for
 from thalweg.kernels.router import ref
+from thalweg.kernels.router.ref import RouterConfig
 from thalweg.layers.factory import LayerFactory
+from thalweg.layers.interface import Activation, ResidualStream
 from thalweg.layers.linear import taken
 from thalweg.layers.module import Module, parameter
-from thalweg.layers.residual import Activation, ResidualStream, rows_of
+from thalweg.layers.residual import rows_of
 from thalweg.parallel.axis import width_of
 from thalweg.parallel.experts import ExpertPlacement
 from thalweg.quant.scheme import Quantized
@@ -60,8 +61,14 @@ class MoeBlock(Module):
 class RouterWeights(Module):
     """weight [E, H] and, where the model has one, a float32 bias [E]."""
 
-    def __init__(self, layers: LayerFactory, name: str, moe: MoeFacts, hidden: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, layers: LayerFactory, name: str, moe: MoeFacts, hidden: int, dtype: torch.dtype, shared: int = 0
+    ) -> None:
+        """shared: experts that every token chooses besides."""
         super().__init__()
+        self.rule = RouterConfig(
+            moe.experts, moe.topk, moe.scale, moe.groups, moe.topk_groups, moe.method, moe.renormalize, shared
+        )
         self.weight = parameter(moe.experts, hidden, dtype=dtype, device=layers.device)
         self.loads("weight", f"{name}.weight", (moe.experts, hidden), layers.published)
         self.bias = None
@@ -75,16 +82,12 @@ class Router(RouterWeights):
 
     def __init__(self, layers: LayerFactory, name: str, moe: MoeFacts, hidden: int) -> None:
         super().__init__(layers, name, moe, hidden, torch.float32)
-        self.moe, self._transposed = moe, self.weight.data.t()
+        self._transposed = self.weight.data.t()
 
     def forward(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
         """Weights float32 [T, topk] and ids int64 [T, topk]."""
-        moe, logits = self.moe, torch.mm(x_TH if x_TH.dtype == torch.float32 else x_TH.float(), self._transposed)
-        if self.bias is not None:
-            return ref.noaux_tc(logits, self.bias, moe.topk, moe.scale, moe.groups, moe.topk_groups, moe.renormalize)
-        if moe.method == "greedy":
-            return ref.greedy(logits, moe.topk, moe.scale, moe.renormalize)
-        return ref.group_limited_greedy(logits, moe.topk, moe.scale, moe.groups, moe.topk_groups, moe.renormalize)
+        logits = torch.mm(x_TH if x_TH.dtype == torch.float32 else x_TH.float(), self._transposed)
+        return ref.choose_experts(logits, self.bias, self.rule)
 
 
 class Experts(Module):
@@ -110,7 +113,7 @@ class Experts(Module):
             prefetched,
             PREFETCH_SINK,
         )
-        self._run = script.compiled() if device.type == "cpu" and script.AVAILABLE else add_experts_
+        self._run = scripted() if device.type == "cpu" and SCRIPTABLE else add_experts_
 
     def add_(self, out_TH: Tensor, x_TH: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> None:
         """out (float32) += Σ_k weights · expert(x), in place."""

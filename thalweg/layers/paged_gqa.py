@@ -19,8 +19,8 @@ from thalweg.kernels.gqa.triton import NewTokens, gather
 from thalweg.kernels.rope import triton as rope
 from thalweg.layers.factory import LayerFactory
 from thalweg.layers.gqa import GqaProjections
+from thalweg.layers.interface import Activation, ResidualStream
 from thalweg.layers.paged import PagedStep, Prepare, Rest, ragged
-from thalweg.layers.residual import Activation, ResidualStream
 
 
 class PagedGqa(GqaProjections):
@@ -34,12 +34,10 @@ class PagedGqa(GqaProjections):
         facts: ModelFacts,
         layer: int,
         name: str,
-        *,
-        qk_norm: bool,
-        out_bias: bool,
+        qk_norm: bool = False,
         inputs: int = 0,
     ) -> None:
-        super().__init__(layers, facts, layer, name, qk_norm=qk_norm, out_bias=out_bias, inputs=inputs)
+        super().__init__(layers, facts, layer, name, qk_norm, inputs)
         self.scale, self.is_deterministic = self.dim**-0.5, layers.kernels.deterministic
         self.kernels = gqa_kernels(layers.kernels, GqaShape(self.heads, self.kv_heads, self.dim))
 
@@ -56,7 +54,9 @@ class PagedGqa(GqaProjections):
         """Stores the tokens' keys and values and attends: → [T, H * d]."""
         qkv_THd = qkv_TX.view(len(qkv_TX), -1, self.dim)
         stores_new = self.kernels.decode.stores_new and not self.is_deterministic
-        new = step.decode if stores_new and step.rows.query == 1 and step.rows.tree_mask_T is None else 0
+        # rows of one request would read each other's keys while the same launch stores them
+        is_apart = step.rows.query == 1 and step.rows.tree_mask_T is None and not step.batch.shares_slots
+        new = step.decode if stores_new and is_apart else 0
         if new < len(qkv_THd):
             self._write(qkv_THd, step, new)
         parts = []

@@ -14,10 +14,10 @@ from thalweg.kernels.gemm.epilogue import PLAIN
 from thalweg.kernels.gqa import triton as gqa
 from thalweg.kernels.rope import triton as rope
 from thalweg.layers.factory import LayerFactory
+from thalweg.layers.interface import Activation
 from thalweg.layers.kernel_linear import matmul
 from thalweg.layers.paged import PagedStep
 from thalweg.layers.paged_mla import PagedMla
-from thalweg.layers.residual import Activation
 
 WIDTH = 256  # of a head in the planes: keys of 192 and values of 128 dims, zeros behind them
 

@@ -17,9 +17,9 @@ from thalweg.kernels.mla import triton as mla
 from thalweg.kernels.mla.backends import MlaDecodeKernel, MlaPrefillKernel
 from thalweg.kernels.rope import triton as rope
 from thalweg.layers.factory import LayerFactory
+from thalweg.layers.interface import Activation, ResidualStream
 from thalweg.layers.mla import LATENT_NORM_EPS, MlaProjections
 from thalweg.layers.paged import PagedStep, Prepare, Rest
-from thalweg.layers.residual import Activation, ResidualStream
 
 ABSORBED = 64  # decode tokens up to which one kernel stores the latents and absorbs the queries
 

@@ -6,72 +6,17 @@ which stays pending until the stream is read: then one reduction settles it.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
-
 import torch
 from torch import Tensor
 
+from thalweg.layers.interface import Activation, Addend, ExpertBlock, Norm, ResidualStream
 from thalweg.parallel.axis import Axis
 from thalweg.parallel.layout import Layout
-
-Activation = Any  # a Tensor [T, H], or a norm that its readers compute (`kernels.norm.triton.LazyNorm`)
 
 
 def rows_of(x: Activation) -> Tensor:
     """The rows of an activation, computed if they have not been."""
     return x if isinstance(x, Tensor) else x.rows()
-
-
-class Norm(Protocol):
-    """A norm over the last dim."""
-
-    @property
-    def weight(self) -> Tensor: ...
-
-    def forward(self, x: Tensor) -> Tensor: ...
-
-    def forward_(self, x: Tensor) -> Tensor:
-        """The same, in place."""
-
-    def lazy(self, x: Tensor) -> Activation:
-        """The norm of x for readers that may compute it themselves. x must not change before they have."""
-
-
-class Addend(Protocol):
-    """A linear layer whose result is added to the stream."""
-
-    is_partial: bool  # the result is one rank's part of a sum
-
-    def forward(self, x: Activation) -> Tensor: ...
-
-    def add_(self, h: Tensor, x: Activation) -> Tensor:
-        """h += forward(x), in place."""
-
-
-class ExpertBlock(Protocol):
-    """A mixture of experts."""
-
-    def add_(self, h_TH: Tensor, x: Activation, real_T: Tensor | None) -> None:
-        """h += moe(x), in place, with all experts on this rank. real_T: False where a token is padding."""
-
-    def partial(self, x: Activation, real_T: Tensor | None) -> Tensor:
-        """This rank's part of the sum over tensor-parallel ranks, float32 [T, H], for experts divided over ranks."""
-
-
-class ResidualStream(Protocol):
-    """The hidden state [T, H] between sublayers."""
-
-    def add(self, linear: Addend, x: Activation) -> None:
-        """stream += linear(x)."""
-
-    def add_experts(self, experts: ExpertBlock, x: Activation, real_T: Tensor | None) -> None:
-        """stream += experts(x)."""
-
-    def normed(self, norm: Norm) -> Activation:
-        """What the next sublayer reads. It must be read before the stream is added to."""
-
-    def value(self) -> Tensor:
-        """[T, H], with everything added: the memory that later additions edit."""
 
 
 def stream(layout: Layout, x_TH: Tensor, is_partial: bool = False) -> ResidualStream:

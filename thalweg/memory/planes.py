@@ -61,7 +61,7 @@ def decode(stored: Tensor, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
 class Planes:
     """Storage of `pages` pages for each spec, zeroed so that the null page is finite.
 
-    The scale of an FP8 plane is 1 unless the checkpoint has one (`weights.cache_scales`): normed latents, and keys and
+    The scale of an FP8 plane is 1 unless the checkpoint has one (`weights.loader`): normed latents, and keys and
     values of normed states, are of a size that FP8 holds.
     """
 

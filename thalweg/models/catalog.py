@@ -16,8 +16,10 @@ from thalweg.core.errors import CheckpointError
 from thalweg.layers.factory import LayerFactory
 from thalweg.layers.reference import ReferenceLayers
 from thalweg.models import deepseek, dense
-from thalweg.models.decoder import Decoder, MakeLayer, Model, Stage
+from thalweg.models.decoder import Decoder, MakeLayer
+from thalweg.models.interface import Model
 from thalweg.models.nextn import NextN
+from thalweg.models.stages import Stage
 from thalweg.quant.catalog import scheme_of
 
 
@@ -65,24 +67,23 @@ def read_facts(folder: Path) -> ModelFacts:
 
 def read_config_facts(config: Mapping[str, Any], where: str) -> ModelFacts:
     """The facts of a config.json's content. where: names it in errors. Raises CheckpointError as `read_facts`."""
-    architecture = architecture_of(config, where)
-    family = FAMILIES.get(architecture)
-    if family is None:
-        raise CheckpointError(f"{where}: architecture {architecture!r} is unknown; there is {', '.join(FAMILIES)}")
+    family = _family(architecture_of(config, where), where)
     facts = facts_of(config, where, family.fields, family.defaults)
     scheme_of(facts.quantization_config, where)  # raises for a format that is not supported
     return facts
+
+
+def _family(architecture: str, where: str) -> Family:
+    if architecture not in FAMILIES:
+        raise CheckpointError(f"{where}: architecture {architecture!r} is unknown; there is {', '.join(FAMILIES)}")
+    return FAMILIES[architecture]
 
 
 def assemble(facts: ModelFacts, factory: LayerFactory, stage: Stage | None = None) -> Decoder:
     """The empty model of these facts, or a pipeline stage of it; a loader fills it. Raises CheckpointError for an
     unknown architecture.
     """
-    family = FAMILIES.get(facts.architecture)
-    if family is None:
-        raise CheckpointError(
-            f"config.json: architecture {facts.architecture!r} is unknown; there is {', '.join(FAMILIES)}"
-        )
+    family = _family(facts.architecture, "config.json")
     return Decoder(facts, factory, family.layer, family.workspace(facts), stage)
 
 

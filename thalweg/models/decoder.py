@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +18,12 @@ from thalweg.attention.selection import SelectedContexts
 from thalweg.batch.batch import Batch
 from thalweg.config.model import ModelFacts
 from thalweg.layers.factory import LayerFactory
-from thalweg.layers.interface import MetadataBuilder, Vocabulary
+from thalweg.layers.interface import ResidualStream, Vocabulary
 from thalweg.layers.module import Module
-from thalweg.layers.residual import ResidualStream, stream
+from thalweg.layers.residual import stream
 from thalweg.memory.planes import Planes, PlaneSpec
+from thalweg.models.interface import DecoderLayer
+from thalweg.models.stages import Stage
 from thalweg.weights.table import WeightTable, table_of
 
 ROTARY_BUFFERS = (
@@ -30,70 +31,7 @@ ROTARY_BUFFERS = (
 )
 
 
-class Model(Protocol):
-    """What the runner asks of a model. It is an nn.Module too; everything runs under torch.inference_mode."""
-
-    facts: ModelFacts
-    factory: LayerFactory
-    metadata: MetadataBuilder
-
-    def planes(self) -> tuple[PlaneSpec, ...]:
-        """What it keeps of each token."""
-
-    def forward(self, batch: Batch, planes: Planes) -> Tensor:
-        """Hidden states [T, X] of every token of the step: first the H numbers that `logits` reads, then the watched
-        streams (`Target.watch`).
-
-        Writes the step's KV into the planes.
-        """
-
-    def logits(self, hidden_NX: Tensor) -> Tensor:
-        """float32 [N, vocabulary]."""
-
-    def table(self) -> WeightTable:
-        """How the published tensors map onto its parameters."""
-
-
-class Target(Model, Protocol):
-    """A model that others can draft for."""
-
-    def embed(self, ids_T: Tensor) -> Tensor:
-        """[T, H]: the embeddings of tokens."""
-
-    def watch(self, layers: Sequence[int]) -> None:
-        """From now on `forward` returns, behind the H numbers of the final hidden state, the residual streams that
-        enter these layers (number `facts.layers` is behind the last): [T, H · (1 + watched)].
-        """
-
-
-class DecoderLayer(Protocol):
-    """One layer of a family. `layers.factory` makes its parts."""
-
-    def __call__(self, h: ResidualStream, metadata: Any, selections: SelectedContexts) -> SelectedContexts:
-        """Adds to the stream. Returns the selection of context that later layers may share."""
-
-    def planes(self) -> tuple[PlaneSpec, ...]:
-        """What its attention keeps of each token."""
-
-
 MakeLayer = Callable[[ModelFacts, int, LayerFactory], DecoderLayer]  # the layer of this number
-
-
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """Layers `first` to `stop` - 1 of `layers`."""
-
-    first: int
-    stop: int
-    layers: int
-
-    @property
-    def is_first(self) -> bool:
-        return self.first == 0
-
-    @property
-    def is_last(self) -> bool:
-        return self.stop == self.layers
 
 
 class StageValue(NamedTuple):
@@ -115,10 +53,11 @@ class Decoder(Module):
         workspace: WorkspaceNeed,
         stage: Stage | None = None,
     ) -> None:
-        """work: what attention of a step takes, see `attention.context`. stage: None is the whole model."""
+        """workspace: of the attention of a step, see `attention.context`. stage: None is the whole model."""
         super().__init__()
         self.facts, self.factory, self.watched = facts, factory, tuple[int, ...]()
         self.stage = stage or Stage(0, facts.layers, facts.layers)
+        self.is_last = self.stage.is_last
         self.embedding: Vocabulary | None = None
         self.head: Vocabulary | None = None
         if self.stage.is_first or self.stage.is_last:  # drafters on the last stage embed, too
@@ -178,7 +117,7 @@ class Decoder(Module):
             if number in self.watched:
                 watched.append(settled_copy(h))
             selections = layer(h, metadata, selections)
-        if not self.stage.is_last:
+        if not self.is_last:
             return StageValue(h.value(), selections, tuple(watched))
         if self.stage.layers in self.watched:
             watched.append(settled_copy(h))
@@ -214,18 +153,3 @@ def gathered_logits(factory: LayerFactory, head: Vocabulary, hidden_NH: Tensor, 
     padded_NV = own_NV.new_full((len(own_NV), each), -torch.inf)
     padded_NV[:, : own_NV.shape[1]] = own_NV
     return axis.all_gather(padded_NV).transpose(0, 1).flatten(1)[:, :vocab].contiguous()
-
-
-def stage_borders(facts: ModelFacts, stages: int) -> tuple[Stage, ...]:
-    """Cuts the layers into stages of about equal size. A border is moved back to a layer with an indexer of its own
-    where one is near.
-    """
-    full = facts.indexer.full if facts.indexer is not None else (True,) * facts.layers
-    borders = [0]
-    for number in range(1, stages):
-        even = round(number * facts.layers / stages)
-        own = [i for i in range(borders[-1] + 1, even + 1) if full[i]]
-        borders.append(own[-1] if own else even)
-    return tuple(
-        Stage(first, stop, facts.layers) for first, stop in zip(borders, [*borders[1:], facts.layers], strict=True)
-    )

@@ -10,9 +10,8 @@ from thalweg.attention.selection import SelectedContexts
 from thalweg.config.model import ModelFacts
 from thalweg.core.errors import CheckpointError
 from thalweg.layers.factory import LayerFactory
-from thalweg.layers.interface import ForwardMetadata
+from thalweg.layers.interface import ForwardMetadata, ResidualStream
 from thalweg.layers.module import Module
-from thalweg.layers.residual import ResidualStream
 from thalweg.memory.planes import PlaneSpec
 
 
@@ -32,10 +31,7 @@ class DeepseekLayer(Module):
         self.attention_norm = factory.norm(f"{name}.input_layernorm", facts.hidden, facts.norm_eps)
         self.attention = factory.mla(facts, layer, f"{name}.self_attn", self.is_indexed)
         self.mlp_norm = factory.norm(f"{name}.post_attention_layernorm", facts.hidden, facts.norm_eps)
-        if facts.moe is not None and facts.moe.in_layer(layer):
-            self.mlp = factory.moe(f"{name}.mlp", facts.moe, facts.hidden)
-        else:
-            self.mlp = factory.mlp(f"{name}.mlp", facts.hidden, facts.intermediate)
+        self.mlp = factory.feed_forward(facts, layer, f"{name}.mlp")
 
     def forward(self, h: ResidualStream, metadata: ForwardMetadata, selections: SelectedContexts) -> SelectedContexts:
         selections = self.attention.add_to(h, h.normed(self.attention_norm), metadata, selections)

@@ -11,9 +11,8 @@ from thalweg.attention.context import WorkspaceNeed
 from thalweg.attention.selection import SelectedContexts
 from thalweg.config.model import ModelFacts
 from thalweg.layers.factory import LayerFactory
-from thalweg.layers.interface import ForwardMetadata
+from thalweg.layers.interface import ForwardMetadata, Norm, ResidualStream
 from thalweg.layers.module import Module
-from thalweg.layers.residual import ResidualStream
 from thalweg.memory.planes import PlaneSpec
 from thalweg.parallel.axis import share_of
 
@@ -21,18 +20,26 @@ from thalweg.parallel.axis import share_of
 class DenseLayer(Module):
     """x += attention(norm x); x += mlp(norm x)."""
 
-    def __init__(self, facts: ModelFacts, layer: int, factory: LayerFactory, *, qk_norm: bool = False) -> None:
-        """qk_norm: every query and key head is normed."""
+    def __init__(
+        self,
+        facts: ModelFacts,
+        layer: int,
+        factory: LayerFactory,
+        *,
+        qk_norm: bool = False,
+        name: str = "",
+        attention_norm: Norm | None = None,
+    ) -> None:
+        """qk_norm: every query and key head is normed. name: the published one, if it does not follow from the number.
+        attention_norm: in place of a published one.
+        """
         super().__init__()
-        name = f"model.layers.{layer}"
+        name = name or f"model.layers.{layer}"
         self.facts, self.number, self.factory = facts, layer, factory
-        self.attention_norm = factory.norm(f"{name}.input_layernorm", facts.hidden, facts.norm_eps)
-        self.attention = factory.gqa(facts, layer, f"{name}.self_attn", qk_norm=qk_norm, out_bias=facts.attention_bias)
+        self.attention_norm = attention_norm or factory.norm(f"{name}.input_layernorm", facts.hidden, facts.norm_eps)
+        self.attention = factory.gqa(facts, layer, f"{name}.self_attn", qk_norm)
         self.mlp_norm = factory.norm(f"{name}.post_attention_layernorm", facts.hidden, facts.norm_eps)
-        if facts.moe is not None and facts.moe.in_layer(layer):
-            self.mlp = factory.moe(f"{name}.mlp", facts.moe, facts.hidden)
-        else:
-            self.mlp = factory.mlp(f"{name}.mlp", facts.hidden, facts.intermediate, facts.mlp_bias)
+        self.mlp = factory.feed_forward(facts, layer, f"{name}.mlp", facts.mlp_bias)
 
     def forward(self, h: ResidualStream, metadata: ForwardMetadata, selections: SelectedContexts) -> SelectedContexts:
         self.attention.add_to(h, h.normed(self.attention_norm), metadata)

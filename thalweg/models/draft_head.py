@@ -9,10 +9,11 @@ from torch import Tensor
 from thalweg.batch.batch import Batch
 from thalweg.config.model import ModelFacts
 from thalweg.layers.factory import LayerFactory
+from thalweg.layers.interface import ResidualStream
 from thalweg.layers.module import Module
-from thalweg.layers.residual import ResidualStream, stream
+from thalweg.layers.residual import stream
 from thalweg.memory.planes import Planes, PlaneSpec
-from thalweg.models.decoder import Target
+from thalweg.models.interface import Target
 from thalweg.parallel.axis import width_of
 from thalweg.weights.table import WeightTable, table_of
 

@@ -13,22 +13,22 @@ from __future__ import annotations
 from collections.abc import Collection
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from thalweg.attention.context import AttentionMetadata, WorkspaceNeed
+from thalweg.attention.context import WorkspaceNeed
 from thalweg.batch.batch import Batch
 from thalweg.config.eagle import EagleFacts
-from thalweg.config.model import ModelFacts
 from thalweg.core.errors import CheckpointError
-from thalweg.layers.factory import LayerFactory
-from thalweg.layers.module import Module
-from thalweg.layers.residual import Activation, ResidualStream, stream
+from thalweg.layers.interface import ResidualStream
+from thalweg.layers.residual import stream
 from thalweg.memory.planes import Planes, PlaneSpec
-from thalweg.models.decoder import Target, gathered_logits
-from thalweg.models.dense import dense_planes
+from thalweg.models.decoder import gathered_logits
+from thalweg.models.dense import DenseLayer, dense_planes
 from thalweg.models.draft_head import DraftEmbedding, DraftHead, EntryProjection
+from thalweg.models.interface import Target
 from thalweg.quant.catalog import Schemes
 
 EMBEDDING = "embed_tokens.weight"
@@ -53,14 +53,7 @@ class Eagle3(DraftHead):
         self.embedding = DraftEmbedding(factory, "embed_tokens", facts, main, owns)
         self.embedding_norm = factory.norm(f"{prefix}.input_layernorm", facts.hidden, facts.norm_eps)
         self.state_norm = factory.norm(f"{prefix}.hidden_norm", facts.hidden, facts.norm_eps)
-        self.attention = factory.gqa(
-            facts,
-            self.index,
-            f"{prefix}.self_attn",
-            qk_norm=False,
-            out_bias=facts.attention_bias,
-            inputs=2 * facts.hidden,
-        )
+        self.attention = factory.gqa(facts, self.index, f"{prefix}.self_attn", inputs=2 * facts.hidden)
         self.mlp_norm = factory.norm(f"{prefix}.post_attention_layernorm", facts.hidden, facts.norm_eps)
         self.mlp = factory.mlp(f"{prefix}.mlp", facts.hidden, facts.intermediate, facts.mlp_bias)
         self.norm = factory.norm("norm", facts.hidden, facts.norm_eps)
@@ -103,25 +96,15 @@ class Eagle3(DraftHead):
         return torch.cat([self.embedding_norm.forward(self.embedding.forward(ids_T)), normed_TW], -1)
 
 
-class EagleLayer(Module):
-    """One layer of an EAGLE head. The first has no norm before its attention."""
+class NoNorm:
+    """Leaves the stream as it is: the first layer of an EAGLE head has no norm before its attention."""
 
-    def __init__(self, facts: ModelFacts, layer: int, name: str, is_first: bool, factory: LayerFactory) -> None:
-        super().__init__()
-        self.attention_norm = None
-        if not is_first:
-            self.attention_norm = factory.norm(f"{name}.input_layernorm", facts.hidden, facts.norm_eps)
-        self.attention = factory.gqa(facts, layer, f"{name}.self_attn", qk_norm=False, out_bias=facts.attention_bias)
-        self.mlp_norm = factory.norm(f"{name}.post_attention_layernorm", facts.hidden, facts.norm_eps)
-        self.mlp = factory.mlp(f"{name}.mlp", facts.hidden, facts.intermediate, facts.mlp_bias)
+    weight = torch.ones(())
 
-    def forward(self, h: ResidualStream, metadata: AttentionMetadata) -> None:
-        self.attention.add_to(h, self.attended(h), metadata)
-        self.mlp.add_to(h, h.normed(self.mlp_norm))
+    def forward(self, x: Tensor) -> Tensor:
+        return x
 
-    def attended(self, h: ResidualStream) -> Activation:
-        """What its attention reads."""
-        return h.value() if self.attention_norm is None else h.normed(self.attention_norm)
+    forward_ = lazy = forward
 
 
 class Eagle(DraftHead):
@@ -139,29 +122,37 @@ class Eagle(DraftHead):
         self.embedding = DraftEmbedding(factory, f"{prefix}embed_tokens", facts, main, f"{prefix}{EMBEDDING}" in names)
         self.join = EntryProjection(factory, f"{prefix}fc", (facts.hidden, 2 * facts.hidden), has_bias)
         self.layers = nn.ModuleList(
-            EagleLayer(facts, self.index + i, f"{prefix}layers.{i}", i == 0, factory) for i in range(facts.layers)
+            DenseLayer(
+                facts,
+                self.index + i,
+                factory,
+                name=f"{prefix}layers.{i}",
+                attention_norm=None if i else NoNorm(),
+            )
+            for i in range(facts.layers)
         )
         self.metadata = factory.metadata(facts, WorkspaceNeed(per_pair=facts.heads))
         self.weights.skips += [r".*rotary_emb\.inv_freq", r"lm_head\.weight"]
 
     def planes(self) -> tuple[PlaneSpec, ...]:
-        layers = range(self.index, self.index + self.facts.layers)
-        return tuple(spec for layer in layers for spec in dense_planes(self.facts, layer, self.factory))
+        return tuple(spec for layer in self._dense_layers() for spec in layer.planes())
+
+    def _dense_layers(self) -> list[DenseLayer]:
+        return cast(list[DenseLayer], list(self.layers))
 
     def forward(self, ids_T: Tensor, state_TW: Tensor, batch: Batch, planes: Planes) -> Tensor:
         metadata, h = self.metadata.build(batch, planes), self._joined(ids_T, state_TW)
         for layer in self.layers:
-            layer(h, metadata)
+            layer(h, metadata, ())
         return h.value()
 
     def write_kv(self, ids_T: Tensor, state_TW: Tensor, batch: Batch, planes: Planes) -> None:
         """What the layers behind the first store depends on all that those before them compute."""
         metadata, h = self.metadata.build(batch, planes), self._joined(ids_T, state_TW)
-        for layer in self.layers[:-1]:
-            layer(h, metadata)
-        last = self.layers[-1]
-        assert isinstance(last, EagleLayer)
-        last.attention.write_kv(last.attended(h), metadata)
+        *layers, last = self._dense_layers()
+        for layer in layers:
+            layer(h, metadata, ())
+        last.attention.write_kv(h.normed(last.attention_norm), metadata)
 
     def _joined(self, ids_T: Tensor, state_TW: Tensor) -> ResidualStream:
         return self.join.start(torch.cat([self.embedding.forward(ids_T), state_TW], -1))

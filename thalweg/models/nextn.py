@@ -10,7 +10,7 @@ from torch import Tensor
 from thalweg.attention.selection import SelectedContexts
 from thalweg.batch.batch import Batch
 from thalweg.core.errors import CheckpointError
-from thalweg.layers.residual import ResidualStream
+from thalweg.layers.interface import ResidualStream
 from thalweg.memory.planes import Planes, PlaneSpec
 from thalweg.models.decoder import Decoder
 from thalweg.models.deepseek import DeepseekLayer

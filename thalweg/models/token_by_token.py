@@ -14,7 +14,7 @@ from torch import Tensor
 from thalweg.batch.batch import Batch, Group, RowExtent
 from thalweg.core.plan import PAGE
 from thalweg.memory.planes import Planes, PlaneSpec
-from thalweg.models.decoder import Model
+from thalweg.models.interface import Model
 from thalweg.weights.table import WeightTable
 
 
@@ -58,7 +58,7 @@ class TokenByToken:
         root, masks, hidden = int(batch.positions_T[tokens.start]), tree_mask_Q.tolist(), list[Tensor]()
         made: list[list[Tensor]] = []
         for node, token in enumerate(tokens):
-            # padding is no node; its column is nobody's
+            # padding is no node; its column belongs to none
             real = bool(batch.real_T[token])
             path = [above for above in range(1, node) if real and masks[node] >> (node - above) & 1]
             for column, above in zip(columns_Q[1:], path, strict=False):

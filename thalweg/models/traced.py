@@ -9,30 +9,27 @@ in the operations themselves and run eagerly.
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
-from itertools import chain
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from thalweg.attention.selection import select_top_k
 from thalweg.batch.batch import Batch, Group, RowExtent
 from thalweg.config.model import ModelFacts
 from thalweg.core.plan import PAGE
-from thalweg.kernels.experts import script
+from thalweg.kernels.experts.ref import SCRIPTABLE
 from thalweg.kernels.gemm.prefetch import PREFETCH_SINK
 from thalweg.layers.reference import ReferenceLayers
 from thalweg.memory.planes import CODECS, FP8, Planes, PlaneSpec
-from thalweg.models.decoder import Model
-from thalweg.models.draft_head import DraftHead
+from thalweg.models.interface import Model
+from thalweg.models.torchscript import Program, trace
 from thalweg.weights.table import WeightTable
 
 ROWS = 4  # decode rows up to which a step is traced
 
 Kind = tuple[int, bool]  # rows, and whether a context is longer than the indexer's top-k
-Program = Callable[..., Tensor]
 
 
 def traced(model: Model, planes: Planes) -> Model:
@@ -47,7 +44,7 @@ def can_trace(model: Model, device: torch.device) -> bool:
     factory = model.factory
     own = isinstance(factory, ReferenceLayers) and (model.facts.mla is None or factory.selection is select_top_k)
     known = all(CODECS[spec.codec] != FP8 for spec in model.planes())
-    return device.type == "cpu" and script.AVAILABLE and own and known
+    return device.type == "cpu" and SCRIPTABLE and own and known
 
 
 class TracedModel:
@@ -61,8 +58,8 @@ class TracedModel:
             return model.forward(batch, planes)
 
         self._programs: dict[Kind | None, Program] = {
-            kind: _traced(step, (model,), (*_inputs(batch), *self._memory), _longest(self.facts, kind))
-            for kind, batch in _kinds(self.facts)
+            kind: trace(step, (model,), (*inputs_of(batch), *self._memory), longest_of(self.facts, kind))
+            for kind, batch in traced_kinds(self.facts)
         }
 
     def planes(self) -> tuple[PlaneSpec, ...]:
@@ -77,50 +74,11 @@ class TracedModel:
     def forward(self, batch: Batch, planes: Planes) -> Tensor:
         if batch.groups[0].query > 1 and len(batch.emit_N) == len(batch.ids_T) <= ROWS:  # a verification
             batch = one_token_rows(batch)
-        program = self._programs.get(_kind(self.facts, batch)) if planes is self._planes else None
-        return self.model.forward(batch, planes) if program is None else program(*_inputs(batch), *self._memory)
+        program = self._programs.get(kind_of(self.facts, batch)) if planes is self._planes else None
+        return self.model.forward(batch, planes) if program is None else program(*inputs_of(batch), *self._memory)
 
 
-class TracedHead:
-    """The traced forward and `write_kv` of a draft head, for up to ROWS tokens."""
-
-    def __init__(self, head: DraftHead, planes: Planes) -> None:
-        self.head, self.planes, self._memory = head, planes, planes.tensors()
-        self._forward: dict[Kind | None, Program] = {}
-        self._write_kv: dict[int, Program] = {}
-
-        def forward(batch: Batch, state_TW: Tensor) -> Tensor:
-            return head.forward(batch.ids_T, state_TW, batch, planes)
-
-        def write_kv(batch: Batch, state_TW: Tensor) -> Tensor:
-            head.write_kv(batch.ids_T, state_TW, batch, planes)
-            return state_TW
-
-        for kind, batch in _kinds(head.facts):
-            rows, is_long = kind
-            inputs = *_inputs(batch), torch.zeros(rows, head.width, dtype=head.dtype), *self._memory
-            modules, longest = (head, head.main[0]), _longest(head.facts, kind)
-            self._forward[kind] = _traced(forward, modules, inputs, longest, 1)
-            if not is_long and not head.attends:
-                self._write_kv[rows] = _traced(write_kv, modules, inputs, longest, 1)
-
-    def forward(self, ids_T: Tensor, state_TW: Tensor, batch: Batch, planes: Planes) -> Tensor:
-        program = self._forward.get(_kind(self.head.facts, batch)) if planes is self.planes else None
-        if program is None:
-            return self.head.forward(ids_T, state_TW, batch, planes)
-        return program(ids_T, *_inputs(batch)[1:], state_TW, *self._memory)
-
-    def write_kv(self, ids_T: Tensor, state_TW: Tensor, batch: Batch, planes: Planes) -> None:
-        program = self._write_kv.get(len(ids_T)) if planes is self.planes else None
-        if program is None:
-            self.head.write_kv(ids_T, state_TW, batch, planes)
-            return
-        table_RP = batch.table_RP.new_zeros(len(ids_T), 1)  # it reads no context: any table will do
-        inputs = ids_T, batch.positions_T, batch.write_T, table_RP, batch.real_T, PREFETCH_SINK
-        program(*inputs, state_TW, *self._memory)
-
-
-def _kinds(facts: ModelFacts) -> Iterator[tuple[Kind, Batch]]:
+def traced_kinds(facts: ModelFacts) -> Iterator[tuple[Kind, Batch]]:
     """Every kind of step that is traced, and an example. What it stores goes into the null page."""
     lengths = [1] if facts.indexer is None else [1, facts.indexer.topk + 1]
     for rows in range(1, ROWS + 1):
@@ -131,7 +89,7 @@ def _kinds(facts: ModelFacts) -> Iterator[tuple[Kind, Batch]]:
             yield (rows, length > 1), Batch(zeros, zeros, zeros, table_RP, zeros == 0, zeros, groups)
 
 
-def _kind(facts: ModelFacts, batch: Batch) -> Kind | None:
+def kind_of(facts: ModelFacts, batch: Batch) -> Kind | None:
     """None: such steps are not traced."""
     group, indexer = batch.groups[0], facts.indexer
     if batch.tree is not None or len(batch.groups) > 1 or group.query > 1:
@@ -139,56 +97,16 @@ def _kind(facts: ModelFacts, batch: Batch) -> Kind | None:
     return group.rows, indexer is not None and group.max_kv_len > indexer.topk
 
 
-def _longest(facts: ModelFacts, kind: Kind) -> Group:
+def longest_of(facts: ModelFacts, kind: Kind) -> Group:
     """The longest context of a kind: what is sized by it in a program is then only an upper bound."""
     rows, is_long = kind
     indexer = facts.indexer
     return Group(0, rows, 0, 1, facts.context if is_long or indexer is None else min(indexer.topk, facts.context))
 
 
-def _inputs(batch: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def inputs_of(batch: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     table_RP = batch.table_RP[:, : -(-batch.groups[0].max_kv_len // PAGE)]
     return batch.ids_T, batch.positions_T, batch.write_T, table_RP, batch.real_T, PREFETCH_SINK
-
-
-@torch.inference_mode()
-def _traced(
-    work: Callable[..., Tensor],
-    modules: Sequence[Model | DraftHead],
-    inputs: tuple[Tensor, ...],
-    group: Group,
-    num_extra: int = 0,
-) -> Program:
-    """`work` of a batch and the `num_extra` inputs behind it, as a program of which nothing is left when it is dropped.
-
-    modules: the program refers to their parameters and buffers, so that it follows them where they change in place;
-    other tensors become constants. inputs end with the planes' tensors: as inputs, writes to them are not optimised
-    away. `torch.jit.trace` does the same in a compilation unit that all of Python shares and that is never cleared:
-    some 15 MB a program, for good.
-    """
-
-    def run(*tensors: Tensor) -> Tensor:
-        ids_T, positions_T, write_T, table_RP, real_T, _, *rest = tensors
-        batch = Batch(ids_T, positions_T, write_T, table_RP, real_T, ids_T, (group,))
-        return work(batch, *rest[:num_extra])
-
-    program = torch._C.ScriptModule("Traced", torch._C.CompilationUnit(), False)  # type: ignore[call-arg]
-    for number, tensor in enumerate(tensor for module in modules for tensor in _tensors(module)):
-        program._register_attribute(f"tensor{number}", torch._C.TensorType.get(), tensor)  # type: ignore[attr-defined]
-    strict, outplace, names, stored = True, False, list[str](), False
-    with warnings.catch_warnings():
-        # Python values become constants of this kind of step; torch prefers torch.compile, which needs a C++ compiler
-        warnings.simplefilter("ignore")
-        program._create_method_from_trace("forward", run, inputs, lambda _: "", strict, outplace, names, stored)  # type: ignore[attr-defined]
-    forward: Program = program._get_method("forward")
-    for _ in range(2):  # TorchScript optimises in its first runs; they write what the step itself writes
-        forward(*inputs)
-    return forward
-
-
-def _tensors(module: Model | DraftHead) -> Iterator[Tensor]:
-    assert isinstance(module, nn.Module), "models and heads are modules"
-    return chain(module.parameters(), module.buffers())
 
 
 def one_token_rows(batch: Batch) -> Batch:

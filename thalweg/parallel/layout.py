@@ -18,7 +18,7 @@ class Layout:
 
     tp: Axis = SINGLE  # shares attention heads, dense MLPs, vocabulary
     dp: Axis = SINGLE  # has other tokens, and the same experts
-    # shares the width of dense MLPs (--moe-dense-tp-size): `tp`, or SINGLE, where each rank computes all of it
+    # shares the width of dense MLPs: `tp`, or SINGLE, where each rank computes all of it
     dense: Axis = SINGLE
     ep: Axis = SINGLE  # shares experts
     moe_tp: Axis = SINGLE  # shares the width of each expert
@@ -32,7 +32,10 @@ class Layout:
                 f" x {self.dp.size}"
             )
         if self.dense.size not in (1, self.tp.size):
-            raise UnsupportedConfig(f"--moe-dense-tp-size {self.dense.size}: use 1 or the attention's {self.tp.size}")
+            raise UnsupportedConfig(
+                f"the width of dense MLPs is divided over {self.dense.size} ranks: use 1 or the attention's"
+                f" {self.tp.size}"
+            )
 
 
 SINGLE_RANK = Layout()

@@ -69,17 +69,16 @@ class Stored:
         self.found, self.scheme = found, scheme_of(config)
 
     def of(self, weight: TensorSpec) -> Scheme:
-        held = self.found.get(weight.name)
-        if held is None:  # missing: the loader says so, with all others
+        held, scheme = self.found.get(weight.name), self.scheme
+        is_plain = held is not None and held.dtype in PLAIN_DTYPES
+        if is_plain or not weight.dtype.is_floating_point or (held is None and len(weight.shape) != 2):
+            scheme = UNQUANTIZED
+        elif held is not None and scheme is UNQUANTIZED:
+            raise CheckpointError(
+                f"{weight.name} is {held.dtype}, and config.json has no quantization_config that says how it is scaled"
+            )
+        if held is None and scheme.stored(weight)[0].name not in self.found:  # missing, says the loader
             return UNQUANTIZED
-        scheme: Scheme = UNQUANTIZED
-        if held.dtype not in PLAIN_DTYPES and weight.dtype.is_floating_point:
-            if self.scheme is UNQUANTIZED:
-                raise CheckpointError(
-                    f"{weight.name} is {held.dtype}, and config.json has no quantization_config that says how it is"
-                    " scaled"
-                )
-            scheme = self.scheme
         scheme.check(weight, self.found)
         return scheme
 

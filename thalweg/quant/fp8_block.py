@@ -51,6 +51,10 @@ class Fp8Block(Quantized):
         return codes, TensorSpec(weight.name + SUFFIX, self._blocks(weight.shape), torch.float32)
 
     def check(self, weight: TensorSpec, found: Mapping[str, TensorSpec]) -> None:
+        if (dtype := found[weight.name].dtype) != torch.float8_e4m3fn:
+            raise CheckpointError(
+                f"{weight.name} is {dtype}; quantized weights of this checkpoint are {torch.float8_e4m3fn}"
+            )
         if len(weight.shape) != 2:
             raise CheckpointError(f"{weight.name} is FP8, and only a matrix can be: {weight.shape}")
         codes, wanted = self.stored(weight)

@@ -126,8 +126,9 @@ class Unquantized(Scheme):
         return (weight,)
 
     def check(self, weight: TensorSpec, found: Mapping[str, TensorSpec]) -> None:
-        if not found[weight.name].dtype.is_floating_point and weight.dtype.is_floating_point:
-            raise CheckpointError(f"{weight.name} is {found[weight.name].dtype}; a weight must be floating point")
+        dtype = found[weight.name].dtype
+        if dtype.is_floating_point != weight.dtype.is_floating_point:
+            raise CheckpointError(f"{weight.name} is {dtype}, and the model keeps it as {weight.dtype}")
 
     def reads(self, weight: str, take: Take) -> tuple[Read, ...]:
         return (Read(weight, take),)

@@ -1,5 +1,4 @@
-"""What is left of a tree of drafts once its path is known: its entries are moved to where a chain's would stand, and a
-drafter sees a chain's step.
+"""Compacts the accepted paths of trees: KV moves to where a chain's would be, and the drafter gets a chain's step.
 
 Letters: T tokens of the step, E emitting rows, D tokens of a path at most.
 """
@@ -39,10 +38,10 @@ def kv_mover(planes: Planes, specs: Sequence[PlaneSpec]) -> Move:
 def compact_accepted_path(
     seen: DraftExtendInput, slot_E: Tensor, ints_EI: Tensor, nodes_ED: Tensor, count_E: Tensor, slots: Slots, move: Move
 ) -> DraftExtendInput:
-    """Moves the entries that the model has made of the tokens of each path to the columns behind each other; → the step
-    as it would have been with these tokens alone. slot_E, ints_EI: of the emitting rows, as the step found them;
-    nodes_ED, count_E: see `sampling.Sampled`. Of a row with drafts there are as many tokens as its path may have; those
-    that it has not are padding.
+    """Moves the KV of each path to consecutive columns. → the step as it would have been with these tokens alone. A row
+    with drafts has as many tokens as its path may have; those that it lacks are padding.
+
+    slot_E, ints_EI: of the emitting rows, as the step found them. nodes_ED, count_E: see `sampling.sample.Sampled`.
     """
     deepest = nodes_ED.shape[1]
     ahead_D = torch.arange(deepest, device=nodes_ED.device)
@@ -74,7 +73,7 @@ def compact_accepted_path(
 
 
 def _places(slots: Slots, slot_N: Tensor, column_N: Tensor, ints_NI: Tensor) -> Tensor:
-    _, _, write_N, _ = gather(slot_N, column_N, ints_NI, slots.tokens_SL, slots.table_SP)
+    _, _, write_N, _ = gather(slots, slot_N, column_N, ints_NI)
     return write_N
 
 
@@ -85,8 +84,8 @@ def _kept(row: Row, deepest: int) -> Row:
 
 
 def _tokens(rows: Sequence[Row], deepest: int) -> list[list[int]]:
-    """Of each token of the straightened step: the token of the step where it is that one, or the root of its row; and
-    where it is of a path, its place in all paths, else -1.
+    """For each token of the compacted step: the same token of the step, or the root of its row for a token of a path;
+    and its place in all paths, or -1.
     """
     tokens: list[int] = []
     paths: list[int] = []

@@ -1,9 +1,8 @@
-"""What a drafter has not looked at yet: while nothing is drafted, its state lags behind, and catches up with many steps
-at once.
+"""Deferred draft KV: while nothing is drafted, tokens and the target's hidden states are kept, and their draft KV is
+written for many steps at once.
 
-To learn from one token costs a drafter nearly what it costs to learn from sixty (the bundled model's layer, one EPYC
-core: 0.38 ms, a fifth of a step; 2.7 ms for 512 of them at once), so of sequences for which nothing is drafted the
-tokens are only kept, with the target's hidden states.
+To extend a drafter's KV by one token costs nearly what sixty cost (the bundled model's layer, one EPYC core: 0.38 ms, a
+fifth of a step; 2.7 ms for 512 at once).
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ from thalweg.batch.slots import Slots, upload
 from thalweg.core.plan import PAGE, Row, StepPlan
 from thalweg.spec.drafter import DraftExtendInput
 
-ROW = 512  # tokens of a sequence that lag at most: what they take is far less than a step of as many
+ROW = 512  # most tokens of a sequence: their draft KV takes far less time than a step of as many
 LOOSE = 2  # steps whose places the host knows as a bound only, while drafts are in flight
-TOKENS = 2048  # of all together: a token of the largest models has some 14 to 43 kB of hidden states
+TOKENS = 2048  # most of all together: a token of the largest models has some 14 to 43 kB of hidden states
 
 
 class Kept(NamedTuple):
-    """The first rows of a step, a token each; [T] and hidden_TX: as in `DraftExtendInput`."""
+    """The first rows of a step, of a token each; see `DraftExtendInput`."""
 
     ids_T: Tensor
     positions_T: Tensor
@@ -37,17 +36,17 @@ class Kept(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Of a token: which of the steps that are kept it is of, and which of its rows."""
+    """Where a kept token is."""
 
-    step: int
-    row: int
+    step: int  # which of the kept steps
+    row: int  # of that step
 
 
 class Behind(NamedTuple):
-    """Of a slot: where its tokens stand, and its latest row."""
+    """The deferred tokens of a slot."""
 
     places: list[Place]
-    last: Row
+    last: Row  # its latest
 
 
 def is_full(tokens: int, longest: int) -> bool:
@@ -56,22 +55,23 @@ def is_full(tokens: int, longest: int) -> bool:
 
 
 class DeferredKV:
-    """passing: whether what the steps lie in is written again by the next one, so that it must be copied."""
+    """The deferred tokens of all slots."""
 
     def __init__(self, slots: Slots, passing: bool) -> None:
+        """passing: the next step overwrites the tensors of a step, so they are copied."""
         self.slots, self.passing = slots, passing
         self.drop()
 
     def drop(self) -> None:
         self.steps: list[Kept] = []
-        self.tokens = 0  # that are held, of slots that have caught up since too
+        self.tokens = 0  # kept, those of slots whose KV was written since included
         self.longest = 0  # tokens of one slot at most
         self.max_kv_len = 0
         self.behind: dict[int, Behind] = {}
 
     @staticmethod
     def room(rows: int) -> int:
-        """Steps of so many rows that are kept before all must catch up."""
+        """Steps of so many rows that are kept before all are written."""
         return max(min(ROW, -(-TOKENS // rows)), 1)
 
     def filled(self) -> set[int]:
@@ -83,7 +83,7 @@ class DeferredKV:
         }
 
     def keep(self, seen: DraftExtendInput, rows: int) -> None:
-        """Of the step's first rows, so many; each has one token."""
+        """Keeps the first rows of a step, which have one token each."""
         batch = seen.batch
         whole = batch.ids_T, batch.positions_T, batch.write_T, batch.real_T, seen.hidden_TH
         copied = self.passing or len(batch.ids_T) > rows  # a part would hold the rest
@@ -98,8 +98,8 @@ class DeferredKV:
         self.max_kv_len = max(self.max_kv_len, seen.plan.max_kv_len)
 
     def joined(self, wanted: Iterable[int] | None = None) -> DraftExtendInput | None:
-        """What these slots have done meanwhile, or all, as one step with a row of each; None where that is nothing. It
-        is kept no longer.
+        """The deferred tokens of these slots, or of all, as one step with a row for each slot; None if there are none.
+        They are dropped here.
         """
         found = self.behind if wanted is None else {slot: self.behind[slot] for slot in wanted if slot in self.behind}
         if not found:
@@ -114,7 +114,7 @@ class DeferredKV:
         return joined
 
     def _step(self, last: tuple[Row, ...], places: list[list[Place]]) -> DraftExtendInput:
-        """Rows of equally many tokens stand together."""
+        """The step of these rows, whose tokens are at these places."""
         rows = tuple(
             row._replace(start=row.start + 1 - len(of), n=len(of), num_drafts=0)
             for row, of in zip(last, places, strict=True)
@@ -134,9 +134,7 @@ class DeferredKV:
         return DraftExtendInput(StepPlan(0, 0, rows, max_kv_len=max_kv_len), batch, hidden_TX)
 
     def _parts(self, ordered: list[Place]) -> list[Kept]:
-        """What is kept of the tokens at these places, and of no others: of each step the rows that stand together,
-        mostly all of it.
-        """
+        """What is kept of the tokens at these places: consecutive rows of each step, mostly all of it."""
         parts: list[Kept] = []
         for (step, _), together in groupby(enumerate(ordered), lambda one: (one[1].step, one[1].row - one[0])):
             rows, kept = [place.row for _, place in together], self.steps[step]

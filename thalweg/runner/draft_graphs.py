@@ -7,6 +7,7 @@ itself how many are before it, so one graph is for all lengths.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate
@@ -14,16 +15,13 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from thalweg.batch.batch import Batch
-from thalweg.batch.slots import Slots, refill
+from thalweg.batch.slots import refill
 from thalweg.core.plan import SamplingNeeds
 from thalweg.kernels.build_tree.ref import BuiltTree
 from thalweg.kernels.draft_state.ref import DraftChain, DraftRows
-from thalweg.memory.planes import Planes
-from thalweg.runner.decode_attention import Graph
+from thalweg.runner.captured import CaptureContext, CapturedPass, CompactedPaths
 from thalweg.runner.graph_pool import NEEDS, GraphPool, capture
 from thalweg.spec.autoregressive import HIDDEN, AutoregressiveDrafter
-from thalweg.spec.draft_kernels import DraftKernels
 from thalweg.spec.drafter import DraftExtendInput, DraftOutput, DraftRequest
 from thalweg.spec.tree import TreeDrafter
 
@@ -32,144 +30,142 @@ class DraftExtendGraph:
     """The drafter's extension by a captured step."""
 
     def __init__(
-        self, drafter: AutoregressiveDrafter, kernels: DraftKernels, rows: DraftRows, slots: Slots, planes: Planes
+        self,
+        drafter: AutoregressiveDrafter,
+        held: CaptureContext,
+        step: CapturedPass | CompactedPaths,
+        rows: DraftRows | None = None,
     ) -> None:
-        self.drafter, self.kernels, self.rows, self.slots, self.planes = drafter, kernels, rows, slots, planes
-        self.batch: Batch | None = None  # of the step
+        """rows: of the step. None: its tokens belong to any rows, which each plan says."""
+        self.drafter, self.held, self.step, self.tokens = drafter, held, step, len(step.batch.ids_T)
+        self.follows_plan = rows is None
+        if rows is None:
+            # slot, tokens and first token of each row; a missing row begins behind the last token
+            self.numbers = [[held.spare] * self.tokens, [1] * self.tokens, [self.tokens] * self.tokens]
+            self.rows_3R = torch.tensor(self.numbers, device=held.planes.device)
+            rows = DraftRows(*self.rows_3R.unbind(0))
+        self.rows = rows
 
-    def record(self, batch: Batch, hidden_TX: Tensor, pool: GraphPool) -> None:
-        """batch, hidden_TX: where the captured step writes them."""
-        self.graph, _ = capture(pool, lambda: self._extend(batch, hidden_TX))
-        self.batch = batch
+    def record(self, pool: GraphPool) -> None:
+        """Needs the captured step."""
+        self.graph, _ = capture(pool, self._extend)
 
-    def _extend(self, batch: Batch, hidden_TX: Tensor) -> None:
-        self.drafter.learn_few(self.kernels, self.rows, batch, hidden_TX, self.slots, self.planes)
+    def _extend(self) -> None:
+        drafter, step, held = self.drafter, self.step, self.held
+        shift = drafter.kernels.shift_hidden_states
+        drafter.extend_rows(shift, self.rows, step.batch, step.hidden_TX, held.slots, held.planes)
 
     def replay(self, seen: DraftExtendInput) -> None:
+        if self.follows_plan:
+            n, missing = [row.n for row in seen.plan.rows], self.tokens - len(seen.plan.rows)
+            slots = [row.slot for row in seen.plan.rows] + [self.held.spare] * missing
+            first = list(accumulate([0, *n]))[:-1] + [self.tokens] * missing
+            numbers = [slots, n + [1] * missing, first]
+            if numbers != self.numbers:  # mostly the same requests go on
+                refill(self.rows_3R, numbers)
+                self.numbers = numbers
         self.graph.replay()
 
 
-class TokenExtendGraph(DraftExtendGraph):
-    """For a captured step of `tokens` tokens that belong to any rows."""
+class DraftGraph(ABC):
+    """Drafts for up to `rows` rows, which have up to `width`: a graph for each kind of draw."""
 
-    def __init__(
-        self,
-        drafter: AutoregressiveDrafter,
-        kernels: DraftKernels,
-        tokens: int,
-        slots: Slots,
-        planes: Planes,
-        spare: int,
-    ) -> None:
-        # slot, tokens and first token of each row; a missing row begins behind the last token
-        self.numbers, self.tokens, self.spare = [[spare] * tokens, [1] * tokens, [tokens] * tokens], tokens, spare
-        self.rows_3R = torch.tensor(self.numbers, device=planes.device)
-        super().__init__(drafter, kernels, DraftRows(*self.rows_3R.unbind(0)), slots, planes)
-
-    def replay(self, seen: DraftExtendInput) -> None:
-        n, missing = [row.n for row in seen.plan.rows], self.tokens - len(seen.plan.rows)
-        slots = [row.slot for row in seen.plan.rows] + [self.spare] * missing
-        first = list(accumulate([0, *n]))[:-1] + [self.tokens] * missing
-        numbers = [slots, n + [1] * missing, first]
-        if numbers != self.numbers:  # mostly the same requests go on
-            refill(self.rows_3R, numbers)
-            self.numbers = numbers
-        self.graph.replay()
-
-
-class DraftStepGraph:
-    """One more draft of `drafter` for up to `rows` rows, which have up to `widest`: a graph for each kind of draw."""
-
-    def __init__(
-        self,
-        drafter: AutoregressiveDrafter,
-        kernels: DraftKernels,
-        rows: int,
-        widest: int,
-        slots: Slots,
-        planes: Planes,
-        spare: int,
-    ) -> None:
-        self.drafter, self.kernels, self.rows, self.widest = drafter, kernels, rows, widest
-        self.slots, self.planes, device = slots, planes, planes.device
-        self.kept_SW = slots.extra[HIDDEN]
-        self.begun_2R = torch.tensor([spare] * rows + [0] * rows, device=device)  # padding, to begin with
+    def __init__(self, held: CaptureContext, rows: int, width: int) -> None:
+        self.held, self.rows, self.width = held, rows, width
+        self.begun_2R = torch.tensor([held.spare] * rows + [0] * rows, device=held.planes.device)  # padding
         self.rows_2R = self.begun_2R.clone()
-        slot_R, ahead_R = self.rows_2R.view(2, rows)
-        state_RW = torch.zeros(rows, self.kept_SW.shape[1], dtype=self.kept_SW.dtype, device=device)
-        drafts_RK = torch.zeros(rows, widest, dtype=torch.int64, device=device)
-        self.chain = DraftChain(slot_R, ahead_R, state_RW, drafts_RK, torch.ones(rows, dtype=torch.bool, device=device))
-        self.made_KR = torch.arange(widest + 1, device=device).unsqueeze(1).repeat(1, rows)
-        self.graphs: dict[SamplingNeeds, Graph] = {}
+        self.slot_R, self.ahead_R = self.rows_2R.view(2, rows)
+        self.graphs: dict[SamplingNeeds, torch.cuda.CUDAGraph] = {}
 
-    def record(self, max_kv_len: int, pool: GraphPool) -> None:
+    def record(self, pool: GraphPool) -> None:
         begin = partial(self._begin, self.begun_2R[: self.rows])
         for needs in NEEDS:
-            self.graphs[needs], _ = capture(pool, partial(self._draft, needs, max_kv_len), begin)
+            self.graphs[needs], _ = capture(pool, partial(self._draft, needs), begin)
 
     def _begin(self, slot_E: Tensor) -> None:
         torch.cat((slot_E, self.begun_2R[len(slot_E) :]), out=self.rows_2R)
-        torch.index_select(self.kept_SW, 0, self.chain.slot_E, out=self.chain.state_EW)
 
-    def _draft(self, needs: SamplingNeeds, max_kv_len: int) -> None:
-        self.drafter.draft(self.kernels, self.chain, needs, max_kv_len, self.slots, self.planes)
+    @abstractmethod
+    def _draft(self, needs: SamplingNeeds) -> None:
+        """What is captured."""
+
+    @abstractmethod
+    def fits(self, rows: int, width: int) -> bool:
+        """Whether it can draft so many tokens for so many rows."""
+
+    @abstractmethod
+    def replay(self, request: DraftRequest, width: int) -> DraftOutput:
+        """As `Drafter.propose`."""
+
+    def _graph(self, request: DraftRequest) -> torch.cuda.CUDAGraph:
+        """The graph of this request, whose slots are written."""
+        self._begin(request.slot_E)
+        return self.graphs[SamplingNeeds(request.needs.random, request.needs.truncated)]
+
+
+class DraftStepGraph(DraftGraph):
+    """One more draft of each row."""
+
+    def __init__(self, drafter: AutoregressiveDrafter, held: CaptureContext, rows: int, width: int) -> None:
+        super().__init__(held, rows, width)
+        self.drafter, self.kept_SW, device = drafter, held.slots.extra[HIDDEN], held.planes.device
+        state_RW = torch.zeros(rows, self.kept_SW.shape[1], dtype=self.kept_SW.dtype, device=device)
+        drafts_RK = torch.zeros(rows, width, dtype=torch.int64, device=device)
+        sound_R = torch.ones(rows, dtype=torch.bool, device=device)
+        self.chain = DraftChain(self.slot_R, self.ahead_R, state_RW, drafts_RK, sound_R)
+        self.made_KR = torch.arange(width + 1, device=device).unsqueeze(1).repeat(1, rows)
+
+    def _begin(self, slot_E: Tensor) -> None:
+        super()._begin(slot_E)
+        torch.index_select(self.kept_SW, 0, self.slot_R, out=self.chain.state_EW)
+
+    def _draft(self, needs: SamplingNeeds) -> None:
+        self.drafter.draft(self.chain, needs, self.held.max_kv_len, self.held.slots, self.held.planes)
 
     def fits(self, rows: int, width: int) -> bool:
-        return rows <= self.rows and 0 < width <= self.widest
+        return rows <= self.rows and 0 < width <= self.width
 
-    def replay(self, asked: DraftRequest, width: int) -> DraftOutput:
-        rows = len(asked.slot_E)
-        self._begin(asked.slot_E)
-        graph = self.graphs[SamplingNeeds(asked.needs.random, asked.needs.truncated)]
+    def replay(self, request: DraftRequest, width: int) -> DraftOutput:
+        rows, graph, chain = len(request.slot_E), self._graph(request), self.chain
         for _ in range(width):
             graph.replay()
-        return DraftOutput(self.chain.drafts_EK[:rows, :width], self.made_KR[width, :rows], self.chain.sound_E[:rows])
+        return DraftOutput(chain.drafts_EK[:rows, :width], self.made_KR[width, :rows], chain.sound_E[:rows])
 
 
-class TreeBuildGraph:
-    """Dynamic trees of `width` drafts for up to `rows` rows: a graph for each kind of sampling."""
+class TreeBuildGraph(DraftGraph):
+    """Dynamic trees of `width` drafts."""
 
-    def __init__(
-        self, drafter: TreeDrafter, rows: int, width: int, slots: Slots, planes: Planes, spare: int, max_kv_len: int
-    ) -> None:
-        self.drafter, self.rows, self.width, self.slots, self.planes = drafter, rows, width, slots, planes
-        self.max_kv_len, device = max_kv_len, planes.device
-        self.spares_R = torch.full((rows,), spare, dtype=torch.int64, device=device)
-        self.slot_R = self.spares_R.clone()
-        # outside the pool, see `tree_graphs.TreeGraph`
-        token_RK = torch.zeros(rows, width, dtype=torch.int64, device=device)
-        self.out = BuiltTree(token_RK, torch.zeros_like(token_RK), torch.ones(rows, dtype=torch.bool, device=device))
+    def __init__(self, drafter: TreeDrafter, held: CaptureContext, rows: int, width: int) -> None:
+        super().__init__(held, rows, width)
+        self.drafter = drafter
+        # outside the pool, see `captured.VerifyStep`
+        token_RK = torch.zeros(rows, width, dtype=torch.int64, device=held.planes.device)
+        sound_R = torch.ones(rows, dtype=torch.bool, device=held.planes.device)
+        self.out = BuiltTree(token_RK, torch.zeros_like(token_RK), sound_R)
         self.made_R = torch.full_like(self.slot_R, width)
-        self.graphs: dict[SamplingNeeds, Graph] = {}
 
-    def record(self, pool: GraphPool) -> None:
-        for needs in NEEDS:
-            self.graphs[needs], _ = capture(pool, partial(self._build, needs))
-
-    def _build(self, needs: SamplingNeeds) -> None:
-        request = DraftRequest(self.slot_R, self.max_kv_len, needs)
-        self.drafter.grow(request, self.width, self.slots, self.planes, self.out)
+    def _draft(self, needs: SamplingNeeds) -> None:
+        request = DraftRequest(self.slot_R, self.held.max_kv_len, needs)
+        self.drafter.grow(request, self.width, self.held.slots, self.held.planes, self.out)
 
     def fits(self, rows: int, width: int) -> bool:
         return rows <= self.rows and width == self.width
 
     def replay(self, request: DraftRequest, width: int) -> DraftOutput:
-        rows, out = len(request.slot_E), self.out
-        torch.cat((request.slot_E, self.spares_R[rows:]), out=self.slot_R)
-        self.graphs[SamplingNeeds(request.needs.random, request.needs.truncated)].replay()
-        return DraftOutput(out.token_EK, self.made_R, out.sound_E, out.parent_EK).first(rows)
+        self._graph(request).replay()
+        out = self.out
+        return DraftOutput(out.token_EK, self.made_R, out.sound_E, out.parent_EK).first(len(request.slot_E))
 
 
 class DraftGraphs:
-    """See `drafting.CapturedDrafts`."""
+    """The captured work of a drafter."""
 
-    def __init__(
-        self, extends: Sequence[DraftExtendGraph], proposes: Sequence[DraftStepGraph | TreeBuildGraph]
-    ) -> None:
-        self.extends = {id(graph.batch): graph for graph in extends}
+    def __init__(self, extends: Sequence[DraftExtendGraph], proposes: Sequence[DraftGraph]) -> None:
+        self.extends = {id(graph.step.batch): graph for graph in extends}
         self.proposes = sorted(proposes, key=lambda graph: graph.rows)
 
     def extend(self, seen: DraftExtendInput) -> bool:
+        """As `Drafter.extend`; False for a step that was not captured."""
         graph = self.extends.get(id(seen.batch))
         if graph is None:
             return False
@@ -177,6 +173,10 @@ class DraftGraphs:
         return True
 
     def propose(self, request: DraftRequest, width: int) -> DraftOutput | None:
+        """As `Drafter.propose`; None for what was not captured."""
         rows = len(request.slot_E)
         graph = next((graph for graph in self.proposes if graph.fits(rows, width)), None)
         return None if graph is None else graph.replay(request, width)
+
+
+NO_DRAFT_GRAPHS = DraftGraphs((), ())

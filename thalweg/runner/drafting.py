@@ -9,18 +9,19 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from thalweg.batch.inputs import empty_batch, groups_of, pad_batch
+from thalweg.batch.padding import empty_batch, pad_batch, without_first_group
 from thalweg.batch.slots import Slots
 from thalweg.core.agreement import AgreedStep, Record
 from thalweg.core.errors import is_out_of_memory
 from thalweg.core.plan import Bind, Row, SamplingNeeds, StepPlan
 from thalweg.memory.planes import Planes
 from thalweg.runner.deferred_kv import DeferredKV, is_full
+from thalweg.runner.draft_graphs import NO_DRAFT_GRAPHS, DraftGraphs
 from thalweg.spec.drafter import NO_DRAFTER, Drafter, DraftExtendInput, DraftOutput, DraftRequest
 
 log = logging.getLogger("thalweg.engine")
@@ -43,29 +44,6 @@ def blamed_on_drafter() -> Iterator[None]:
         if is_out_of_memory(error):
             raise
         raise DrafterError(f"steps with it cannot be recorded: {type(error).__name__}: {error}") from error
-
-
-class CapturedDrafts(Protocol):
-    """The captured work of a drafter."""
-
-    def extend(self, seen: DraftExtendInput) -> bool:
-        """As `Drafter.extend`; False for a step that was not captured."""
-
-    def propose(self, request: DraftRequest, width: int) -> DraftOutput | None:
-        """As `Drafter.propose`; None for what was not captured."""
-
-
-class NoCapturedDrafts:
-    """Nothing is captured."""
-
-    def extend(self, seen: DraftExtendInput) -> bool:
-        return False
-
-    def propose(self, request: DraftRequest, width: int) -> None:
-        return
-
-
-NO_CAPTURED_DRAFTS = NoCapturedDrafts()
 
 
 class ExtendPlan(NamedTuple):
@@ -130,7 +108,7 @@ class Drafting:
         seen: DraftExtendInput | None,
         request: DraftRequest | None,
         width: int,
-        captured: CapturedDrafts = NO_CAPTURED_DRAFTS,
+        captured: DraftGraphs = NO_DRAFT_GRAPHS,
         agreed: AgreedStep | None = None,
     ) -> DraftOutput | None:
         """Extends the drafter by a step, and drafts for its emitting rows. seen: None for a step without hidden states.
@@ -145,12 +123,12 @@ class Drafting:
             return None
         return self._run(lambda: self._propose(request, width, captured))
 
-    def _propose(self, request: DraftRequest, width: int, captured: CapturedDrafts) -> DraftOutput | None:
+    def _propose(self, request: DraftRequest, width: int, captured: DraftGraphs) -> DraftOutput | None:
         drafts = None if self.lost else captured.propose(request, width)
         return drafts or self.drafter.propose(request, width, self.slots, self.planes)
 
     def _draft_padded(
-        self, request: DraftRequest | None, captured: CapturedDrafts, agreed: AgreedStep
+        self, request: DraftRequest | None, captured: DraftGraphs, agreed: AgreedStep
     ) -> DraftOutput | None:
         """Drafts for as many rows as the busiest rank has; the missing ones are of the spare slot."""
         width, spare = agreed.num_drafts, len(self.slots.length) - 1
@@ -167,7 +145,7 @@ class Drafting:
         )
         return None if drafts is None or not own else drafts.first(own)
 
-    def _extend(self, seen: DraftExtendInput, width: int, captured: CapturedDrafts, agreed: AgreedStep | None) -> None:
+    def _extend(self, seen: DraftExtendInput, width: int, captured: DraftGraphs, agreed: AgreedStep | None) -> None:
         self.hidden_TX, rows, batch = seen.hidden_TH, seen.plan.rows, seen.batch
         can_split = agreed is None and len(batch.table_RP) == len(rows)  # a captured step has a row for each token
         plan = self._plan(rows, width > 0, can_split, set(), None if agreed is None else not agreed.extends)
@@ -177,13 +155,16 @@ class Drafting:
         if size or plan.slots is None or plan.slots:
             self._run(lambda: self._write_deferred(plan.slots, size), lambda: self._extend_padding(size))
         if plan.extends or agreed and agreed.extends:
-            rest, size = _without(seen, plan.kept) if plan.kept else seen, agreed.tokens if agreed else 0
+            rest, size = seen, agreed.tokens if agreed else 0
+            if plan.kept:
+                others = replace(seen.plan, rows=rows[plan.kept :])
+                rest = DraftExtendInput(others, without_first_group(batch), seen.hidden_TH[plan.kept :])
             self._run(
                 lambda: self._extend_step(rest, captured, size),
                 lambda: self._extend_padding(size and max(size, tokens)),
             )
 
-    def _extend_step(self, seen: DraftExtendInput, captured: CapturedDrafts, size: int) -> None:
+    def _extend_step(self, seen: DraftExtendInput, captured: DraftGraphs, size: int) -> None:
         if not captured.extend(seen):
             self.drafter.extend(self._padded(seen, size), self.slots, self.planes)
 
@@ -262,19 +243,3 @@ class Drafting:
         self.lost, self.is_off, self.learns, self.drafter = True, True, False, NO_DRAFTER
         self.deferred.drop()
         self.slots.made.zero_()  # the drafter may have left something half done
-
-
-def _without(seen: DraftExtendInput, first: int) -> DraftExtendInput:
-    """The step without its first rows, of one token each."""
-    plan, batch = replace(seen.plan, rows=seen.plan.rows[first:]), seen.batch
-    rest = replace(
-        batch,
-        ids_T=batch.ids_T[first:],
-        positions_T=batch.positions_T[first:],
-        write_T=batch.write_T[first:],
-        table_RP=batch.table_RP[first:],
-        real_T=batch.real_T[first:],
-        groups=groups_of(plan.rows),
-        extents=batch.extents[first:],
-    )
-    return DraftExtendInput(plan, rest, seen.hidden_TH[first:])

@@ -1,4 +1,4 @@
-"""Recording CUDA graphs one behind the other into one pool of memory."""
+"""Captures CUDA graphs one after the other into one pool of memory."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ NEEDS = (
     SamplingNeeds(),
     SamplingNeeds(random=True),
     SamplingNeeds(random=True, truncated=True),
-)  # draws; what edits logits before them runs eagerly
-MOST = 64  # rows whose drafts are recorded; more keep the device busier than Python
-WARM_UPS = 2  # eager runs before a recording: kernels compile, libraries make their handles
+)  # draws that are captured; what edits logits before them runs eagerly
+MOST = 64  # rows whose drafts are captured; more keep the device busier than Python
+WARM_UPS = 2  # eager runs before a capture: kernels compile, libraries make their handles
 WORDS = {1: "|u1", 2: "<i2", 4: "<i4", 8: "<i8"}  # by bytes of an element; `view_of` gives the type back
 
 T = TypeVar("T")
 
 
 class GraphPool:
-    """A pool and a stream on which everything is recorded. `torch.cuda.graph` would empty the allocator's cache at each
-    of the hundreds of graphs. A graph that is replayed finds in the pool what its own kernels left there, and nothing
-    else.
+    """A memory pool, and the stream on which everything is captured. `torch.cuda.graph` would empty the allocator's
+    cache at each of the hundreds of graphs. A replayed graph finds in the pool what its own kernels left there, and
+    nothing else.
     """
 
     def __init__(self) -> None:
@@ -37,8 +37,8 @@ class GraphPool:
 
     @contextmanager
     def running(self, what: str) -> Iterator[None]:
-        """Everything inside runs on the tape's stream. what: is recorded, for the error. Raises UnsupportedConfig where
-        CUDA says no, InsufficientMemory where its memory does.
+        """Everything inside runs on the pool's stream. what: is captured, for errors. Raises UnsupportedConfig, and
+        InsufficientMemory.
         """
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
@@ -55,7 +55,7 @@ class GraphPool:
         torch.cuda.current_stream().wait_stream(self.stream)
 
     def begin(self) -> None:
-        """What is launched from now on is recorded, not run."""
+        """What is launched from now on is captured, not run."""
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
         self.graph = graph
@@ -67,25 +67,25 @@ class GraphPool:
         return graph
 
     def _drop(self) -> None:
-        """Ends a recording that failed, if there is one, so that the next can begin."""
+        """Ends a capture that failed, if there is one, so that the next can begin."""
         if self.graph is None:
             return
         graph, self.graph = self.graph, None
         try:
             graph.capture_end()
-        except RuntimeError:  # CUDA says again what made it invalid, which is being told already,
-            # and torch's allocator still gives all that is asked for on this stream to the recording
+        except RuntimeError:  # CUDA repeats the error that is being raised; torch's allocator
+            # still takes all memory of this stream from the pool
             device = torch.cuda.current_device()
             torch._C._cuda_endAllocateToPool(device, self.pool)
             torch._C._cuda_releasePool(device, self.pool)
-        self.pool = torch.cuda.graph_pool_handle()  # the next is not to wait for what this one holds
+        self.pool = torch.cuda.graph_pool_handle()  # the failed capture keeps its own
 
 
 def capture(
     pool: GraphPool, work: Callable[[], T], before: Callable[[], None] = lambda: None, warm_ups: int = WARM_UPS
 ) -> tuple[torch.cuda.CUDAGraph, T]:
-    """`work` as the tape's next graph, and what it leaves at every replay. It runs eagerly so often first. before:
-    ahead of each run, and not recorded.
+    """`work` as the pool's next graph, and what it leaves at every replay. It runs eagerly `warm_ups` times first.
+    before: runs before each of them and before the capture, and is not captured.
     """
     for _ in range(warm_ups):
         before()
@@ -97,8 +97,8 @@ def capture(
 
 
 def view_of(x: Tensor) -> Tensor:
-    """The same memory without a share in it. What a graph leaves in its pool for the next stays there at every replay,
-    but a tensor that owned it would keep later graphs of the tape from using its memory.
+    """The same memory, not owned. What a graph leaves in its pool for the next stays there at every replay, but a
+    tensor that owned it would keep later graphs from using its memory.
     """
     size = x.element_size()
     lent = _Lent()

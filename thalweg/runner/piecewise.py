@@ -1,11 +1,10 @@
 """Prefill and mixed steps as CUDA graphs in pieces: for each bucket of tokens one graph of everything between two
 attentions.
 
-Lengths and pages differ from step to step, so attention runs between the graphs, eagerly, but for that of decode rows
-(`decoding`); all else depends on the number of tokens alone, storing the latents of latent attention with it. That is
-filled up to a bucket: padding is token 0 in no expert, attention does not see it, and where the recording stores tokens
-it is stored in the null page. A layer's projections, experts and norms, which took Python a launch each, become one
-launch.
+Lengths and pages differ from step to step, so attention runs between the graphs, eagerly, except for decode rows
+(`DecodeAttentionGraphs`). All else depends on the number of tokens alone, which is filled up to a bucket. Padding is
+token 0 in no expert, attention does not see it, and its KV goes to the null page. Of a layer's projections, experts and
+norms, one launch is left.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ import torch
 from torch import Tensor
 
 from thalweg.batch.batch import Attend, Batch, GraphBreak, Group, RowExtent, no_graph_break
+from thalweg.batch.padding import without_first_group
 from thalweg.core.plan import PAGE
 from thalweg.memory.planes import Planes
-from thalweg.models.decoder import Model
-from thalweg.runner.decode_attention import DecodeAttentionGraphs, behind, fitting
+from thalweg.models.interface import Model
 from thalweg.runner.graph_pool import GraphPool, view_of
 
 
@@ -105,7 +104,7 @@ class PiecewiseGraph:
         rest: Batch | None = batch
         if decoding is not None:
             rows = decoding.bind(batch)
-            rest = behind(batch, rows)
+            rest = without_first_group(batch) if len(batch.groups) > 1 else None
         step = None if rest is None else self.model.metadata.build(rest, planes)
         for layer, (graph, attend, inputs) in enumerate(self.pieces):
             graph.replay()
@@ -117,6 +116,59 @@ class PiecewiseGraph:
         return self.hidden_TH[:count]
 
 
+class DecodeAttentionGraphs:
+    """Attention of up to `rows` rows of one token beside prompts, a graph for each layer. For prompts kernels are
+    launched by lengths. For decode rows they are launched for the longest context, and read lengths and pages from
+    memory, so a step with few prompt tokens does not wait for the host.
+    """
+
+    def __init__(self, rows: int, context: int, largest: PiecewiseGraph, planes: Planes) -> None:
+        """largest: of the steps in pieces, whose attention this is."""
+        self.rows, self.largest, self.planes, device = rows, largest, planes, planes.device
+        self.places_2R = torch.zeros(2, rows, dtype=torch.int64, device=device)  # positions, and where the KV goes
+        self.real_R = torch.ones(rows, dtype=torch.bool, device=device)
+        self.table_RP = torch.zeros(rows, -(-context // PAGE), dtype=torch.int32, device=device)
+        positions_R, write_R = self.places_2R
+        group, extents = Group(0, rows, 0, 1, context), (RowExtent(1, context),) * rows
+        self.batch = Batch(
+            positions_R, positions_R, write_R, self.table_RP, self.real_R, positions_R, (group,), extents
+        )
+        # its own: a piece leaves them elsewhere for each bucket
+        self.inputs = tuple(x.new_zeros(rows, *x.shape[1:]) for x in largest.pieces[0].inputs)
+        self.graphs: list[torch.cuda.CUDAGraph] = []
+        self.step: Any = None  # keeps what the first layer prepares for the others
+
+    def record(self, pool: GraphPool) -> None:
+        """Runs all eagerly first, in which kernels compile; what is stored goes into the null page."""
+        attends, metadata, out_TX = self.largest.attends, self.largest.model.metadata, self.largest.shared.out_TX
+        assert out_TX is not None, "the recording made it"
+        self.step = metadata.build(self.batch, self.planes)
+        for attend in attends:
+            attend(self.step, *self.inputs)
+        for layer, attend in enumerate(attends):
+            pool.begin()
+            if layer == 0:
+                self.step = metadata.build(self.batch, self.planes)
+            out_TX[: self.rows] = attend(self.step, *self.inputs)
+            self.graphs.append(pool.end())
+
+    def bind(self, batch: Batch) -> int:
+        """Takes the step's first rows, up to as many as are recorded. → how many. Those behind them are padding: they
+        write into the null page.
+        """
+        rows = batch.groups[0].rows
+        self.places_2R.zero_()
+        self.places_2R[:, :rows] = torch.stack((batch.positions_T[:rows], batch.write_T[:rows]))
+        self.table_RP[:rows, : batch.table_RP.shape[1]] = batch.table_RP[:rows]
+        return rows
+
+    def attend(self, layer: int, left: tuple[Tensor, ...]) -> None:
+        """left: what the piece ahead of this layer's attention left for it, of `rows` tokens at least."""
+        for held, given in zip(self.inputs, left, strict=True):
+            held.copy_(given[: self.rows])
+        self.graphs[layer].replay()
+
+
 class Piecewise:
     """Runs a step from the smallest bucket that holds its tokens, and eagerly beyond the largest."""
 
@@ -125,15 +177,11 @@ class Piecewise:
         self.decoding: list[DecodeAttentionGraphs] = []
 
     def record(self, rows: int, context: int, planes: Planes, pool: GraphPool) -> None:
-        """Attention of up to `rows` decode rows, which has inputs of its own: those of a piece lie elsewhere for each
-        bucket. tape: another than the pieces'; what lies in their pool is still to be read by others when this
-        replays.
+        """Attention of up to `rows` decode rows. pool: another than the pieces': what lies in theirs is still to be
+        read by others when this replays.
         """
-        largest, made = self.recorded[-1], DecodeAttentionGraphs(rows, context, planes)
-        inputs = tuple(x.new_zeros(rows, *x.shape[1:]) for x in largest.pieces[0].inputs)
-        assert largest.shared.out_TX is not None, "the recording made it"
-        made.record(largest.attends, inputs, largest.shared.out_TX, self.model, planes, pool)
-        self.decoding.append(made)
+        self.decoding.append(DecodeAttentionGraphs(rows, context, self.recorded[-1], planes))
+        self.decoding[-1].record(pool)
 
     def forward(self, batch: Batch, planes: Planes) -> Tensor:
         tokens = len(batch.ids_T)
@@ -141,6 +189,20 @@ class Piecewise:
             if one.tokens >= tokens:
                 return one.forward(batch, planes, fitting(self.decoding, batch, one.tokens, one.attends))
         return self.model.forward(batch, planes)
+
+
+def fitting(
+    recorded: Sequence[DecodeAttentionGraphs], batch: Batch, tokens: int, attends: tuple[Attend, ...]
+) -> DecodeAttentionGraphs | None:
+    """The smallest that holds the step's decode rows and goes with its pieces, of `tokens` tokens, which leave it to
+    `attends` to attend. None where there is none, and for a step that does not begin with rows of one token, each of
+    which sees all that is before it.
+    """
+    first = batch.groups[0]
+    if not recorded or first.query != 1 or batch.tree is not None:
+        return None
+    fit = [one for one in recorded if first.rows <= one.rows <= tokens and one.largest.attends == attends]
+    return min(fit, key=lambda one: one.rows, default=None)
 
 
 def _padding(shared: PiecewiseBuffers, tokens: int, context: int, graph_break: GraphBreak = no_graph_break) -> Batch:

@@ -4,28 +4,33 @@
 
 from __future__ import annotations
 
+import math
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from thalweg.batch.batch import Batch
 from thalweg.batch.inputs import build_inputs, padding_inputs
 from thalweg.batch.slots import Slots
-from thalweg.core.agreement import SCORE_CHUNK, AgreedStep, Record, record_of
+from thalweg.core.agreement import SCORE_CHUNK, AgreedStep, Record, agree, record_of
 from thalweg.core.grammar import GrammarMasks
-from thalweg.core.plan import Output, Row, SamplingNeeds, StepPlan, TokenLogprob
+from thalweg.core.plan import Output, Row, StepPlan, TokenLogprob
 from thalweg.memory.planes import Planes
-from thalweg.models.decoder import Model
+from thalweg.models.interface import Model
 from thalweg.runner.accepted_path import compact_accepted_path, kv_mover
-from thalweg.runner.drafting import NO_CAPTURED_DRAFTS, CapturedDrafts, Drafting
-from thalweg.runner.outputs import outputs, token_logprobs
+from thalweg.runner.captured import CapturedStep
+from thalweg.runner.draft_graphs import NO_DRAFT_GRAPHS, DraftGraphs
+from thalweg.runner.drafting import Drafting
+from thalweg.runner.piecewise import Piecewise
 from thalweg.sampling.catalog import sampler_on
-from thalweg.sampling.sample import Moved, Sampled, Sampler, accept
+from thalweg.sampling.sample import NO_TOKEN, Moved, Sampled, Sampler, accept
 from thalweg.spec.drafter import NO_DRAFTER, Drafter, DraftExtendInput, DraftOutput, DraftRequest
+
+RowDrafts = tuple[tuple[int, ...], tuple[int, ...]]  # drafts and parents of a row, see `Output`
+NO_DRAFTS: RowDrafts = (), ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +43,7 @@ class ForwardResult:
     ints_EI: Tensor  # the slots' integers of the emitting rows
     scores: dict[int, tuple[TokenLogprob, ...]]  # row index → log-probabilities of its next tokens
     seen: DraftExtendInput | None = None
-    graph: StepGraph | None = None  # the replayed graph, if the second half can be replayed as well
+    graph: CapturedStep | None = None  # the replayed graph, if the second half can be replayed as well
     agreed: AgreedStep | None = None  # with several ranks
 
 
@@ -52,63 +57,37 @@ class StepResult:
     lost: bool = False  # the drafter has failed
 
 
-class Steps(Protocol):
-    """Runs the model pass of a step: the model itself, or its captured form."""
+class CapturedSteps:
+    """The captured steps of a runner, verifications first, the smallest first; and the captured work of its drafter."""
 
-    def forward(self, batch: Batch, planes: Planes) -> Tensor:
-        """See `models.decoder.Model`."""
+    def __init__(self, graphs: Sequence[CapturedStep] = (), drafts: DraftGraphs = NO_DRAFT_GRAPHS) -> None:
+        self.graphs, self.drafts = sorted(graphs, key=lambda graph: (graph.query == 1, graph.rows)), drafts
 
-
-class StepGraph(Protocol):
-    """A captured step of at least as many rows or tokens as the plan has."""
-
-    @property
-    def key(self) -> tuple[object, ...]:
-        """Kind and size."""
-
-    def forward(self, plan: StepPlan) -> tuple[Tensor, Tensor, Tensor, DraftExtendInput]:
-        """Replays the first half. → logits_NV, slot_E, ints_EI of the emitting rows, and the drafter's input."""
-
-    def draws(self, plan: StepPlan) -> bool:
-        """Whether the second half of this plan can be replayed."""
-
-    def sample(self, rows: int, needs: SamplingNeeds, sampler: Sampler) -> Sampled | None:
-        """Replays the second half for the first `rows`; None if it was not captured for these needs or this sampler."""
-
-
-class CapturedGraphs(Protocol):
-    """Whole steps that were captured."""
-
-    def get(self, plan: StepPlan, agreed: AgreedStep | None = None) -> StepGraph | None:
-        """The graph of the agreed step, of the plan itself with one rank."""
-
-    @property
-    def drafts(self) -> CapturedDrafts: ...
-
-
-class NoCapturedGraphs:
-    """Nothing is captured."""
-
-    drafts = NO_CAPTURED_DRAFTS
-
-    def get(self, plan: StepPlan, agreed: AgreedStep | None = None) -> None:
-        return None
+    def get(self, plan: StepPlan, agreed: AgreedStep | None = None) -> CapturedStep | None:
+        """The first graph that holds the agreed step, or with one rank the plan; None for what was not captured."""
+        if not self.graphs:
+            return None
+        step = agreed or agree([record_of(plan)])
+        return next((graph for graph in self.graphs if graph.fits(step)), None)
 
 
 class Runner:
     """One model on one device, with its planes and slots, which the drafter shares."""
 
-    def __init__(self, model: Model, steps: Steps, planes: Planes, slots: Slots, drafter: Drafter = NO_DRAFTER) -> None:
-        self.model, self.steps, self.planes, self.slots = model, steps, planes, slots
+    def __init__(
+        self, model: Model, steps: Model | Piecewise, planes: Planes, slots: Slots, drafter: Drafter = NO_DRAFTER
+    ) -> None:
+        self.model, self.planes, self.slots = model, planes, slots
+        self.steps = steps  # runs the model pass: the model itself, or captured parts of it
         self.drafting = Drafting(drafter, slots, planes)
         self.sampler: Sampler = sampler_on(planes.device)
         self.move = kv_mover(planes, model.planes() if slots.tree.is_tree else ())
-        self.graphs: CapturedGraphs = NoCapturedGraphs()
+        self.graphs = CapturedSteps()
         self.digest = 0  # of all passes with several ranks, see `Record`
 
     def eager(self) -> None:
         """Replays no captured step any more: the model was changed in a way that a capture does not follow."""
-        self.steps, self.graphs = self.model, NoCapturedGraphs()
+        self.steps, self.graphs = self.model, CapturedSteps()
 
     def record(self, plan: StepPlan, epoch: int = 0) -> Record:
         """What this rank says about its next step."""
@@ -207,7 +186,7 @@ class Runner:
         logits_NV = self._logits(hidden_NH[start - row.start : stop - row.start], SCORE_CHUNK if agreed else 0)
         assert logits_NV is not None, "a chunk has positions"
         next_N = self.slots.tokens_SL[row.slot, start + 1 : stop + 1].to(torch.int64)
-        return token_logprobs(*self.sampler.logprobs(logits_NV, next_N, row.score_top))
+        return _token_logprobs(*self.sampler.logprobs(logits_NV, next_N, row.score_top))
 
     def outputs(self, result: StepResult | None) -> tuple[Output, ...]:
         """One Output for each row of the plan. Waits for what is still on a device. A drafter whose output turns out
@@ -218,5 +197,45 @@ class Runner:
         if result.proposed is not None and not result.proposed.sound.all():
             self.drafting.reject_output()
             result = replace(result, lost=True)
-        forwarded = result.forwarded
-        return outputs(forwarded.plan, forwarded.scores, result.sampled, result.proposed, result.lost)
+        return _outputs(result)
+
+
+def _outputs(result: StepResult) -> tuple[Output, ...]:
+    forwarded, sampled, lost, outputs, e = result.forwarded, result.sampled, result.lost, list[Output](), 0
+    if sampled is not None:
+        tokens, count, done = sampled.tokens_EQ.tolist(), sampled.count_E.tolist(), sampled.done_E.tolist()
+        logprobs = _token_logprobs(sampled.logprob_N, sampled.top_ids_NK, sampled.top_logprobs_NK)
+        nodes: list[list[int]] = [] if sampled.nodes_EQ is None else sampled.nodes_EQ.tolist()
+        drafts, query = _row_drafts(result.proposed, len(tokens)), len(tokens[0])
+    for i, row in enumerate(forwarded.plan.rows):
+        scores, emits, n = forwarded.scores.get(i, ()), row.emit and sampled is not None, 0
+        is_nan = any(math.isnan(score.logprob) for score in scores)
+        if emits:
+            n = int(count[e])
+            is_nan = is_nan or n > 0 and tokens[e][n - 1] == NO_TOKEN
+        if is_nan:
+            outputs.append(Output(done=emits, drafter_failed=lost, is_nan=True))
+        elif not emits:
+            outputs.append(Output(scores=scores, drafter_failed=lost))
+        else:
+            proposed, parents = NO_DRAFTS if done[e] else drafts[e]
+            path = sum(1 << node - 1 for node in nodes[e][1:n]) if nodes else (1 << max(n - 1, 0)) - 1
+            own = tuple(logprobs[e * query : e * query + n])
+            outputs.append(Output(tuple(tokens[e][:n]), proposed, done[e], own, scores, lost, parents, path))
+        e += emits
+    return tuple(outputs)
+
+
+def _row_drafts(proposed: DraftOutput | None, rows: int) -> list[RowDrafts]:
+    if proposed is None:
+        return [NO_DRAFTS] * rows
+    drafts, counts = proposed.drafts_EK.tolist(), proposed.made_E.tolist()
+    parents = [[]] * rows if proposed.parents_EK is None else proposed.parents_EK.tolist()
+    return [(tuple(d[:n]), tuple(p[:n])) for d, p, n in zip(drafts, parents, counts, strict=True)]
+
+
+def _token_logprobs(logprob: Tensor | None, ids: Tensor | None, values: Tensor | None) -> list[TokenLogprob]:
+    if logprob is None or ids is None or values is None:
+        return []
+    rows = zip(logprob.tolist(), ids.tolist(), values.tolist(), strict=True)
+    return [TokenLogprob(p, tuple(i), tuple(v)) for p, i, v in rows]

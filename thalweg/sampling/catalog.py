@@ -21,10 +21,10 @@ def sampler_on(device: torch.device) -> Sampler:
 
 
 def with_acceptance_rule(sampler: Sampler, rule: str, candidates: int, delta: float) -> Sampler:
-    """The sampling, with drafts judged by this rule: "race" is its own. candidates, delta: see
+    """The sampling, with drafts judged by this rule: "gumbel-max" is its own. candidates, delta: see
     `relaxed.RelaxedAcceptance`.
     """
-    if rule == "standard":
+    if rule == "rejection-sampling":
         return RejectionSampling(sampler)
     return RelaxedAcceptance(sampler, candidates, delta) if rule == "relaxed" else sampler
 
@@ -34,6 +34,6 @@ def draft_sampling_for(rule: str, width: int, vocab: int, device: torch.device) 
     sampler = sampler_on(device)
     return (
         IndependentDraftSampling(width, vocab, sampler.distribution)
-        if rule == "standard"
+        if rule == "rejection-sampling"
         else CoupledDraftSampling(sampler)
     )

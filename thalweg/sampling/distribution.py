@@ -1,5 +1,4 @@
-"""What tokens are drawn from, and the race that draws them, for rules of acceptance that need more of them than the
-token.
+"""Target distributions and Gumbel noise, for acceptance rules that need more than the sampled token.
 
 Letters: N positions, E rows with equally many of them, V vocabulary, I integers of a slot.
 """
@@ -16,18 +15,18 @@ from thalweg.sampling.random import exponential
 
 
 class SamplingDistribution(Protocol):
-    """On one kind of device."""
+    """The distribution from which a sampler draws, on one kind of device."""
 
     def apply_temperature(
         self, logits_NV: Tensor, slots: Slots, slot_N: Tensor, ints_NI: Tensor, truncated: bool
     ) -> Tensor:
-        """float32 [N, V]: logits by the temperature of each position, -inf for what its truncation removes; a greedy
-        one's by no temperature, and truncated or not. truncated: see `Needs`.
+        """float32 [N, V]: logits divided by each position's temperature, -inf for what its truncation removes. Those of
+        greedy positions are not divided, and may be truncated. truncated: see `SamplingNeeds`.
         """
 
     def add_gumbel_noise(self, score_NV: Tensor, seed_E: Tensor, position_E: Tensor) -> Tensor:
-        """float32 [N, V]: scores less the logarithms of the coins of (seed, position, id): with log-probabilities as
-        scores the largest is a sample. The rows of each seed stand behind each other.
+        """float32 [N, V]: scores with the Gumbel noise of (seed, position, id). Where scores are log-probabilities, the
+        largest is a sample. The rows of a seed are neighbours.
         """
 
 
@@ -40,8 +39,8 @@ class ReferenceDistribution:
         return apply_temperature(logits_NV, slots.floats_SF.index_select(0, slot_N), ints_NI[:, 6], truncated)
 
     def add_gumbel_noise(self, score_NV: Tensor, seed_E: Tensor, position_E: Tensor) -> Tensor:
-        coins_EV, each = exponential(seed_E, position_E, score_NV.shape[1]).log_(), len(score_NV) // len(seed_E)
-        return score_NV - (coins_EV if each == 1 else coins_EV.repeat_interleave(each, 0))
+        noise_EV, each = exponential(seed_E, position_E, score_NV.shape[1]).log_(), len(score_NV) // len(seed_E)
+        return score_NV - (noise_EV if each == 1 else noise_EV.repeat_interleave(each, 0))
 
 
 REFERENCE_DISTRIBUTION = ReferenceDistribution()

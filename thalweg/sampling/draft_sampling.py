@@ -18,12 +18,12 @@ from thalweg.sampling.random import seed_for
 from thalweg.sampling.sample import REFERENCE, Sampler
 
 PROBABILITIES = "draft_probabilities"  # of the slots: what each draft was drawn from
-DRAFT = 1  # the purpose of the coins that draw drafts, where these must not be the target's
+DRAFT = 1  # seeds the noise of drafts, where it must not be the target's
 
 
 class DraftSampling(Protocol):
-    """Of rows of which some sample: where none does, a draft is the most likely token. odds: for drafters that need
-    several of a row.
+    """Draws drafts of rows of which some sample; where none does, a draft is the most likely token. `distribution` is
+    for drafters that need several drafts of a row.
     """
 
     @property
@@ -38,13 +38,13 @@ class DraftSampling(Protocol):
         """int64 [E]: a draft of the token that stands `ahead` tokens behind the known ones of each slot, the most
         likely one for who is greedy; of logits that are no numbers it may be below 0. logits_EV float32: the drafter's,
         -inf for tokens that it does not know. ints_EI: the slots' integers as if all before it were known; ahead may be
-        int64 [E]. truncated: see `Needs`.
+        int64 [E]. truncated: see `SamplingNeeds`.
         """
 
 
 class CoupledDraftSampling:
-    """Drafts race with the target's own coins, so that both draw the same token as often as they can without knowing
-    each other (`chain`). sampling: what draws the target's tokens.
+    """Drafts are drawn with the target's own Gumbel noise, so both draw the same token as often as two draws can that
+    do not know each other's distribution (`sampling.drafts`). sampler: draws the target's tokens.
     """
 
     def __init__(self, sampler: Sampler) -> None:
@@ -63,7 +63,7 @@ COUPLED = CoupledDraftSampling(REFERENCE)
 
 
 class IndependentDraftSampling:
-    """Drafts are drawn with coins of their own, by temperature and truncation as the target is, and what they were
+    """Drafts are drawn with noise of their own, by temperature and truncation as the target is, and what they were
     drawn from is kept. width: K.
     """
 
@@ -80,5 +80,5 @@ class IndependentDraftSampling:
         q_EV = self.distribution.apply_temperature(logits_EV, slots, slot_E, ints_EI, truncated).softmax(-1)
         kept_NV = slots.extra[PROBABILITIES].view(-1, self.vocab)
         kept_NV.index_copy_(0, slot_E * self.width + ahead, q_EV)
-        race_EV = self.distribution.add_gumbel_noise(q_EV.log_(), seed_for(ints_EI[:, 3], DRAFT), ints_EI[:, 0])
-        return torch.where(greedy_E, logits_EV.argmax(-1), race_EV.argmax(-1))
+        perturbed_EV = self.distribution.add_gumbel_noise(q_EV.log_(), seed_for(ints_EI[:, 3], DRAFT), ints_EI[:, 0])
+        return torch.where(greedy_E, logits_EV.argmax(-1), perturbed_EV.argmax(-1))

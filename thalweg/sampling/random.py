@@ -30,7 +30,7 @@ def exponential(seed_E: Tensor, position_E: Tensor, vocab: int) -> Tensor:
     """Exp(1) variates, float32 [E, vocab]: entry v depends on (seed, position, v) only.
 
     32 random bits each, used as v = (bits + 0.5) / 2^32 and -log1p(-v), which keeps its relative precision near 0,
-    where the smallest of many variates (the one that wins a race) lies.
+    where the smallest of many variates (the sampled one) lies.
     """
     key_E = mix(mix(seed_E * _GOLDEN + position_E) + _GOLDEN)
     bits_EV = mix(key_E[:, None] + torch.arange(vocab, device=seed_E.device) * _GOLDEN)

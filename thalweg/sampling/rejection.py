@@ -3,13 +3,12 @@ p(d) / q(d)), and the token in the place of one that is not is drawn from what q
 (Leviathan, Kalman, Matias 2023, algorithm 1; Chen et al. 2023).
 
 Drafts are accepted as often as any rule can that changes no distribution, 1 - D at D total variation distance between p
-and q, where the race of `chain` has (1 - D) / (1 + D) at least. The price: q is kept for every draft, and which tokens
-a seed gives depends on what was drafted; how they are distributed does not. Greedy rows stay with the arg max, and have
-plain decoding's tokens.
+and q; Gumbel-max (`sampling.drafts`) accepts (1 - D) / (1 + D) at least. The price: q is kept for every draft, and
+which tokens a seed gives depends on what was drafted; how they are distributed does not. Greedy rows have plain
+decoding's tokens.
 
-p is what the target draws from: after penalties, bias, grammar, temperature and truncation. A position's coins for the
-draft, for the verdict on it and for the token in its place are independent of each other, and none has a say in what
-comes before that position.
+p is what the target draws from: after penalties, bias, grammar, temperature and truncation. A position has
+independent noise for the draft, for its acceptance and for the token in its place.
 
 Letters: N positions, V vocabulary, K drafts, I integers of a slot.
 """
@@ -26,13 +25,13 @@ from thalweg.sampling.draft_sampling import PROBABILITIES
 from thalweg.sampling.random import seed_for, uniform
 from thalweg.sampling.sample import SamplerWrapper, argmax_token
 
-ACCEPTANCE = 2  # the purpose of their coins
+ACCEPTANCE = 2  # seeds the noise of acceptance
 CHUNK = 1 << 23  # logits that are judged at once; bounds what stands beside them
 ALIKE = 16  # positions of a chunk are a multiple: kernels are compiled for how their arguments are aligned
 
 
 class RejectionSampling(SamplerWrapper):
-    """`Sampler` of drafts that `drafts.IndependentDraftSampling` has drawn."""
+    """`Sampler` of drafts that `draft_sampling.IndependentDraftSampling` has drawn."""
 
     def draw(self, logits_NV: Tensor, slots: Slots, slot_N: Tensor, ints_NI: Tensor, needs: SamplingNeeds) -> Tensor:
         if not needs.random:
@@ -52,8 +51,8 @@ def _judge(
     ints_NI: Tensor,
     truncated: bool,
 ) -> Tensor:
-    """The draft of each position, or what is drawn in its place; behind the last draft, and for who is greedy, what
-    plain decoding draws.
+    """Returns the draft if it is accepted, else a token from the residual. After the last draft, and for greedy rows,
+    returns plain decoding's token.
     """
     position_N, seed_N, sampled_N = ints_NI[:, 0], ints_NI[:, 3], slots.floats_SF[:, 0].index_select(0, slot_N) > 0
     kept_SKV = slots.extra[PROBABILITIES]
@@ -69,6 +68,6 @@ def _judge(
     left_NV = (p_NV - q_NV.nan_to_num_(0.0) * judged_N.unsqueeze(1)).clamp_(min=0.0)
     # rounding may refuse a draft where both are the same, and nothing is left
     left_NV = torch.where(left_NV.sum(1, keepdim=True) > 0, left_NV, p_NV)
-    race_NV = distribution.add_gumbel_noise(left_NV.log_(), seed_N, position_N)
-    drawn_N = torch.where(sampled_N, argmax_token(race_NV), argmax_token(logits_NV))
+    perturbed_NV = distribution.add_gumbel_noise(left_NV.log_(), seed_N, position_N)
+    drawn_N = torch.where(sampled_N, argmax_token(perturbed_NV), argmax_token(logits_NV))
     return torch.where(right_N, draft_N, drawn_N)

@@ -21,8 +21,8 @@ from thalweg.sampling.simulated_acceptance import ahead
 
 
 class RelaxedAcceptance(SamplerWrapper):
-    """`Sampling` that accepts a draft of the `candidates` most likely tokens whose probability is at least the largest
-    one less `delta`, of several the most likely one, and beside those what `sampling` accepts.
+    """`Sampler` that accepts a draft of the `candidates` most likely tokens whose probability is at least the largest
+    one less `delta`, of several the most likely one, and beside those what `sampler` accepts.
     """
 
     def __init__(self, sampler: Sampler, candidates: int, delta: float) -> None:

@@ -22,11 +22,9 @@ from thalweg.sampling.drafts import accept_drafts, sampled_positions, tree_paths
 from thalweg.sampling.grammar_mask import apply_grammar_mask
 from thalweg.sampling.random import exponential
 
-BANNED = (
-    -1e30
-)  # below every logit, yet above what a grammar forbids: one that is complete can still end before the minimum length
-
-NO_TOKEN = -1  # in the place of one, where the model computed no numbers
+# below every logit, yet above what a grammar forbids: one that is complete can still end before the minimum length
+BANNED = -1e30
+NO_TOKEN = -1  # in the place of a token, where the model computed no numbers
 
 
 def argmax_token(score_NV: Tensor) -> Tensor:
@@ -40,30 +38,27 @@ Logprobs = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """tokens_EQ int64, of which the first count_E (int64, or bool) are the row's: none where the slot had ended before;
-    done_E bool: the slot ended with them. The last may be NO_TOKEN: the model computed no numbers there, which ended
-    the slot. logprob_N, top_ids_NK, top_logprobs_NK: the model's own log-probabilities of tokens_EQ, None unless asked
-    for. nodes_EQ int64: of drafts that part ways, the node of the tree at which each was drawn, the root behind the
-    last; None for a chain.
-    """
+    """The next tokens of each emitting row."""
 
-    tokens_EQ: Tensor
-    count_E: Tensor
-    done_E: Tensor
+    tokens_EQ: Tensor  # int64; the last of a row may be NO_TOKEN, which ends its slot
+    count_E: Tensor  # int64 or bool: how many of them are the row's; none where the slot had ended before
+    done_E: Tensor  # bool: the slot ended with them
+    # the model's own log-probabilities of tokens_EQ, and the most likely ids with theirs; None unless asked for
     logprob_N: Tensor | None = None
     top_ids_NK: Tensor | None = None
     top_logprobs_NK: Tensor | None = None
+    # int64: the node of the tree at which each was drawn, the root behind the last; None for a chain
     nodes_EQ: Tensor | None = None
 
 
 class Moved(Sampled):
-    """Along trees, where what the model has stored of these nodes stands in the places of a chain's already."""
+    """Along trees, where the KV of these nodes is in the places of a chain's already."""
 
     __slots__ = ()
 
 
 class Sampler(Protocol):
-    """The three steps of accept, on one kind of device. odds: for rules that go by more than what is drawn."""
+    """The three steps of `accept`, on one kind of device."""
 
     @property
     def distribution(self) -> SamplingDistribution: ...
@@ -116,8 +111,8 @@ class ReferenceSampler:
     ) -> None:
         if needs.penalised:
             query = 1 if behind_EQD is None else behind_EQD.shape[1]
-            known = slot_N[::query], ints_NI[::query, 0], ints_NI[::query, 4]
-            penalise(logits_NV, slots, *known, min(max_kv_len, slots.context), behind_EQD)
+            longest = min(max_kv_len, slots.context)
+            penalise(logits_NV, slots, slot_N[::query], ints_NI[::query], longest, behind_EQD)
         if needs.biased:
             logits_NV.scatter_add_(1, slots.bias_ids_SB[slot_N], slots.bias_SB[slot_N])
             stop_NK = slots.stop_SK[slot_N]
@@ -129,19 +124,25 @@ class ReferenceSampler:
     def draw(self, logits_NV: Tensor, slots: Slots, slot_N: Tensor, ints_NI: Tensor, needs: SamplingNeeds) -> Tensor:
         if not needs.random:
             return argmax_token(logits_NV)
+        # the arg min of Exp(1) / p needs neither normalisation nor a cumulative sum, and its noise is per token id, so
+        # that the token does not depend on the order of equal probabilities
         floats_NF = slots.floats_SF[slot_N]
-        return draw(logits_NV, floats_NF, ints_NI[:, 6], ints_NI[:, 3], ints_NI[:, 0], needs.truncated)
+        scaled_NV = apply_temperature(logits_NV, floats_NF, ints_NI[:, 6], needs.truncated)
+        noisy_NV = scaled_NV - exponential(ints_NI[:, 3], ints_NI[:, 0], logits_NV.shape[1]).log_()
+        return torch.where(floats_NF[:, 0] == 0, argmax_token(logits_NV), argmax_token(noisy_NV))
 
     def sample_into_slots(
         self, logits_EV: Tensor, slots: Slots, slot_E: Tensor, ints_EI: Tensor, needs: SamplingNeeds
     ) -> Sampled:
         tokens_E = self.draw(logits_EV, slots, slot_E, ints_EI, needs)
-        stop_EK = slots.stop_SK.index_select(0, slot_E)
-        done_E, live_E = _settle(tokens_E, slot_E, ints_EI, stop_EK, slots.tokens_SL, slots.state_S3, slots.context)
-        return Sampled(tokens_E.unsqueeze(1), live_E, done_E)
+        return _append_tokens(tokens_E, slots, slot_E, ints_EI)
 
     def logprobs(self, logits_NV: Tensor, tokens_N: Tensor, top: int) -> Logprobs:
-        return logprobs(logits_NV, tokens_N, top)
+        if top < 0:
+            return None, None, None
+        logprob_NV = logits_NV.log_softmax(-1)
+        top_NK = logprob_NV.topk(min(top, logits_NV.shape[1]), dim=-1)
+        return logprob_NV.gather(1, tokens_N[:, None])[:, 0], top_NK.indices, top_NK.values
 
 
 REFERENCE = ReferenceSampler()
@@ -199,49 +200,32 @@ def accept(
     return replace(sampled, logprob_N=logprob_N, top_ids_NK=ids_NK, top_logprobs_NK=values_NK)
 
 
-def _settle(
-    tokens_E: Tensor,
-    slot_E: Tensor,
-    ints_EI: Tensor,
-    stop_EK: Tensor,
-    tokens_SL: Tensor,
-    state_S3: Tensor,
-    context: int,
-) -> tuple[Tensor, Tensor]:
-    """Appends the tokens to their slots, token 0 for NO_TOKEN; says which slots have ended, and which had not
-    before.
-    """
-    length_E, end_E = ints_EI[:, 0], ints_EI[:, 2]
+def _append_tokens(tokens_E: Tensor, slots: Slots, slot_E: Tensor, ints_EI: Tensor) -> Sampled:
+    """Appends the tokens to their slots, token 0 for NO_TOKEN, and ends slots at a stop id or their end."""
+    length_E, end_E, stop_EK = ints_EI[:, 0], ints_EI[:, 2], slots.stop_SK.index_select(0, slot_E)
     live_E = end_E > 0
     new_E = length_E + live_E
     going_E = (new_E < end_E) & (tokens_E.unsqueeze(1) != stop_EK).all(1) & (tokens_E >= 0)
-    column_E = torch.where(live_E, length_E, context)
-    tokens_SL.view(-1).index_copy_(0, slot_E * tokens_SL.size(1) + column_E, tokens_E.clamp(min=0).to(torch.int32))
-    state_S3.index_copy_(0, slot_E, torch.stack((new_E, new_E - 1, end_E * going_E), 1))
-    return ~going_E, live_E
+    place_E = slot_E * slots.tokens_SL.size(1) + torch.where(live_E, length_E, slots.context)
+    slots.tokens_SL.view(-1).index_copy_(0, place_E, tokens_E.clamp(min=0).to(torch.int32))
+    slots.state_S3.index_copy_(0, slot_E, torch.stack((new_E, new_E - 1, end_E * going_E), 1))
+    return Sampled(tokens_E.unsqueeze(1), live_E, ~going_E)
 
 
 def penalise(
-    logits_NV: Tensor,
-    slots: Slots,
-    slot_E: Tensor,
-    length_E: Tensor,
-    prompt_len_E: Tensor,
-    max_kv_len: int,
-    behind_EQD: Tensor | None = None,
+    logits_NV: Tensor, slots: Slots, slot_E: Tensor, ints_EI: Tensor, max_kv_len: int, behind_EQD: Tensor | None = None
 ) -> None:
     """Repetition penalty over prompt and output (divides positive, multiplies negative logits), frequency and presence
     over the output.
 
-    Counts are taken from the tokens plane each step: a pure function of the truth, so there is nothing to roll back.
-    What all nodes of a tree have before them is counted once. behind_EQD: see `Sampling.edit`; without it a row is one
-    position, N = E.
+    Counts are taken from the tokens plane each step, so there is nothing to roll back. What is before all nodes of a
+    tree is counted once. behind_EQD: see `Sampler.edit_logits`; without it a row is one position, N = E.
     """
     vocab = logits_NV.shape[1]
     tokens_EL = slots.tokens_SL[slot_E, :max_kv_len].to(torch.int64)
     at_L = torch.arange(max_kv_len, device=tokens_EL.device)
-    known_EL = at_L < length_E[:, None]
-    output_EL = known_EL & (at_L >= prompt_len_E[:, None])
+    known_EL = at_L < ints_EI[:, :1]
+    output_EL = known_EL & (at_L >= ints_EI[:, 4:5])
     nothing_EV = logits_NV.new_zeros(len(slot_E), vocab)
     seen_NV = nothing_EV.scatter_add(1, tokens_EL, known_EL.to(nothing_EV.dtype))
     count_NV = nothing_EV.scatter_add_(1, tokens_EL, output_EL.to(nothing_EV.dtype))
@@ -258,25 +242,3 @@ def penalise(
     scaled_NV = torch.where(logits_NV > 0, logits_NV / repetition, logits_NV * repetition)
     logits_NV.copy_(torch.where(seen_NV > 0, scaled_NV, logits_NV))
     logits_NV -= count_NV * frequency + (count_NV > 0) * presence
-
-
-def draw(
-    logits_EV: Tensor, floats_EF: Tensor, top_k_E: Tensor, seed_E: Tensor, position_E: Tensor, truncated: bool
-) -> Tensor:
-    """One token of each row: the arg max where the temperature is 0, else a sample of the truncated distribution.
-
-    An exponential race (arg min of Exp(1) / p) needs neither normalisation nor a cumulative sum, and its coins are per
-    token id, so that the draw does not depend on the order of equal probabilities.
-    """
-    scaled_EV = apply_temperature(logits_EV, floats_EF, top_k_E, truncated)
-    race_EV = scaled_EV - exponential(seed_E, position_E, logits_EV.shape[1]).log_()
-    return torch.where(floats_EF[:, 0] == 0, argmax_token(logits_EV), argmax_token(race_EV))
-
-
-def logprobs(logits_NV: Tensor, tokens_N: Tensor, top: int) -> Logprobs:
-    """Log-probabilities of `tokens_N` and the `top` most likely ids with theirs; (None, None, None) for top < 0."""
-    if top < 0:
-        return None, None, None
-    logprob_NV = logits_NV.log_softmax(-1)
-    top_NK = logprob_NV.topk(min(top, logits_NV.shape[1]), dim=-1)
-    return logprob_NV.gather(1, tokens_N[:, None])[:, 0], top_NK.indices, top_NK.values

@@ -1,5 +1,5 @@
-"""Drafts that are accepted by decree, for measuring speed with weights that mean nothing: what comes out is not the
-model's.
+"""Simulated acceptance, for benchmarks: a fixed mean number of drafts is accepted, whatever the model computes. The
+text means nothing.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class SimulatedAcceptance(SamplerWrapper):
     def draw(self, logits_NV: Tensor, slots: Slots, slot_N: Tensor, ints_NI: Tensor, needs: SamplingNeeds) -> Tensor:
         known_N, vocab = slots.length[slot_N], logits_NV.shape[1]
         drafts_N, token_NK, any_NK = ahead(slots, slot_N, ints_NI)
-        coin_N = mix(known_N * 2 + slot_N * 1000003) & 0xFFFF  # one of each row and step
-        right_N = int(self.right) + (coin_N < int((self.right % 1) * 0x10000)).to(torch.int64)
+        noise_N = mix(known_N * 2 + slot_N * 1000003) & 0xFFFF  # one of each row and step
+        right_N = int(self.right) + (noise_N < int((self.right % 1) * 0x10000)).to(torch.int64)
         ahead_N = ints_NI[:, 0] - known_N
         drawn_N = self.sampler.draw(logits_NV, slots, slot_N, ints_NI, needs)
         # behind the last that is right, what is drawn must not happen to be a draft
@@ -49,7 +49,7 @@ class Ahead(NamedTuple):
 
 
 def ahead(slots: Slots, slot_N: Tensor, ints_NI: Tensor) -> Ahead:
-    """Of a chain there is one; behind the leaf of a tree the first is nobody's draft."""
+    """Of a chain there is one; behind the leaf of a tree the first is no draft."""
     if not slots.tree.is_tree:
         token_N = slots.tokens_SL[slot_N, ints_NI[:, 0]].to(torch.int64)
         return Ahead(token_N, token_N.unsqueeze(1), torch.ones_like(token_N, dtype=torch.bool).unsqueeze(1))

@@ -1,1 +1,1 @@
-"""The brain of a rank: which request computes what in which step. Pure Python bookkeeping, no torch, no I/O."""
+"""Plans steps and commits results: which request computes which tokens. No torch, no I/O."""

@@ -9,21 +9,6 @@ from thalweg.core.request import Request
 class PlanBuilder:
     """The rows of the next step, and the requests behind them."""
 
-    __slots__ = (
-        "appends",
-        "binds",
-        "masked",
-        "max_kv_len",
-        "needs",
-        "prefilling",
-        "rows",
-        "sampling",
-        "seen",
-        "step",
-        "tokens_left",
-        "waits_for_commit",
-    )
-
     def __init__(self, step: int, seen: int, budget: int) -> None:
         self.step, self.seen = step, seen
         self.tokens_left = budget
@@ -41,9 +26,7 @@ class PlanBuilder:
         """The next `n` of the tokens that `r` had when it was admitted."""
         start = r.computed
         if not r.is_bound:
-            self.binds.append(
-                Bind(r.slot, r.tokens, len(r.prompt), start, r.end, r.seed, r.stop_ids, r.params, r.salt, r.has_grammar)
-            )
+            self.binds.append(r.bind(start))
             self.appends.append(PageAppend(r.slot, 0, tuple(r.pages)))
             r.is_bound = True
         # a request for no tokens, only for its prompt's log-probabilities, never samples

@@ -31,16 +31,6 @@ class Limits:
     mixed_step_limits: tuple[tuple[int, int], ...] = ()
     tree: TreeShape = CHAIN  # shape of the drafts
 
-    def __post_init__(self) -> None:
-        for name in ("slots", "budget", "context", "vocab", "stages"):
-            if (count := getattr(self, name)) < 1:
-                raise ValueError(f"{name} must be at least 1, got {count}")
-        rows = [rows for rows, _ in self.mixed_step_limits]
-        if rows != sorted(set(rows)) or any(count < 1 for pair in self.mixed_step_limits for count in pair):
-            raise ValueError(
-                f"mixed_step_limits must have rising rows and at least 1 token each, got {self.mixed_step_limits}"
-            )
-
     def max_prompt_tokens(self, decoding: int, tokens_left: int) -> int:
         """Prompt tokens that a step with `decoding` rows may have: at least half of what the limit leaves without
         drafts.
@@ -107,8 +97,6 @@ class WaitingQueue:
     """Queued requests in the order of a policy."""
 
     def __init__(self, policy: str, hit_pages: HitPages) -> None:
-        if policy not in POLICIES:
-            raise ValueError(f"unknown policy {policy!r}; there is {', '.join(POLICIES)}")
         key = POLICIES[policy]
         self._key = lambda request: (key(request, hit_pages), request.uid)
         self._is_dynamic = policy in DYNAMIC_POLICIES

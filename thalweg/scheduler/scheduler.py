@@ -8,25 +8,40 @@ results of the last `depth` steps, so lengths are UPPER BOUNDS here; the device 
 from __future__ import annotations
 
 import random
+import time
 from typing import Mapping, Sequence
+
+import msgspec
 
 from thalweg.cache.page_allocator import PageAllocator
 from thalweg.cache.radix import MissingPage
+from thalweg.core.acceptance import AcceptanceCounts
 from thalweg.core.errors import InvalidRequest
-from thalweg.core.grammar import GrammarTracker, NoGrammarTracker
-from thalweg.core.messages import Abort, ControlReply, Drain, FlushCache, Rejected, Stats, Submit, ToEngine, TokenDelta
+from thalweg.core.grammar import GrammarTracker
+from thalweg.core.messages import (
+    Abort,
+    ControlReply,
+    Drain,
+    FlushCache,
+    Rejected,
+    RequestEvent,
+    Stats,
+    Submit,
+    ToEngine,
+    TokenDelta,
+)
 from thalweg.core.plan import GrammarState, Output, PageAppend, StepPlan
 from thalweg.core.request import Exit, Request, RequestState
 from thalweg.core.ticket import TicketState, Tier
-from thalweg.scheduler.draft_length import DraftLengthPolicy, FixedDraftLength
+from thalweg.scheduler.draft_length import DraftLengthPolicy, FixedDraftLength, VerifiedDrafts
 from thalweg.scheduler.kv_cache import KVCacheManager, NoTier
 from thalweg.scheduler.plan_builder import PlanBuilder
 from thalweg.scheduler.requests import Limits, WaitingQueue, make_request
-from thalweg.scheduler.results import SchedulerCounters, StepResultProcessor
+from thalweg.scheduler.results import StepResultProcessor
 
 RUNNING, ENDED = RequestState.RUNNING, (Exit.ABORT, Exit.FINISH)
 PROMPT_SHARE = 4  # while prompts wait, drafts leave one part in so many of a step's tokens to them
-NO_TIER, NO_DRAFTS, NO_GRAMMARS = NoTier(), FixedDraftLength(0), NoGrammarTracker()
+NO_TIER, NO_DRAFTS, NOTHING_DRAFTED = NoTier(), FixedDraftLength(0), AcceptanceCounts()
 
 
 class Scheduler:
@@ -38,7 +53,8 @@ class Scheduler:
         allocator: PageAllocator,
         tier: Tier = NO_TIER,
         draft_length: DraftLengthPolicy = NO_DRAFTS,
-        grammars: GrammarTracker = NO_GRAMMARS,
+        *,
+        grammars: GrammarTracker,
     ) -> None:
         self.limits, self.stages, self.draft_length, self.grammars = limits, limits.stages, draft_length, grammars
         self.tree, self.allocator = limits.tree, allocator
@@ -48,7 +64,8 @@ class Scheduler:
         self.step = 0  # the next one to launch
         self.retired = -1  # the last one committed
         self.seeds = random.Random(limits.seed)
-        self.counters = SchedulerCounters()
+        self.counters = Stats()
+        self.steps_by_drafts: list[int] = []  # steps that sampled, by the drafts of each sequence
         self.kv_cache = KVCacheManager(limits.slots, allocator, tier)
         self.results = StepResultProcessor(self.kv_cache, grammars, self.counters)
         self.requests: dict[int, Request] = {}  # all, by uid
@@ -61,7 +78,7 @@ class Scheduler:
         self._decoding: list[Request] = []  # the same, least recently sampled first
         self._sampled: list[Request] = []  # requests that sample in the last plan
         self._masked: list[Request] = []  # of these, those with a grammar
-        self._events: list[tuple[int, str]] = []
+        self._events: list[RequestEvent] = []
         self._changed = False  # a message, a commit or a release since the last plan
 
     # ---- messages
@@ -146,7 +163,8 @@ class Scheduler:
             for r in self._sampled:
                 r.num_drafts = num_drafts
             if self.draft_length.max_drafts or self.counters.drafter_failures:
-                self.counters.count_step(num_drafts)
+                self.steps_by_drafts += [0] * (num_drafts + 1 - len(self.steps_by_drafts))
+                self.steps_by_drafts[num_drafts] += 1
         self._changed = False
         for r in [r for r in self._transferring if r.ticket and r.ticket.is_done]:
             self._finish_transfer(r)
@@ -264,7 +282,7 @@ class Scheduler:
         self.queue.remove(r)
         self.live[r.uid] = r
         if not r.preempted:
-            self._events.append((r.uid, "admitted"))
+            self._events.append(RequestEvent(r.uid, "admitted", time.time()))
         r.state, r.ticket, r.prefill_len = RequestState.LOADING, ticket, r.known
         r.num_drafts, r.drafts, r.parents, r.is_bound, r.last_sampled = 0, (), (), False, -1
         self._transferring.append(r)
@@ -299,7 +317,7 @@ class Scheduler:
             return False
         youngest = max(self.live)
         self.counters.preemptions += 1
-        self._events.append((youngest, "preempted"))
+        self._events.append(RequestEvent(youngest, "preempted", time.time()))
         self._leave(self.live[youngest], Exit.PREEMPT)
         return True
 
@@ -362,6 +380,7 @@ class Scheduler:
         if outputs and outputs[0].drafter_failed and self.draft_length.max_drafts:
             self.draft_length.disable()
             self.counters.drafter_failures += 1
+        verified: list[VerifiedDrafts] = []
         for row, output in zip(plan.rows, outputs, strict=True):
             r = self.requests[row.uid]
             r.rows_in_flight -= 1
@@ -371,29 +390,33 @@ class Scheduler:
                 if row.num_drafts:
                     r.max_tokens_in_flight -= self.tree.max_accepted(row.num_drafts)
                     if output.tokens:
-                        self.results.add_verification(r, row, output)
+                        self.results.add_verification(r, output)
+                        if not output.done:  # a policy does not learn from drafts beyond the end of the sequence
+                            verified.append(VerifiedDrafts(r, row.num_drafts, output.accepted_mask))
             if r.exit in ENDED:
                 self.counters.wasted_drafts += len(output.drafts)
             else:  # a preempted request keeps the tokens that were in flight
                 self.results.process(r, output)
             if r.exit is not Exit.NONE and not r.rows_in_flight and r.slot >= 0:
                 self._release(r)
-        if verified := self.results.take_verified():
+        if verified:
             self.draft_length.observe(verified)
 
     def take_deltas(self) -> tuple[TokenDelta, ...]:
         """New tokens and endings since the last call, in order."""
         return self.results.take_deltas()
 
-    def take_events(self) -> tuple[tuple[int, str], ...]:
-        """(uid, "admitted" or "preempted") since the last call, in order."""
+    def take_events(self) -> tuple[RequestEvent, ...]:
+        """Admissions and preemptions since the last call, in order."""
         events, self._events = self._events, []
         return tuple(events)
 
     def stats(self, busy_seconds: float) -> Stats:
         """busy_seconds: time in which steps were in flight."""
         pages = self.allocator.num_pages
-        return self.counters.stats(
+        drafts = self.results.drafts.counts if self.results.drafts.drafted else NOTHING_DRAFTED
+        return msgspec.structs.replace(
+            self.counters,
             running=len(self.live) - len(self._transferring),
             waiting=len(self.queue) + sum(r.state is RequestState.LOADING for r in self._transferring),
             pages=pages,
@@ -401,6 +424,12 @@ class Scheduler:
             pages_cached=self.allocator.tree.num_evictable,
             steps=self.step,
             step_seconds=busy_seconds,
+            verifications=drafts.verifications,
+            drafted_tokens=drafts.drafted,
+            accepted_tokens=drafts.accepted,
+            drafted_at=drafts.drafted_at,
+            accepted_at=drafts.accepted_at,
+            steps_by_num_drafts=tuple(self.steps_by_drafts),
         )
 
     @property

@@ -1,3 +1,3 @@
-"""HTTP: the OpenAI routes, the native ones, metrics and the playground. Knows the front, messages and text; never the
-engine's inside.
+"""HTTP: the OpenAI routes, the native ones, metrics and the playground. Talks to the
+engine through its client only.
 """

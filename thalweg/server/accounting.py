@@ -11,6 +11,14 @@ from dataclasses import dataclass, field
 from thalweg.core.sampling import SamplingParams
 
 CLIENT_CLOSED_REQUEST = 499  # nginx's status for a client that went away
+GENERATION = {  # routes that generate, with their names in OpenTelemetry's conventions
+    "/v1/chat/completions": "chat",
+    "/v1/responses": "chat",
+    "/v1/messages": "chat",
+    "/v1/completions": "text_completion",
+    "/generate": "text_completion",
+}
+PROBES = frozenset({"/health", "/ready", "/metrics"})
 
 
 @dataclass(slots=True)

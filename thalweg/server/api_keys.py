@@ -6,7 +6,7 @@ The keys file is a list, in YAML or JSON:
       key: sk-...               # or the key's SHA-256, so that the file holds no secret:
       sha256: 64 hex digits
       max_concurrency: 8        # generation requests at a time
-      tokens_per_minute: 60000  # prompt and output together, see ApiKey
+      tokens_per_minute: 60000  # prompt and output together, see RequestQuota
       private_cache: true       # its cached prompts are found by this key only
 
 Only digests of keys are kept, under a second digest with a secret of this process: the time of a look-up tells nothing
@@ -21,23 +21,22 @@ import hmac
 import logging
 import re
 import secrets
-import time
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Mapping
+from itertools import accumulate
 from pathlib import Path
 
 import msgspec
 from starlette.datastructures import Headers
+from starlette.requests import Request
 
 from thalweg.config.server import ServerOptions
 from thalweg.core.errors import InvalidRequest, UnsupportedConfig
-from thalweg.server.errors import ApiError, ErrorInfo
+from thalweg.server.errors import ApiError
 
 log = logging.getLogger("thalweg.server")
 MINUTE = 60.0
 MAX_FILE = 16 << 20  # bytes of a keys file
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-_SHA256 = re.compile(r"[0-9a-fA-F]{64}")
 
 
 class ApiKeyEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -50,130 +49,139 @@ class ApiKeyEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     tokens_per_minute: int | None = None
     private_cache: bool = False
 
-    def digest(self) -> bytes:
-        """SHA-256 of the key. Raises UnsupportedConfig for an entry that is wrong."""
-        if error := self._error():
-            raise UnsupportedConfig(f"key {self.name!r}: {error}")
-        return bytes.fromhex(self.sha256) if self.key is None and self.sha256 else _digest(self.key or "")
-
-    def _error(self) -> str:
-        if not _NAME.fullmatch(self.name):
-            return "a name has 1 to 64 letters, digits and -_. characters"
-        for name, value in (("max_concurrency", self.max_concurrency), ("tokens_per_minute", self.tokens_per_minute)):
+    def error(self) -> str:
+        """What is wrong with the entry, or ""."""
+        for field in ("max_concurrency", "tokens_per_minute"):
+            value = getattr(self, field)
             if value is not None and value < 1:
-                return f"{name} must be at least 1, got {value}; leave it out to have no limit"
+                return f"{field} must be at least 1, got {value}; leave it out to have no limit"
+        if not re.fullmatch("[A-Za-z0-9_.-]{1,64}", self.name):
+            return "a name has 1 to 64 letters, digits and -_. characters"
         if (self.key is None) == (self.sha256 is None):
             return "give either key or sha256"
-        if self.key is not None and (not self.key or not self.key.isascii()):
+        if self.key is not None and not (self.key and self.key.isascii()):
             return "a key must be ASCII and not empty, HTTP headers carry nothing else"
-        if self.sha256 is not None and not _SHA256.fullmatch(self.sha256):
+        if self.sha256 is not None and not re.fullmatch("[0-9a-fA-F]{64}", self.sha256):
             return "sha256 must be 64 hexadecimal digits"
         return ""
 
-
-@dataclass(slots=True, eq=False)
-class TokenCharge:
-    """Tokens that a request is charged."""
-
-    tokens: int
-    at: float  # time.monotonic()
-    counts: bool = True  # until it is a minute old
+    def digest(self) -> bytes:
+        """SHA-256 of the key."""
+        return _digest(self.key or "") if self.sha256 is None else bytes.fromhex(self.sha256)
 
 
 class ApiKey:
-    """One key and its use, or everyone where there are no keys (not `named`).
+    """One key and its use. The name "": everyone, where there are no keys."""
 
-    A request is charged when it is admitted, with the most tokens that it can use (its prompts once each, and
-    max_tokens for each output); at its end the charge becomes what it has used. The requests admitted within any 60
-    seconds are never charged more than `tokens_per_minute` together.
-    """
-
-    def __init__(self, entry: ApiKeyEntry, admin: bool = False, named: bool = True) -> None:
-        self.entry, self.admin = entry, admin
-        self.name = entry.name
-        self.label = entry.name if named else ""  # in the log
-        self.running = 0
+    def __init__(self, entry: ApiKeyEntry, admin: bool = False) -> None:
+        self.entry, self.admin, self.name = entry, admin, entry.name
+        self.running = 0  # requests
+        self.charges: deque[RequestQuota] = deque()  # of the last minute, in order
+        self.charged = 0  # tokens of these
         self._secret = secrets.token_bytes(32)
-        self._charges: deque[TokenCharge] = deque()  # of the last minute, in order
-        self._charged = 0
-
-    def charge(self, tokens: int, now: float) -> TokenCharge:
-        """now: time.monotonic(). Raises InvalidRequest for more than the limit, ApiError (429) if too little of the
-        minute's tokens is left.
-        """
-        limit = self.entry.tokens_per_minute
-        while self._charges and self._charges[0].at <= now - MINUTE:
-            self._charges[0].counts = False
-            self._charged -= self._charges.popleft().tokens
-        charge = TokenCharge(tokens, now, limit is not None)
-        if limit is None:
-            return charge
-        if tokens > limit:
-            message = f"with the prompt makes up to {tokens} tokens; this key has tokens_per_minute {limit}: lower it"
-            raise InvalidRequest("max_tokens", message)
-        if self._charged + tokens > limit:
-            message = (
-                f"the request needs up to {tokens} tokens; of tokens_per_minute {limit}, this key has used or reserved"
-                f" {self._charged}"
-            )
-            raise _limited(message, "tokens_per_minute", self._wait(self._charged + tokens - limit, now))
-        self._charges.append(charge)
-        self._charged += tokens
-        return charge
 
     def scoped_rid(self, rid: str) -> str:
         """A request id as the engine knows it: keys may choose the same ids, and must not end each other's requests."""
-        return f"{rid}@{self.name}" if self.label else rid
+        return f"{rid}@{self.name}" if self.name else rid
 
     @property
     def salt_key(self) -> bytes:
         """Secret for hashing its cache salts, so that no other key finds its prompts; empty if it shares its cache."""
         return self._secret if self.entry.private_cache else b""
 
-    def enter(self) -> None:
-        """Counts a running request. Raises ApiError (429)."""
-        limit = self.entry.max_concurrency
-        if limit is not None and self.running >= limit:
-            raise _limited(f"{self.running} requests of this key run, which is its limit", "max_concurrency", 1)
-        self.running += 1
 
-    def settle(self, charge: TokenCharge, used: int) -> None:
-        """The charged request has ended."""
-        if charge.counts and used < charge.tokens:
-            self._charged -= charge.tokens - used
-            charge.tokens = used
+class ServerLoad:
+    """What all requests take of the server."""
 
-    def _wait(self, missing: int, now: float) -> int:
-        """Whole seconds until so many charged tokens are a minute old."""
-        for charge in self._charges:
-            missing -= charge.tokens
-            if missing <= 0:
-                return max(1, int(charge.at + MINUTE - now) + 1)
-        return int(MINUTE)
+    def __init__(self, options: ServerOptions) -> None:
+        self._running_limit, self._bytes_limit = options.max_concurrent_requests, options.max_bodies_bytes
+        self.running = 0  # requests whose bodies are there
+        self.body_bytes = 0
+
+    def check(self) -> None:
+        """Raises ApiError (429) where no further request may run."""
+        if self._running_limit and self.running >= self._running_limit:
+            message = f"{self._running_limit} requests are running, which is the limit: try again later"
+            raise ApiError(429, message, "rate_limit_error", code="too_many_requests", retry=True)
+
+    def add_body(self, size: int) -> None:
+        """Raises ApiError (429)."""
+        self.body_bytes += size
+        if self.body_bytes > self._bytes_limit:
+            message = f"the bodies of all requests have more than {self._bytes_limit} bytes: try again later"
+            raise ApiError(429, message, "rate_limit_error", code="too_many_bytes", retry=True)
 
 
 class RequestQuota:
-    """What one HTTP request takes of its key. The auth middleware opens and closes it."""
+    """What one HTTP request takes of its key and of the server. The middleware opens and closes it.
 
-    def __init__(self, api_key: ApiKey) -> None:
+    A request is charged when it is admitted, with the most tokens that it can use (its prompts once each, and
+    max_tokens for each output); at its end the charge becomes what it has used. The requests admitted within any 60
+    seconds are never charged more than `tokens_per_minute` together.
+    """
+
+    def __init__(self, api_key: ApiKey, load: ServerLoad) -> None:
         self.api_key = api_key
         self.used = 0  # tokens so far
-        self._charge: TokenCharge | None = None
+        self._load, self._body_bytes = load, 0
+        self._charged = 0  # tokens; 0 after a minute
+        self._at = 0.0  # time.monotonic() of the charge
         self._entered = False
 
+    async def read(self, request: Request, limit: int) -> bytes:
+        """The body. Raises ApiError: 413 for more than `limit` bytes, 429."""
+        parts: list[bytes] = []
+        async for part in request.stream():
+            self._body_bytes += len(part)
+            self._load.add_body(len(part))
+            if self._body_bytes > limit:
+                raise body_too_large(limit)
+            parts.append(part)
+        return b"".join(parts)
+
     def enter(self) -> None:
-        """Raises ApiError (429)."""
-        self.api_key.enter()
+        """Counts a running request. Raises ApiError (429)."""
+        self._load.check()
+        key, limit = self.api_key, self.api_key.entry.max_concurrency
+        if limit is not None and key.running >= limit:
+            raise _limited(f"{key.running} requests of this key run, which is its limit", "max_concurrency", 1)
+        key.running += 1
+        self._load.running += 1
         self._entered = True
 
-    def reserve(self, tokens: int) -> None:
-        """Charges the most that the request can use. Raises InvalidRequest and ApiError (429)."""
-        self._charge = self.api_key.charge(tokens, time.monotonic())
+    def reserve(self, tokens: int, now: float) -> None:
+        """Charges the most that the request can use. now: time.monotonic().
+
+        Raises InvalidRequest for more than the limit, ApiError (429) if too little of the minute's tokens is left.
+        """
+        key, limit = self.api_key, self.api_key.entry.tokens_per_minute
+        if limit is None:
+            return
+        while key.charges and key.charges[0]._at <= now - MINUTE:
+            old = key.charges.popleft()
+            key.charged -= old._charged
+            old._charged = 0
+        if tokens > limit:
+            message = f"with the prompt makes up to {tokens} tokens; this key has tokens_per_minute {limit}: lower it"
+            raise InvalidRequest("max_tokens", message)
+        missing = key.charged + tokens - limit
+        if missing > 0:
+            sums = zip(key.charges, accumulate(quota._charged for quota in key.charges), strict=True)
+            frees = next(quota._at + MINUTE - now for quota, freed in sums if freed >= missing)
+            used = f"of tokens_per_minute {limit}, this key has used or reserved {key.charged}"
+            message = f"the request needs up to {tokens} tokens; {used}"
+            raise _limited(message, "tokens_per_minute", max(1, int(frees) + 1))
+        self._charged, self._at = tokens, now
+        key.charges.append(self)
+        key.charged += tokens
 
     def close(self) -> None:
-        if self._charge is not None:
-            self.api_key.settle(self._charge, self.used)
+        if self.used < self._charged:
+            self.api_key.charged -= self._charged - self.used
+            self._charged = self.used
         self.api_key.running -= self._entered
+        self._load.running -= self._entered
+        self._load.body_bytes -= self._body_bytes
 
 
 class ApiKeys:
@@ -185,17 +193,18 @@ class ApiKeys:
     def __init__(self, options: ServerOptions) -> None:
         self._path = None if options.api_keys_file is None else Path(options.api_keys_file)
         self._secret = secrets.token_bytes(32)
-        self._fixed = {self._blind(_digest(key)): _fixed_key(f"key-{i + 1}") for i, key in enumerate(options.api_key)}
+        fixed = {key: _fixed_key(f"key-{i + 1}") for i, key in enumerate(options.api_key)}
         if options.admin_api_key is not None:
-            self._fixed[self._blind(_digest(options.admin_api_key))] = _fixed_key("admin", admin=True)
+            fixed[options.admin_api_key] = _fixed_key("admin", admin=True)
+        self._fixed = {self._blind(_digest(key)): api_key for key, api_key in fixed.items()}
         self.required = bool(options.api_key) or self._path is not None
         self.has_admin = options.admin_api_key is not None
-        self.anyone = _fixed_key("anyone", named=False)
-        self._file_version: tuple[int, int, int] | None = None
+        self.anyone = _fixed_key("")
         self._keys = dict(self._fixed)
+        self._file_version: tuple[int, int, int] | None = None
         if self._path is not None:
             self._file_version = _version_of(self._path)
-            self._update(read_keys(self._path))
+            self._update(self._read(self._path))
 
     def find(self, headers: Headers) -> ApiKey | None:
         """The key that the headers name, else `anyone`, or None where a key is required."""
@@ -212,7 +221,7 @@ class ApiKeys:
         if not self.has_admin:
             message = f"{path} is an admin route, and these are off: --admin-api-key KEY turns them on"
         code = "admin_only" if self.has_admin else "admin_off"
-        raise ApiError(ErrorInfo(403, message, "permission_error", code=code))
+        raise ApiError(403, message, "permission_error", code=code)
 
     async def refresh(self) -> None:
         """Reads the keys file again if it has changed. A broken one changes nothing, and is logged once."""
@@ -220,43 +229,44 @@ class ApiKeys:
             return
         self._file_version = version
         try:
-            self._update(await asyncio.to_thread(read_keys, self._path))  # a thousand keys of YAML take 40 ms
+            self._update(await asyncio.to_thread(self._read, self._path))  # a thousand keys of YAML take 40 ms
             log.info("api_keys_file: read again, %d keys", len(self._keys) - len(self._fixed))
         except UnsupportedConfig as error:
             log.error("%s; the keys that were read before stay", error)
 
-    def _update(self, entries: list[ApiKeyEntry]) -> None:
-        """Replaces the file's keys; those with a known name keep what they have used. Raises UnsupportedConfig."""
-        before = {api_key.name: api_key for api_key in self._keys.values()}
+    def _update(self, entries: Mapping[bytes, ApiKeyEntry]) -> None:
+        """Replaces the file's keys; those with a known name keep what they have used."""
+        known = {api_key.name: api_key for api_key in self._keys.values()}
+        self._keys = dict(self._fixed)
+        for blind, entry in entries.items():
+            api_key = self._keys[blind] = known.get(entry.name) or ApiKey(entry)
+            api_key.entry = entry
+
+    def _read(self, path: Path) -> dict[bytes, ApiKeyEntry]:
+        """The entries of the keys file by the blind digest of their key. Raises UnsupportedConfig."""
+        entries: dict[bytes, ApiKeyEntry] = {}
         names = {api_key.name for api_key in self._fixed.values()}
-        keys: dict[bytes, ApiKey] = {}
-        for entry in entries:
-            blind = self._blind(entry.digest())
-            if entry.name in names:
-                raise UnsupportedConfig(f"api_keys_file {self._path}: two keys are called {entry.name!r}")
-            if blind in keys or blind in self._fixed:
-                raise UnsupportedConfig(f"api_keys_file {self._path}: {entry.name!r} has a key that another has too")
-            names.add(entry.name)
-            keys[blind] = before.get(entry.name) or ApiKey(entry)
-        for api_key, entry in zip(keys.values(), entries, strict=True):
-            api_key.entry = entry  # only now that the whole file is known to be right
-        self._keys = self._fixed | keys
+        try:
+            if path.stat().st_size > MAX_FILE:
+                raise ValueError(f"is larger than {MAX_FILE} bytes")
+            for entry in msgspec.yaml.decode(path.read_bytes(), type=list[ApiKeyEntry]):
+                if error := entry.error():
+                    raise ValueError(f"key {entry.name!r}: {error}")
+                blind = self._blind(entry.digest())
+                if entry.name in names:
+                    raise ValueError(f"two keys are called {entry.name!r}")
+                if blind in entries or blind in self._fixed:
+                    raise ValueError(f"{entry.name!r} has a key that another has too")
+                names.add(entry.name)
+                entries[blind] = entry
+        except OSError as error:
+            raise UnsupportedConfig(f"api_keys_file {path}: {error.strerror}") from error
+        except (msgspec.DecodeError, ValueError) as error:  # YAML passes on errors of dates and numbers
+            raise UnsupportedConfig(f"api_keys_file {path}: {str(error).splitlines()[0]}") from None
+        return entries
 
     def _blind(self, digest: bytes) -> bytes:
         return hmac.digest(self._secret, digest, "sha256")
-
-
-def read_keys(path: Path) -> list[ApiKeyEntry]:
-    """The entries of a keys file. Raises UnsupportedConfig."""
-    try:
-        if path.stat().st_size > MAX_FILE:
-            raise UnsupportedConfig(f"api_keys_file {path}: is larger than {MAX_FILE} bytes")
-        return msgspec.yaml.decode(path.read_bytes(), type=list[ApiKeyEntry])
-    except OSError as error:
-        raise UnsupportedConfig(f"api_keys_file {path}: {error.strerror}") from error
-    except (msgspec.DecodeError, ValueError) as error:  # YAML passes on errors of dates and numbers
-        message = f"{str(error).splitlines()[0]}; it is a list of entries with name and key"
-        raise UnsupportedConfig(f"api_keys_file {path}: {message}") from None
 
 
 def _version_of(path: Path) -> tuple[int, int, int]:
@@ -268,15 +278,19 @@ def _version_of(path: Path) -> tuple[int, int, int]:
     return stat.st_mtime_ns, stat.st_size, stat.st_ino
 
 
-def _fixed_key(name: str, admin: bool = False, named: bool = True) -> ApiKey:
+def _fixed_key(name: str, admin: bool = False) -> ApiKey:
     """A key of the command line, without limits."""
-    return ApiKey(ApiKeyEntry(name=name, key="-"), admin, named)
+    return ApiKey(ApiKeyEntry(name=name, key="-"), admin)
 
 
 def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "replace")).digest()
 
 
+def body_too_large(limit: int) -> ApiError:
+    return ApiError(413, f"the body is longer than the limit of {limit} bytes", code="body_too_large")
+
+
 def _limited(message: str, field: str, wait: int) -> ApiError:
     code = "rate_limit_exceeded"
-    return ApiError(ErrorInfo(429, message, "rate_limit_error", field, code, retry=True, retry_after=wait))
+    return ApiError(429, message, "rate_limit_error", field, code, retry=True, retry_after=wait)

@@ -3,90 +3,68 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route as HttpRoute
 
 from thalweg.config.server import ServerOptions
 from thalweg.core.errors import ThalwegError
-from thalweg.core.logs import fields
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.client import EngineClient
-from thalweg.server import admin, maintenance, openapi, playground, protocol
-from thalweg.server.anthropic import protocol as anthropic
-from thalweg.server.anthropic.routes import count_tokens, messages
-from thalweg.server.api_keys import ApiKeys
-from thalweg.server.auth import GENERATION, PROBES, AuthMiddleware
-from thalweg.server.chat import chat_completions, tokenize
-from thalweg.server.chat_stream import ChatChoice
+from thalweg.server import admin, openapi, playground
+from thalweg.server.accounting import OnEnd
+from thalweg.server.anthropic import MessagesResponse, count_tokens, messages
+from thalweg.server.api_keys import RequestQuota
+from thalweg.server.chat import ChatChoice, chat_completions
 from thalweg.server.completions import CompletionChoice, completions
-from thalweg.server.context import AppContext
-from thalweg.server.errors import ApiError, ErrorInfo, error_info
-from thalweg.server.generate import generate
-from thalweg.server.logs import NoRequestLog, RequestLog
-from thalweg.server.middleware import AccessLogMiddleware, ConcurrencyLimit
+from thalweg.server.context import AppContext, reply
+from thalweg.server.errors import ApiError, api_error
+from thalweg.server.generate import GenerateResponse, generate
+from thalweg.server.middleware import COUNTED, RequestMiddleware
 from thalweg.server.openai_stream import OpenAIResponse
 from thalweg.server.openapi import Route
 from thalweg.server.parsing import parse_body
-from thalweg.server.responses import protocol as responses
+from thalweg.server.responses.protocol import ResponsesResponse
 from thalweg.server.responses.routes import create_response, delete_response, stored_response
-from thalweg.server.responses.store import ResponseStore
-from thalweg.server.tracing import NoTraces, traces_to
 from thalweg.text.chat import ChatFormat
-from thalweg.text.retention import ThinkingRetention
 
-log = logging.getLogger("thalweg.server")
 SAMPLE_SECONDS = 1.0
 
 ROUTES = (
-    Route("/v1/completions", "POST", completions, protocol.CompletionRequest, OpenAIResponse[CompletionChoice]),
-    Route("/v1/chat/completions", "POST", chat_completions, protocol.ChatRequest, OpenAIResponse[ChatChoice]),
-    Route("/v1/responses", "POST", create_response, responses.ResponsesRequest, responses.ResponsesResponse),
-    Route("/v1/responses/{id}", "GET", stored_response, None, responses.ResponsesResponse),
-    Route("/v1/responses/{id}", "DELETE", delete_response, None, responses.DeletedResponse),
-    Route("/v1/messages", "POST", messages, anthropic.MessagesRequest, anthropic.MessagesResponse),
-    Route("/v1/messages/count_tokens", "POST", count_tokens, anthropic.Conversation, anthropic.TokenCount),
-    Route("/v1/models", "GET", admin.models, None, openapi.ModelList),
-    Route("/v1/models/{name:path}", "GET", admin.model, None, openapi.ModelCard),
-    Route("/generate", "POST", generate, protocol.GenerateRequest, openapi.GenerateResponse, lists=True),
-    Route("/tokenize", "POST", tokenize, protocol.TokenizeRequest, openapi.TokenizeResponse),
-    Route("/detokenize", "POST", admin.detokenize, protocol.DetokenizeRequest, openapi.DetokenizeResponse),
-    Route("/abort", "POST", admin.abort, protocol.AbortRequest, openapi.AbortResponse),
-    Route("/abort_request", "POST", admin.abort, protocol.AbortRequest, openapi.AbortResponse),
-    Route("/flush_cache", "POST", admin.flush_cache, None, openapi.FlushResponse, admin=True),
-    Route(
-        "/update_weights_from_disk",
-        "POST",
-        maintenance.update_weights_from_disk,
-        protocol.UpdateWeightsRequest,
-        openapi.UpdateWeightsResponse,
-        admin=True,
-    ),
-    Route(
-        "/start_profile",
-        "POST",
-        maintenance.start_profile,
-        protocol.StartProfileRequest,
-        openapi.OperationResult,
-        admin=True,
-        optional_body=True,
-    ),
-    Route("/stop_profile", "POST", maintenance.stop_profile, None, openapi.OperationResult, admin=True),
-    Route("/server_info", "GET", admin.server_info, None, openapi.ServerInfoResponse),
-    Route("/get_server_info", "GET", admin.server_info, None, openapi.ServerInfoResponse),
-    Route("/health", "GET", admin.health, None, openapi.ServerState),
-    Route("/ready", "GET", admin.ready, None, openapi.ServerState),
-    Route("/resolved", "GET", admin.resolved, None, dict[str, Any]),
+    Route("POST", "/v1/completions", completions, OpenAIResponse[CompletionChoice]),
+    Route("POST", "/v1/chat/completions", chat_completions, OpenAIResponse[ChatChoice]),
+    Route("POST", "/v1/responses", create_response, ResponsesResponse),
+    Route("GET", "/v1/responses/{id}", stored_response, ResponsesResponse),
+    Route("DELETE", "/v1/responses/{id}", delete_response),
+    Route("POST", "/v1/messages", messages, MessagesResponse),
+    Route("POST", "/v1/messages/count_tokens", count_tokens),
+    Route("GET", "/v1/models", admin.models),
+    Route("GET", "/v1/models/{name:path}", admin.model),
+    Route("POST", "/generate", generate, GenerateResponse | list[GenerateResponse]),
+    Route("POST", "/tokenize", admin.tokenize),
+    Route("POST", "/detokenize", admin.detokenize),
+    Route("POST", "/abort", admin.abort),
+    Route("POST", "/abort_request", admin.abort),
+    Route("POST", "/flush_cache", admin.flush_cache, admin=True),
+    Route("POST", "/update_weights_from_disk", admin.update_weights_from_disk, admin=True),
+    Route("POST", "/start_profile", admin.start_profile, admin=True),
+    Route("POST", "/stop_profile", admin.stop_profile, admin=True),
+    Route("GET", "/server_info", admin.server_info),
+    Route("GET", "/get_server_info", admin.server_info),
+    Route("GET", "/health", admin.health, admin.ServerState),
+    Route("GET", "/ready", admin.ready, admin.ServerState),
+    Route("GET", "/resolved", admin.resolved),
 )
-METRICS = Route("/metrics", "GET", admin.metrics, None, openapi.PlainText)
+METRICS = Route("GET", "/metrics", admin.metrics, str)
 
 
 def build(
@@ -96,102 +74,91 @@ def build(
     *,
     path: str = "",
     defaults: SamplingParams = SamplingParams(),
-) -> FastAPI:
+) -> Starlette:
     """The HTTP application of one engine, which the caller starts and ends.
 
     path: of the checkpoint, as the user gave it; its last part names the model unless options.served_model_name does.
     defaults: sampling parameters of requests that leave them out.
     """
-    names = options.served_model_name or (path.rstrip("/").rpartition("/")[2] or "default",)
-    store = ResponseStore(options.max_stored_responses, options.max_stored_response_bytes)
-    logged = RequestLog(options.log_requests_level, front.tokenizer, PROBES) if options.log_requests else NoRequestLog()
-    traces = NoTraces() if options.otlp_traces_endpoint is None else traces_to(options.otlp_traces_endpoint)
-    retention = ThinkingRetention(chat, front.tokenizer.mark_id)
-    ctx = AppContext(front, chat, options, names, path, defaults, store, retention, logged)
-    api_keys = ApiKeys(options)
+    ctx, on_end = AppContext(front, options, chat, path, defaults), list[OnEnd]()
+    close_traces: Callable[[], object] = lambda: None  # noqa: E731
+    if options.otlp_traces_endpoint is not None:
+        from thalweg.server.tracing import traces_to
+
+        traces = traces_to(options.otlp_traces_endpoint)
+        on_end, close_traces = [traces.record], traces.close
+    if options.log_requests:
+        on_end.append(ctx.log.write)
 
     @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        sampler = asyncio.create_task(_sample(ctx, api_keys))
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        sampler = asyncio.create_task(_sample(ctx))
         yield
         sampler.cancel()
         with suppress(asyncio.CancelledError):
             await sampler
-        await asyncio.to_thread(traces.close)
+        await asyncio.to_thread(close_traces)
 
-    app = FastAPI(openapi_url=None, lifespan=lifespan, redirect_slashes=False)
-    routes = ROUTES + ((METRICS,) if options.metrics else ())
     by_path: dict[str, dict[str, Route]] = {}
-    for route in routes:
+    for route in (*ROUTES, METRICS) if options.metrics else ROUTES:
         by_path.setdefault(route.path, {})[route.method] = route
-    for place, methods in by_path.items():  # one route for all methods of a path: a 405 lists them
-        endpoint = _endpoint(ctx, api_keys, methods)
-        app.add_api_route(place, endpoint, methods=list(methods), response_model=None)
-    document = openapi.document(routes, api_keys.required, options.open_probes)
-    app.add_route("/openapi.json", lambda request: Response(document, media_type="application/json"), methods=["GET"])
-    pages = playground.PAGES if options.playground else {}
-    for name, page in pages.items():
-        app.add_route(name, page.respond, methods=["GET"], include_in_schema=False)
-    app.exception_handlers.update(_error_handlers(ctx))
-    open_paths = frozenset(pages)
-    app.add_middleware(AuthMiddleware, options=options, metrics=ctx.metrics, api_keys=api_keys, open_paths=open_paths)
-    app.add_middleware(ConcurrencyLimit)
-    app.add_middleware(AccessLogMiddleware, on_end=(traces.record, logged.write))
-    if options.cors_origins:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=list(options.cors_origins),
-            allow_methods=["GET", "POST", "DELETE"],
-            allow_headers=["*"],
-            expose_headers=[options.request_id_header],
-        )
+    document = openapi.document(by_path, ctx.api_keys.required, options.open_probes)
+    pages = {"/openapi.json": lambda request: Response(document, media_type="application/json")}
+    open_pages = playground.PAGES if options.playground else {}
+    # one route for all methods of a path: a 405 lists them
+    routes = [HttpRoute(where, _endpoint(ctx, methods), methods=list(methods)) for where, methods in by_path.items()]
+    routes += [HttpRoute(name, page, methods=["GET"]) for name, page in {**pages, **open_pages}.items()]
+    cors = Middleware(
+        CORSMiddleware,
+        allow_origins=list(options.cors_origins),
+        allow_methods=["GET", "POST", "DELETE"],
+        allow_headers=["*"],
+        expose_headers=[options.request_id_header],
+    )
+    requests = Middleware(RequestMiddleware, ctx, open_pages, on_end)
+    middleware = [cors, requests] if options.cors_origins else [requests]
+    app = Starlette(routes=routes, middleware=middleware, exception_handlers=_error_handlers(ctx), lifespan=lifespan)
+    app.router.redirect_slashes = False
     return app
 
 
-async def _sample(ctx: AppContext, api_keys: ApiKeys) -> None:
+async def _sample(ctx: AppContext) -> None:
     while True:
-        await api_keys.refresh()
+        await ctx.api_keys.refresh()
         ctx.metrics.sample(time.time(), ctx.front.stats)
         await asyncio.sleep(SAMPLE_SECONDS)
 
 
-def _endpoint(
-    ctx: AppContext, api_keys: ApiKeys, methods: Mapping[str, Route]
-) -> Callable[[Request], Awaitable[Response]]:
+def _endpoint(ctx: AppContext, methods: Mapping[str, Route]) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
-        route = methods[request.method]
+        route = methods["GET" if request.method == "HEAD" else request.method]
+        quota: RequestQuota = request.scope["quota"]
+        if route.method == "POST":
+            await ctx.turns.wait()
         if route.admin:
-            api_keys.check_admin(request.scope["quota"].api_key, route.path)
-        if route.body is None:
-            return await route.handler(ctx, request)
-        content = await request.body()
-        if route.optional_body:
-            content = content or b"{}"
-        return await route.handler(ctx, request, parse_body(content, route.body))
+            ctx.api_keys.check_admin(quota.api_key, route.path)
+        body = []
+        if route.body is not None:
+            content = await quota.read(request, ctx.options.max_body_bytes)
+            if route.path in COUNTED:  # from now on, so that slow senders take no places
+                quota.enter()
+            # an empty body is {}: each field is missing by its name, or optional
+            body.append(parse_body(content or b"{}", route.body))
+        answer = await route.handler(ctx, request, *body)
+        return answer if isinstance(answer, Response) else reply(answer)
 
     return endpoint
 
 
 def _error_handlers(ctx: AppContext) -> dict[Any, Callable[[Request, Any], Awaitable[Response]]]:
     async def answer(request: Request, error: Exception) -> Response:
-        info = error_info(error)
+        info = api_error(error)
         if isinstance(error, HTTPException):
             code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
-            info = ErrorInfo(error.status_code, f"{request.method} {request.url.path}: {error.detail}", code=code)
+            info = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}", code=code)
         request.scope["accounting"].error = info.kind
         response = info.response(ctx.options.retry_after, request.url.path)
         response.headers.update(getattr(error, "headers", None) or {})
         return response
 
-    async def fail(request: Request, error: Exception) -> Response:
-        """An unexpected exception, outside the auth middleware."""
-        accounting, path = request.scope["accounting"], request.url.path
-        log.error("failed", exc_info=error, extra=fields(id=accounting.id))
-        if accounting.status == 500:  # else the response had begun, and was counted
-            ctx.metrics.answered(path if path in GENERATION else "other", 500)
-        response = error_info(error).response(ctx.options.retry_after, path)
-        response.headers[ctx.options.request_id_header] = accounting.id
-        return response
-
-    expected = (ApiError, ThalwegError, RecursionError, HTTPException)
-    return {**dict.fromkeys(expected, answer), Exception: fail}
+    return dict.fromkeys((ApiError, ThalwegError, RecursionError, HTTPException), answer)

@@ -1,52 +1,53 @@
-"""POST /v1/chat/completions, and /tokenize, which renders the same prompts."""
+"""POST /v1/chat/completions, and what it shares with the other APIs that have messages."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
+import msgspec
+from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
 from thalweg.core.errors import InvalidRequest
 from thalweg.core.sampling import SamplingParams
-from thalweg.server.chat_stream import ChatChoiceEncoder
-from thalweg.server.context import AppContext, reply
-from thalweg.server.generation import GenerationJob, PromptJob, make_job, prompt_fields
-from thalweg.server.openai_stream import OpenAIStreamEncoder
+from thalweg.engine.streams import Piece
+from thalweg.server.context import AppContext
+from thalweg.server.generation import GenerationJob, PromptJob, make_job
+from thalweg.server.logprobs import ChatLogprobs, chat_logprobs
+from thalweg.server.openai_stream import ChoiceEncoder, OpenAIChoice, OpenAIStreamEncoder, PromptChoice
 from thalweg.server.parsing import given, renamed, sampling_params
-from thalweg.server.protocol import ChatRequest, TokenizeRequest
+from thalweg.server.protocol import ChatRequest
 from thalweg.server.stream import respond
 from thalweg.server.structured_output import chat_grammar, forced_name, schema_of
 from thalweg.text.chat import wants_thinking
+from thalweg.text.events import Event, PartKind
 from thalweg.text.messages import read_tools
 from thalweg.text.parser import AnswerParser, opens_thought
+from thalweg.text.tokenizer import Tokenizer
 
 MAX_MESSAGES = 16384
 MAX_TOOLS = 1024
 MANY_MESSAGES = 256  # a longer conversation is rendered on a thread
-MAX_TOKENIZED = 1 << 18  # tokens of one request to /tokenize or /detokenize
 
 
 async def chat_completions(ctx: AppContext, request: Request, body: ChatRequest) -> Response:
     model = ctx.model(body.model)
     job, new_parser = await prepare_chat(ctx, request, body)
-    ids, params, rid, *_ = job.prompts[0]
-    choices = [ChatChoiceEncoder(ctx.front.tokenizer, body, i, ids, new_parser()) for i in range(params.n)]
-    encoder = OpenAIStreamEncoder(f"chatcmpl-{rid}", "chat.completion", model, body, job, choices)
+    (prompt,) = job.prompts
+    choices = [ChatChoiceEncoder(ctx.front.tokenizer, body, i, prompt, new_parser()) for i in range(job.choices)]
+    encoder = OpenAIStreamEncoder(f"chatcmpl-{prompt.rid}", "chat.completion", model, body, job, choices)
     return await respond(ctx, request, job, encoder, body.stream)
-
-
-class ChatJob(NamedTuple):
-    job: GenerationJob
-    new_parser: Callable[[], AnswerParser]  # one for each choice
 
 
 async def prepare_chat(
     ctx: AppContext, request: Request, body: ChatRequest, rename: Callable[[str], str] = str
-) -> ChatJob:
-    """The job of a conversation, for every API that has messages. rename: a field of `body` → the client's field.
+) -> tuple[GenerationJob, Callable[[], AnswerParser]]:
+    """The job of a conversation, for every API that has messages, and what makes the parser of a choice.
+
+    rename: a field of `body` → the client's field.
 
     Raises InvalidRequest, Overloaded, EngineDead.
     """
@@ -63,9 +64,8 @@ async def prepare_chat(
         text, ids, tools = await render(ctx, body)
         rid = ctx.rid(body.rid, request)
         grammar = chat_grammar(body, ctx.chat.formats, ctx.front.tokenizer.mark_id, text)
-        await ctx.grammar_checker.check(grammar)
-    prompts = [PromptJob(ids, params, rid, "messages", grammar)]
-    job = make_job(
+    prompts = [PromptJob("messages", ids, text, params, rid, grammar)]
+    job = await make_job(
         ctx,
         request,
         prompts,
@@ -74,58 +74,36 @@ async def prepare_chat(
         retention=ctx.retention.keep(text, body.chat_template_kwargs, bool(tools)),
         rename=client_field,
     )
-    return ChatJob(job, _parser(ctx, body, text, tools))
+    return job, _parser(ctx, body, text, tools)
 
 
 async def render(ctx: AppContext, body: ChatRequest) -> tuple[str, list[int], Sequence[dict[str, Any]]]:
     """The prompt as text and as token ids, and the offered tools. Raises InvalidRequest."""
+    _check_count("tools", body.tools, MAX_TOOLS)  # those that tool_choice hides too
     tools = _tools(ctx, body)
-    encode = partial(
-        ctx.chat.encoder.encode,
+    text = await render_text(
+        ctx,
         body.messages,
-        tools or None,
+        tools,
         add_generation_prompt=body.add_generation_prompt is not False,
         continue_final_message=bool(body.continue_final_message),
         response_format=schema_of(body),
         template_kwargs=body.chat_template_kwargs,
     )
-    text = await _rendered(ctx, body.messages, body.tools, encode)
     return text, await ctx.tokenize(text, True, "messages", ctx.ready.context), tools
 
 
-async def tokenize(ctx: AppContext, request: Request, body: TokenizeRequest) -> Response:
-    ctx.model(body.model)
-    if (body.prompt is None) == (body.messages is None):
-        raise InvalidRequest("prompt", "give either prompt or messages, and not both")
-    special = body.add_special_tokens is not False
-    texts, field = body.prompt if isinstance(body.prompt, list) else [body.prompt or ""], "prompt"
-    if body.messages is not None:
-        encode = partial(
-            ctx.chat.encoder.encode,
-            body.messages,
-            body.tools,
-            add_generation_prompt=body.add_generation_prompt is not False,
-            template_kwargs=body.chat_template_kwargs,
-        )
-        texts, field = [await _rendered(ctx, body.messages, body.tools, encode)], "messages"
-    lists: list[list[int]] = []
-    limit = MAX_TOKENIZED
-    for text, where in zip(texts, prompt_fields(field, len(texts)), strict=True):
-        lists.append(await ctx.tokenize(text, special, where, limit))
-        limit = max(limit - len(lists[-1]), 0)
-    counts = [len(ids) for ids in lists]
-    batch = isinstance(body.prompt, list)
-    tokens, count = (lists, counts) if batch else (lists[0], counts[0])
-    return reply({"tokens": tokens, "count": count, "max_model_len": ctx.context_len})
-
-
-async def _rendered(
-    ctx: AppContext, messages: Sequence[Any], tools: Sequence[Any] | None, encode: Callable[[], str]
-) -> str:
-    for name, values, limit in (("messages", messages, MAX_MESSAGES), ("tools", tools or (), MAX_TOOLS)):
-        if len(values) > limit:
-            raise InvalidRequest(name, f"are {len(values)}: at most {limit} in one request")
+async def render_text(ctx: AppContext, messages: Sequence[Any], tools: Sequence[Any] | None, **options: Any) -> str:
+    """options: of `ChatEncoder.encode`. Raises InvalidRequest."""
+    _check_count("messages", messages, MAX_MESSAGES)
+    _check_count("tools", tools, MAX_TOOLS)
+    encode = partial(ctx.chat.encoder.encode, messages, tools or None, **options)
     return await ctx.on_thread(encode) if len(messages) > MANY_MESSAGES else encode()
+
+
+def _check_count(field: str, values: Sequence[Any] | None, limit: int) -> None:
+    if values and len(values) > limit:
+        raise InvalidRequest(field, f"are {len(values)}: at most {limit} in one request")
 
 
 def _params(ctx: AppContext, body: ChatRequest) -> SamplingParams:
@@ -170,3 +148,159 @@ def _parser(
         offered=bool(tools),
         hold=not body.stream,
     )
+
+
+class DeltaFunctionCall(msgspec.Struct):
+    name: str | UnsetType = UNSET
+    arguments: str = ""
+
+
+class DeltaToolCall(msgspec.Struct):
+    index: int | UnsetType = UNSET
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+    function: DeltaFunctionCall = msgspec.field(default_factory=DeltaFunctionCall)
+
+
+class ChatMessage(msgspec.Struct):
+    role: str
+    content: str | None
+    reasoning_content: str | None = None
+    tool_calls: list[DeltaToolCall] | None = None
+
+
+class DeltaMessage(msgspec.Struct):
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[DeltaToolCall] | UnsetType = UNSET
+
+
+class ChatChoice(OpenAIChoice, kw_only=True):
+    message: ChatMessage
+    logprobs: ChatLogprobs | None = None
+
+
+class ChatChunkChoice(PromptChoice, kw_only=True):
+    delta: DeltaMessage
+    logprobs: ChatLogprobs | None = None
+
+
+class ChatChoiceEncoder(ChoiceEncoder[ChatRequest]):
+    """parser: of this choice alone."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, body: ChatRequest, index: int, prompt: PromptJob, parser: AnswerParser
+    ) -> None:
+        super().__init__(tokenizer, body, index, prompt)
+        self._parser = parser
+
+    def feed(self, piece: Piece) -> list[ChatChunkChoice]:
+        """Empty while the parser holds its text back. The first chunk has the role."""
+        deltas, logprobs = _deltas(self._parser.feed(piece.text, piece.finish is not None)), self._logprobs(piece)
+        has_more = self.first or piece.finish is not None or logprobs is not None or self.body.return_token_ids
+        if not deltas and has_more:
+            deltas = [DeltaMessage()]
+        chunks = [ChatChunkChoice(index=self.index, delta=delta) for delta in deltas]
+        if chunks:
+            if self.first:
+                delta = chunks[0].delta
+                delta.role = "assistant"
+                if delta.content is UNSET and delta.reasoning_content is UNSET:
+                    delta.content = ""
+            chunks[0].logprobs = logprobs
+            self.fill(chunks[0], chunks[-1], piece)
+        return chunks
+
+    def whole(self, piece: Piece) -> ChatChoice:
+        self._parser.feed(piece.text, last=True)
+        answer = self._parser.answer
+        calls = [
+            DeltaToolCall(id=call.id, type="function", function=DeltaFunctionCall(call.name, call.arguments))
+            for call in answer.calls
+        ]
+        content = answer.content if answer.reasoning or calls else answer.content or ""
+        message = ChatMessage("assistant", content, answer.reasoning, calls or None)
+        choice = ChatChoice(index=self.index, message=message, logprobs=self._logprobs(piece))
+        self.fill(choice, choice, piece)
+        return choice
+
+    def fill(self, first: OpenAIChoice, last: OpenAIChoice, piece: Piece) -> None:
+        super().fill(first, last, piece)
+        if piece.finish == "stop" and self._parser.answer.calls:
+            last.finish_reason = "tool_calls"
+
+    def _logprobs(self, piece: Piece) -> ChatLogprobs | None:
+        if not self.body.logprobs or not piece.ids:
+            return None
+        return chat_logprobs(self.tokenizer, piece.ids, piece.logprobs, given(self.body.top_logprobs, 0))
+
+
+def _deltas(events: Sequence[Event]) -> list[DeltaMessage]:
+    """One delta for the text, then one for each changed call: some clients read only the first call of a chunk."""
+    if len(events) == 1 and events[0].type == "delta" and events[0].part.kind is PartKind.TEXT:  # nearly always
+        return [DeltaMessage(content=events[0].text)]
+    texts = {PartKind.TEXT: "", PartKind.REASONING: ""}
+    calls: dict[int, DeltaToolCall] = {}
+    for event in events:
+        part = event.part
+        if part.kind is not PartKind.CALL:
+            texts[part.kind] += event.text
+        elif event.type == "open":
+            calls[part.number] = DeltaToolCall(part.number, part.id, "function", DeltaFunctionCall(part.name))
+        elif event.type == "delta":
+            calls.setdefault(part.number, DeltaToolCall(part.number)).function.arguments += event.text
+    content, reasoning = texts.values()
+    text = [DeltaMessage(UNSET, content or UNSET, reasoning or UNSET)] if content or reasoning else []
+    return [*text, *(DeltaMessage(tool_calls=[call]) for call in calls.values())]
+
+
+_SAME = (
+    "model",
+    "stream",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "seed",
+    "cache_salt",
+    "priority",
+)
+
+
+class ChatConversion:
+    """parameters: the API's name for the schema of a tool. names: the chat request's fields → the API's."""
+
+    def __init__(self, parameters: str, names: Mapping[str, str]) -> None:
+        self._parameters, self._names = parameters, names
+        self.messages: list[dict[str, Any]] = []
+        self.fields: list[str] = []  # where each message comes from
+
+    def add(self, field: str, role: str, **rest: Any) -> None:
+        self.messages.append({"role": role, **rest})
+        self.fields.append(field)
+
+    def chat_request(self, body: msgspec.Struct, **different: Any) -> ChatRequest:
+        """The chat request with the messages so far. different: the fields that the API spells differently."""
+        same = {name: getattr(body, name) for name in _SAME if name in body.__struct_fields__}
+        return ChatRequest(messages=self.messages, **same, **different)
+
+    def client_field(self, field: str) -> str:
+        """The client's name of a field of the chat request."""
+        if field.startswith("messages["):
+            return self.fields[int(field[len("messages[") :].partition("]")[0])]
+        if field.startswith("tools["):
+            return field.replace(".function.parameters", "." + self._parameters).replace(".function", "")
+        known = max((name for name in self._names if f"{field}.".startswith(f"{name}.")), key=len, default="")
+        return self._names[known] + field.removeprefix(known) if known else field
+
+
+def tool_call(id: str, name: str, arguments: object) -> dict[str, Any]:
+    """A call in an assistant's message. arguments: an object, or its JSON."""
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def tool(**function: Any) -> dict[str, Any]:
+    """A tool of a chat request. Fields that are None are left out."""
+    return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}

@@ -20,7 +20,7 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from thalweg.config.server import ServerOptions
-from thalweg.server.errors import ErrorInfo
+from thalweg.server.errors import ApiError
 
 MAX_HEAD = 1 << 16  # bytes of a request line and its header fields
 MAX_FIELDS = 100
@@ -166,7 +166,7 @@ class BoundedConnection(HttpToolsProtocol):
         if not self._idle:
             self.cycle.disconnected = True  # ends the wait for the rest of the body
             self.cycle.message_event.set()
-        body = ErrorInfo(status, message, code=code).body
+        body = ApiError(status, message, code=code).body
         fields = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
         self.transport.write(STATUS_LINE[status] + fields + body)
         self.transport.close()

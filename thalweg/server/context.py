@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass, field
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import msgspec
@@ -19,14 +17,15 @@ from thalweg.core.errors import InvalidRequest, engine_unavailable
 from thalweg.core.messages import EngineReady
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.client import EngineClient
-from thalweg.server.errors import ApiError, ErrorInfo
-from thalweg.server.grammar_check import GrammarChecker
-from thalweg.server.logs import NoRequestLog, RequestLog
+from thalweg.server.api_keys import ApiKeys, ServerLoad
+from thalweg.server.errors import ApiError
+from thalweg.server.logs import RequestLog
 from thalweg.server.metrics import ServerMetrics
 from thalweg.server.responses.store import ResponseStore
+from thalweg.server.structured_output import GrammarChecker
+from thalweg.server.turns import TurnLimit
 from thalweg.text.chat import ChatFormat
 from thalweg.text.retention import ThinkingRetention
-from thalweg.text.tokenizer import Tokenizer
 
 THREADS = 4  # for slow work
 LONG_TEXT = 8192  # characters; a longer text is tokenized on a thread, so that running streams do not wait
@@ -34,35 +33,38 @@ MAX_RID = 128
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class AppContext:
-    front: EngineClient
-    chat: ChatFormat
-    options: ServerOptions
-    names: tuple[str, ...]  # of the model; responses show the first
-    path: str  # of the checkpoint, as the user gave it
-    defaults: SamplingParams  # for requests that leave parameters out
-    store: ResponseStore
-    retention: ThinkingRetention
-    log: RequestLog | NoRequestLog
-    metrics: ServerMetrics = field(default_factory=ServerMetrics)
-    started: float = field(default_factory=time.time)
-    grammar_checker: GrammarChecker = field(default_factory=GrammarChecker)
-    pool: Executor = field(default_factory=partial(ThreadPoolExecutor, THREADS, "server"))
+    def __init__(
+        self, front: EngineClient, options: ServerOptions, chat: ChatFormat, path: str, defaults: SamplingParams
+    ) -> None:
+        """path: of the checkpoint, as the user gave it. defaults: for requests that leave parameters out."""
+        self.front, self.options, self.chat, self.path, self.defaults = front, options, chat, path, defaults
+        # names of the model; responses show the first
+        self.names = options.served_model_name or (path.rstrip("/").rpartition("/")[2] or "default",)
+        self.api_keys, self.load, self.turns = ApiKeys(options), ServerLoad(options), TurnLimit()
+        self.store = ResponseStore(options.max_stored_responses, options.max_stored_response_bytes)
+        self.retention = ThinkingRetention(chat, front.tokenizer.mark_id)
+        self.log = RequestLog(options, front.tokenizer)
+        self.metrics = ServerMetrics()
+        self.started = time.time()
+        self.grammar_checker = GrammarChecker()
+        self._pool = ThreadPoolExecutor(THREADS, "server")
 
     def model(self, name: str | None) -> str:
         """The name to answer with. No name, "" and "default" mean the served model; an unknown name is a 404."""
-        if not name or name == "default":
-            return self.names[0]
+        return self.names[0] if not name or name == "default" else self.served_name(name)
+
+    def served_name(self, name: str) -> str:
+        """Raises ApiError (404) unless a model with exactly this name is served."""
         if name not in self.names:
             message = f"model {name!r} does not exist here; this server has {', '.join(self.names)}"
-            raise ApiError(ErrorInfo(404, message, "not_found_error", "model", "model_not_found"))
+            raise ApiError(404, message, "not_found_error", "model", "model_not_found")
         return name
 
     def rid(self, rid: str | None, request: Request) -> str:
         """The id of a request: the body's, else the header's or the server's. Raises InvalidRequest."""
         if rid is None:
-            return str(request.scope["request_id"])
+            return str(request.scope["accounting"].id)
         if clean_rid(rid) is None:
             raise InvalidRequest("rid", f"must be 1 to {MAX_RID} letters, digits and -_.:/ characters")
         return rid
@@ -79,36 +81,28 @@ class AppContext:
         """Tokens of the longest sequence; None while no engine serves."""
         return None if self.front.ready is None else self.front.ready.context
 
-    async def tokenize_prompt(self, text: str, field: str) -> list[int]:
-        """Raises InvalidRequest for an empty text too: a lone BOS is not a prompt."""
-        if not text:
-            raise InvalidRequest(field, "is empty: give at least one character")
-        return await self.tokenize(text, True, field, self.ready.context)
-
     async def tokenize(self, text: str, add_special: bool, field: str, limit: int) -> list[int]:
         """Token ids of a text. Raises InvalidRequest for invalid Unicode, and for a long text of more than `limit`
         tokens before it costs much work.
         """
+        tokenizer = self.front.tokenizer
         try:
             text.encode()
         except UnicodeEncodeError:
             raise InvalidRequest(field, "contains a lone surrogate: not valid Unicode") from None
         if len(text) < LONG_TEXT:
             await asyncio.sleep(0)  # a body may hold many texts: let other requests run between two of them
-            return self.front.tokenizer.encode(text, add_special)
-        ids = await self.on_thread(partial(_bounded_ids, self.front.tokenizer, text, add_special, limit))
-        if ids is None or len(ids) > limit:
+            return tokenizer.encode(text, add_special)
+        ids = await self.on_thread(
+            lambda: [] if tokenizer.exceeds(text, limit) else tokenizer.encode(text, add_special)
+        )
+        if not ids or len(ids) > limit:
             message = f"has {len(text)} characters, which make more than the limit of {limit} tokens: shorten it"
             raise InvalidRequest(field, message)
         return ids
 
     async def on_thread(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self.pool, work)
-
-
-def _bounded_ids(tokenizer: Tokenizer, text: str, add_special: bool, limit: int) -> list[int] | None:
-    """None for a text that surely has more than `limit` tokens."""
-    return None if tokenizer.exceeds(text, limit) else tokenizer.encode(text, add_special)
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
 
 def reply(value: object, status: int = 200) -> Response:

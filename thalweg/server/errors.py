@@ -48,8 +48,10 @@ _ANTHROPIC_TYPES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class ErrorInfo:
+@dataclass(eq=False)
+class ApiError(Exception):
+    """Ends a request with this error response."""
+
     status: int  # of HTTP
     message: str
     type: str = "invalid_request_error"
@@ -88,31 +90,23 @@ def _printable(text: str) -> str:
     return text if len(text) <= MAX_MESSAGE else f"{text[:MAX_MESSAGE]} … ({len(text)} characters)"
 
 
-class ApiError(Exception):
-    """Ends a request with this error response."""
-
-    def __init__(self, info: ErrorInfo) -> None:
-        super().__init__(info.message)
-        self.info = info
-
-
-def error_info(error: Exception) -> ErrorInfo:
+def api_error(error: Exception) -> ApiError:
     """The error response for an exception. An unexpected exception becomes a 500 without details."""
     match error:
         case ApiError():
-            return error.info
+            return error
         case InvalidRequest():
-            return ErrorInfo(400, str(error), param=error.field or None, code="invalid_value")
+            return ApiError(400, str(error), param=error.field or None, code="invalid_value")
         case Overloaded():
-            return ErrorInfo(429, f"the queue is full: {error}", "rate_limit_error", code="overloaded", retry=True)
+            return ApiError(429, f"the queue is full: {error}", "rate_limit_error", code="overloaded", retry=True)
         case EngineDead():
             message = f"the engine is not serving: {error}; try again when /ready answers 200"
             code = "engine_starting" if isinstance(error, EngineStarting) else "engine_dead"
-            return ErrorInfo(503, message, "service_unavailable_error", code=code, retry=True)
+            return ApiError(503, message, "service_unavailable_error", code=code, retry=True)
         case NumericalError():
-            return ErrorInfo(500, str(error), "server_error", code="no_numbers")
+            return ApiError(500, str(error), "server_error", code="nan_output")
         case RecursionError():
-            return ErrorInfo(400, "the body is nested too deeply", code="invalid_value")
+            return ApiError(400, "the body is nested too deeply", code="invalid_value")
         case ThalwegError():
-            return ErrorInfo(500, str(error), "server_error")
-    return ErrorInfo(500, "internal error: the server's log has the details under this request's id", "server_error")
+            return ApiError(500, str(error), "server_error")
+    return ApiError(500, "internal error: the server's log has the details under this request's id", "server_error")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
+from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -16,7 +17,7 @@ from thalweg.core.grammar import Grammar
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.streams import Piece
 from thalweg.server.context import AppContext
-from thalweg.server.generation import PromptJob, make_job, prompt_fields
+from thalweg.server.generation import Prompt, PromptJob, make_job, read_prompts
 from thalweg.server.logprobs import native_logprobs, native_tops, prompt_scores
 from thalweg.server.parsing import given, sampling_params
 from thalweg.server.protocol import GenerateRequest, NativeSampling
@@ -33,32 +34,47 @@ _NAMES = {name: f"sampling_params.{name}" for name in SamplingParams.__struct_fi
     "logprobs": "top_logprobs_num",
     "prompt_logprobs": "top_logprobs_num",
 }
-T = TypeVar("T")
+
+
+class GenerateMeta(msgspec.Struct):
+    id: str
+    finish_reason: dict[str, Any] | None
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    e2e_latency: float | UnsetType = UNSET
+    spec_verify_ct: int | UnsetType = UNSET
+    spec_draft_token_num: int | UnsetType = UNSET
+    spec_accept_token_num: int | UnsetType = UNSET
+    spec_accept_length: float | UnsetType = UNSET
+    spec_accept_rate: float | UnsetType = UNSET
+    spec_accept_histogram: list[int] | UnsetType = UNSET
+    input_token_logprobs: list[Any] | UnsetType = UNSET
+    output_token_logprobs: list[Any] | UnsetType = UNSET
+    input_top_logprobs: list[Any] | UnsetType = UNSET
+    output_top_logprobs: list[Any] | UnsetType = UNSET
+
+
+class GenerateResponse(msgspec.Struct):
+    text: str
+    output_ids: list[int]
+    meta_info: GenerateMeta
+    index: int | UnsetType = UNSET  # of the choice, in a stream of several
 
 
 async def generate(ctx: AppContext, request: Request, body: GenerateRequest) -> Response:
-    field, prompts = await _prompts(ctx, body)
-    count, params = len(prompts), NativeSampling() if body.sampling_params is None else body.sampling_params
-    each = _each(params, "sampling_params", count)
-    rids = [ctx.rid(rid, request) for rid in ([None] * count if body.rid is None else _each(body.rid, "rid", count))]
-    jobs = [
-        PromptJob(*parts)
-        for parts in zip(
-            prompts,
-            _params(ctx, body, each, prompts),
-            rids,
-            prompt_fields(field, count),
-            _grammars(body, each),
-            strict=True,
-        )
-    ]
-    for prompt in jobs:
-        await ctx.grammar_checker.check(prompt.grammar)
+    if (body.text is None) == (body.input_ids is None):
+        raise InvalidRequest("text", "give either text or input_ids, and not both")
+    field, value = ("text", body.text) if body.text is not None else ("input_ids", body.input_ids or ())
+    prompts = await read_prompts(ctx, field, value)
+    samplings = _each(given(body.sampling_params, NativeSampling()), "sampling_params", len(prompts))
+    rids = [ctx.rid(rid, request) for rid in _each(body.rid, "rid", len(prompts))]
+    grammars = _grammars(body, samplings)
+    jobs = [_prompt_job(ctx, body, *each) for each in zip(prompts, samplings, grammars, rids, strict=True)]
     salt = given(body.cache_salt, body.extra_key)
-    job = make_job(ctx, request, jobs, body.priority, salt, rename=lambda field: _NAMES.get(field, field))
-    started = job.accounting.began
+    job = await make_job(ctx, request, jobs, body.priority, salt, rename=lambda field: _NAMES.get(field, field))
     choices = [
-        GenerateChoiceEncoder(ctx.front.tokenizer, body, prompt, started)
+        GenerateChoiceEncoder(ctx.front.tokenizer, body, prompt, job.accounting.began)
         for prompt in jobs
         for _ in range(prompt.params.n)
     ]
@@ -67,31 +83,7 @@ async def generate(ctx: AppContext, request: Request, body: GenerateRequest) -> 
     return await respond(ctx, request, job, encoder, body.stream)
 
 
-async def _prompts(ctx: AppContext, body: GenerateRequest) -> tuple[str, Sequence[Sequence[int]]]:
-    """The field with the prompts, and their token ids. Raises InvalidRequest."""
-    if (body.text is None) == (body.input_ids is None):
-        raise InvalidRequest("text", "give either text or input_ids, and not both")
-    if body.input_ids is not None:
-        return "input_ids", _id_lists(body.input_ids)
-    texts = [body.text] if isinstance(body.text, str) else body.text
-    if not texts:
-        raise InvalidRequest("text", "is empty: give at least one text")
-    fields = prompt_fields("text", len(texts))
-    return "text", [await ctx.tokenize_prompt(text, field) for text, field in zip(texts, fields, strict=True)]
-
-
-def _id_lists(ids: Sequence[Any]) -> Sequence[Sequence[int]]:
-    if not ids:
-        raise InvalidRequest("input_ids", "is empty: give at least one token id")
-    if not any(isinstance(entry, list) for entry in ids):
-        return [ids]
-    for i, entry in enumerate(ids):
-        if not isinstance(entry, list):
-            raise InvalidRequest(f"input_ids[{i}]", "must be a list of token ids as the others are")
-    return ids
-
-
-def _each(value: T | list[T], field: str, count: int) -> list[T]:
+def _each(value: Any, field: str, count: int) -> list[Any]:
     """One value for each prompt. Raises InvalidRequest for a list of another length."""
     if not isinstance(value, list):
         return [value] * count
@@ -100,34 +92,35 @@ def _each(value: T | list[T], field: str, count: int) -> list[T]:
     return value
 
 
-def _params(
-    ctx: AppContext, body: GenerateRequest, each: Sequence[NativeSampling], prompts: Sequence[Sequence[int]]
-) -> list[SamplingParams]:
-    start, top = given(body.logprob_start_len, -1), given(body.top_logprobs_num, 0)
-    logprobs = top if body.return_logprob else None
-    for params in each:
-        params.refuse("sampling_params.")
-    return [
-        sampling_params(
-            params,
-            ctx.defaults,
-            seed=given(params.sampling_seed, params.seed),
-            max_tokens=given(params.max_new_tokens, DEFAULT_MAX_NEW_TOKENS),
-            min_tokens=given(params.min_new_tokens, 0),
-            include_stop=bool(params.no_stop_trim),
-            logprobs=logprobs,
-            prompt_logprobs=logprobs if 0 <= start < len(prompt) else None,
-        )
-        for params, prompt in zip(each, prompts, strict=True)
-    ]
+def _grammars(body: GenerateRequest, samplings: Sequence[NativeSampling]) -> list[Grammar]:
+    """The grammar of each prompt. A structure is in the sampling parameters, as SGLang has it, or beside them for all
+    prompts. Prompts that share their parameters share one object.
+    """
+    shared, own = grammar_of(body), {}
+    for sampling in samplings:
+        if id(sampling) not in own:
+            sampling.refuse("sampling_params.")
+            grammar = own[id(sampling)] = grammar_of(sampling, where="sampling_params.")
+            if shared.is_set and grammar.is_set:
+                raise InvalidRequest(grammar.field, f"asks for a second structure beside {shared.field}: give one")
+    return [shared if shared.is_set else own[id(sampling)] for sampling in samplings]
 
 
-def _grammars(body: GenerateRequest, each: Sequence[NativeSampling]) -> list[Grammar]:
-    """A structure is in the sampling parameters, as SGLang has it, or beside them for all prompts."""
-    shared, own = grammar_of(body), [grammar_of(params, where="sampling_params.") for params in each]
-    if shared.is_set and (second := next((grammar for grammar in own if grammar.is_set), None)):
-        raise InvalidRequest(second.field, f"asks for a second structure beside {shared.field}: give one")
-    return [shared] * len(each) if shared.is_set else own
+def _prompt_job(
+    ctx: AppContext, body: GenerateRequest, prompt: Prompt, sampling: NativeSampling, grammar: Grammar, rid: str
+) -> PromptJob:
+    logprobs = given(body.top_logprobs_num, 0) if body.return_logprob else None
+    params = sampling_params(
+        sampling,
+        ctx.defaults,
+        seed=given(sampling.sampling_seed, sampling.seed),
+        max_tokens=given(sampling.max_new_tokens, DEFAULT_MAX_NEW_TOKENS),
+        min_tokens=given(sampling.min_new_tokens, 0),
+        include_stop=bool(sampling.no_stop_trim),
+        logprobs=logprobs,
+        prompt_logprobs=logprobs if 0 <= given(body.logprob_start_len, -1) < len(prompt.ids) else None,
+    )
+    return PromptJob(*prompt, params, rid, grammar)
 
 
 class GenerateStreamEncoder(StreamEncoder):
@@ -141,8 +134,9 @@ class GenerateStreamEncoder(StreamEncoder):
         encoder.add(piece)
         if not encoder.is_due(piece):
             return b""
-        index = {"index": choice} if self._listed else {}
-        return b"data: " + msgspec.json.encode(encoder.event(piece) | index) + b"\n\n"
+        event = encoder.event(piece)
+        event.index = choice if self._listed else UNSET
+        return b"data: " + msgspec.json.encode(event) + b"\n\n"
 
     async def response(self, pieces: Sequence[Piece]) -> object:
         values = []
@@ -159,7 +153,7 @@ class GenerateChoiceEncoder:
         self._tokenizer, self._body, self._prompt, self._started = tokenizer, body, prompt, started
         self._text = ""
         self._ids: list[int] = []
-        self._logprobs: dict[str, list[Any]] = {}
+        self._logprobs: dict[str, Any] = {}
         self._new_tokens = 0  # since the last event
 
     def add(self, piece: Piece) -> None:
@@ -176,22 +170,20 @@ class GenerateChoiceEncoder:
         size = len(self._ids) + len(self._logprobs.get("input_token_logprobs", ()))
         return piece.finish is not None or size <= SHORT or self._new_tokens * 256 >= size
 
-    def event(self, piece: Piece) -> dict[str, Any]:
+    def event(self, piece: Piece) -> GenerateResponse:
         """Everything so far. piece: the latest."""
         self._new_tokens = 0
-        meta: dict[str, Any] = {
-            "id": self._prompt.rid,
-            "finish_reason": self._finish(piece),
-            "prompt_tokens": piece.prompt_tokens,
-            "completion_tokens": piece.completion_tokens,
-            "cached_tokens": piece.cached_tokens,
+        meta = GenerateMeta(
+            self._prompt.rid,
+            self._finish(piece),
+            piece.prompt_tokens,
+            piece.completion_tokens,
+            piece.cached_tokens,
+            UNSET if piece.finish is None else time.time() - self._started,
             **self._logprobs,
-        }
-        if piece.finish is not None:
-            meta["e2e_latency"] = time.time() - self._started
-        if piece.drafted is not None:
-            meta |= _speculation(piece.drafted)
-        return {"text": self._text, "output_ids": self._ids, "meta_info": meta}
+            **(_speculation(piece.drafted) if piece.drafted is not None else {}),
+        )
+        return GenerateResponse(self._text, self._ids, meta)
 
     def _finish(self, piece: Piece) -> dict[str, Any] | None:
         match piece.finish:

@@ -29,13 +29,20 @@ MAX_CHOICES = 16384  # of one HTTP request: prompts × n
 MAX_SCORES = 1 << 20  # log-probabilities of prompts in one response: some 100 bytes of memory each
 
 
-class PromptJob(NamedTuple):
-    """One prompt of a request."""
-
+class Prompt(NamedTuple):
+    field: str  # of the body, for errors
     ids: Sequence[int]
+    text: str | None  # None for a prompt of token ids
+
+
+class PromptJob(NamedTuple):
+    """One prompt of a request. The first fields are those of `Prompt`."""
+
+    field: str
+    ids: Sequence[int]
+    text: str | None
     params: SamplingParams
     rid: str
-    field: str  # of the body, for errors
     grammar: Grammar
 
 
@@ -52,16 +59,11 @@ class GenerationJob:
     rename: Callable[[str], str] = str  # the engine's name of a field → the client's
 
     @property
-    def first_choices(self) -> list[int]:
-        """The number of each prompt's first choice, then the number of all choices."""
-        return list(accumulate((prompt.params.n for prompt in self.prompts), initial=0))
-
-    @property
     def choices(self) -> int:
-        return self.first_choices[-1]
+        return sum(prompt.params.n for prompt in self.prompts)
 
 
-def make_job(
+async def make_job(
     ctx: AppContext,
     request: Request,
     prompts: Sequence[PromptJob],
@@ -79,6 +81,8 @@ def make_job(
     if ctx.front.state == "draining":
         raise EngineDead(ctx.front.reason)
     with renamed(job.rename):
+        for grammar in {id(prompt.grammar): prompt.grammar for prompt in prompts}.values():  # hashing takes a while
+            await ctx.grammar_checker.check(grammar)
         _check(ctx, job)
     return job
 
@@ -99,12 +103,11 @@ def _check(ctx: AppContext, job: GenerationJob) -> None:
     with ctx.front.reserve(job.choices):
         pass  # raises Overloaded while the response can still have that status
     context = ctx.context_len or 0
-    job.quota.reserve(
-        sum(
-            len(ids) + params.n * min(given(params.max_tokens, context), max(context - len(ids), 0))
-            for ids, params, *_ in job.prompts
-        )
+    most = sum(
+        len(ids) + params.n * min(given(params.max_tokens, context), max(context - len(ids), 0))
+        for _, ids, _, params, *_ in job.prompts
     )
+    job.quota.reserve(most, time.monotonic())
 
 
 def prompt_fields(name: str, count: int) -> tuple[str, ...]:
@@ -112,6 +115,26 @@ def prompt_fields(name: str, count: int) -> tuple[str, ...]:
     if count > MAX_CHOICES:
         raise InvalidRequest(name, f"holds {count} prompts: at most {MAX_CHOICES} in one request, send several")
     return (name,) if count == 1 else tuple(f"{name}[{i}]" for i in range(count))
+
+
+async def read_prompts(ctx: AppContext, field: str, value: str | Sequence[str | int | list[int]]) -> list[Prompt]:
+    """A text, texts, token ids, or lists of token ids. Raises InvalidRequest."""
+    entries: list[Any] = [value] if isinstance(value, str) else list(value)
+    if not entries:
+        raise InvalidRequest(field, "is empty: give at least one token")
+    kind = type(entries[0])
+    if odd := next((i for i, entry in enumerate(entries) if type(entry) is not kind), 0):
+        message = f"must be of the same kind as {field}[0]: all texts, all token ids, or all lists of ids"
+        raise InvalidRequest(f"{field}[{odd}]", message)
+    entries = [entries] if kind is int else entries
+    fields = list(zip(prompt_fields(field, len(entries)), entries, strict=True))
+    if kind is not str:
+        return [Prompt(where, ids, None) for where, ids in fields]
+    for where, text in fields:
+        if not text:  # a lone BOS is not a prompt
+            raise InvalidRequest(where, "is empty: give at least one character")
+    limit = ctx.ready.context
+    return [Prompt(where, await ctx.tokenize(text, True, where, limit), text) for where, text in fields]
 
 
 def _salt(api_key: ApiKey, text: str | None) -> int:
@@ -124,59 +147,49 @@ def _salt(api_key: ApiKey, text: str | None) -> int:
 
 async def run(ctx: AppContext, job: GenerationJob, take: Take) -> None:
     """Runs all prompts of a job at once; `take(choice, piece)` gets every piece. Cancelling it aborts the rest."""
-    accounting, outcome = job.accounting, "error"
+    quota, accounting, outcome = job.quota, job.accounting, "error"
     accounting.model, accounting.rids = ctx.names[0], tuple(prompt.rid for prompt in job.prompts)
-    timer = RequestTimer(ctx.metrics, accounting)
-    timer.submit([prompt.ids for prompt in job.prompts], [prompt.params for prompt in job.prompts], time.time())
+    ids, params = [prompt.ids for prompt in job.prompts], [prompt.params for prompt in job.prompts]
+    timer = RequestTimer(ctx.metrics, accounting, ids, params, time.time())
     take = ctx.log.record_output(accounting, take)
+
+    async def run_prompt(prompt: PromptJob, first: int, reservation: QueueReservation | None) -> None:
+        """first: the number of its first choice."""
+        pieces = ctx.front.stream(
+            prompt.ids,
+            prompt.params,
+            request_id=quota.api_key.scoped_rid(prompt.rid),
+            priority=job.priority,
+            salt=job.salt,
+            grammar=prompt.grammar,
+            retention=job.retention,
+            reservation=reservation,
+        )
+        quota.used += len(prompt.ids)
+        async with aclosing(pieces):
+            async for piece in pieces:
+                choice = first + piece.index
+                quota.used += len(piece.ids)
+                timer.piece(choice, piece, time.time())
+                await take(choice, piece)
+                if piece.finish is not None:
+                    timer.ended(choice, piece, time.time())
+
     try:
         with renamed(job.rename):
-            await _run_all(ctx, job, timer, take)
+            if len(job.prompts) == 1:
+                await run_prompt(job.prompts[0], 0, None)
+                return
+            firsts = accumulate((prompt.params.n for prompt in job.prompts), initial=0)
+            try:
+                with ctx.front.reserve(job.choices) as reservation:  # for all of them, or none
+                    async with asyncio.TaskGroup() as group:
+                        for prompt, first in zip(job.prompts, firsts, strict=False):
+                            group.create_task(run_prompt(prompt, first, reservation))
+            except ExceptionGroup as errors:
+                raise errors.exceptions[0] from None
     except asyncio.CancelledError:
         outcome = "abort"
         raise
     finally:
         timer.close(job.choices, outcome)
-
-
-async def _run_all(ctx: AppContext, job: GenerationJob, timer: RequestTimer, take: Take) -> None:
-    if len(job.prompts) == 1:
-        return await _run(ctx, job, job.prompts[0], 0, timer, take)
-    try:
-        with ctx.front.reserve(job.choices) as reservation:  # for all of them, or none
-            async with asyncio.TaskGroup() as group:
-                for prompt, first in zip(job.prompts, job.first_choices, strict=False):
-                    group.create_task(_run(ctx, job, prompt, first, timer, take, reservation))
-    except ExceptionGroup as errors:
-        raise errors.exceptions[0] from None
-
-
-async def _run(
-    ctx: AppContext,
-    job: GenerationJob,
-    prompt: PromptJob,
-    first: int,
-    timer: RequestTimer,
-    take: Take,
-    reservation: QueueReservation | None = None,
-) -> None:
-    quota = job.quota
-    pieces = ctx.front.stream(
-        prompt.ids,
-        prompt.params,
-        request_id=quota.api_key.scoped_rid(prompt.rid),
-        priority=job.priority,
-        salt=job.salt,
-        grammar=prompt.grammar,
-        retention=job.retention,
-        reservation=reservation,
-    )
-    quota.used += len(prompt.ids)
-    async with aclosing(pieces):
-        async for piece in pieces:
-            choice = first + piece.index
-            quota.used += len(piece.ids)
-            timer.piece(choice, piece, time.time())
-            await take(choice, piece)
-            if piece.finish is not None:
-                timer.ended(choice, piece, time.time())

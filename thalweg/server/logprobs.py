@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Collection, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -21,13 +21,6 @@ class CompletionLogprobs(msgspec.Struct):
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None] | None
     text_offset: list[int]
-
-    def extend(self, other: CompletionLogprobs) -> None:
-        self.tokens += other.tokens
-        self.token_logprobs += other.token_logprobs
-        self.text_offset += other.text_offset
-        if self.top_logprobs is not None:
-            self.top_logprobs += other.top_logprobs or ()
 
 
 class TopLogprob(msgspec.Struct):
@@ -60,6 +53,15 @@ def token_name(raw: bytes) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
+def _name(tokenizer: Tokenizer, token: int) -> str:
+    return token_name(tokenizer.token_bytes(token))
+
+
+def _tops(entry: TokenLogprob, top: int) -> Iterable[tuple[int, float]]:
+    """Ids and log-probabilities of the alternatives, best first."""
+    return zip(entry.top_ids[:top], entry.top_logprobs[:top], strict=True)
+
+
 class CompletionLogprobsBuilder:
     """Builds the logprobs of one choice. top: number of alternatives; 0 gives no `top_logprobs`."""
 
@@ -69,24 +71,23 @@ class CompletionLogprobsBuilder:
         self._offset = 0
 
     def feed(
-        self, ids: Sequence[int], logprobs: Sequence[TokenLogprob | None], hidden: Collection[int]
+        self, ids: Sequence[int], logprobs: Sequence[TokenLogprob | None], shown: Sequence[bool]
     ) -> CompletionLogprobs:
-        """hidden: ids that are not in the text. A logprob of None: the first token of a prompt."""
+        """shown: whether a token is in the text. A logprob of None: the first token of a prompt."""
         out = CompletionLogprobs([], [], [] if self._top else None, [])
-        for token, entry in zip(ids, logprobs, strict=True):
+        for token, entry, is_shown in zip(ids, logprobs, shown, strict=True):
             raw = self._tokenizer.token_bytes(token)
             out.tokens.append(token_name(raw))
             out.token_logprobs.append(None if entry is None else finite(entry.logprob))
             out.text_offset.append(self._offset)
-            if token not in hidden:
+            if is_shown:
                 self._offset += len(self._decoder.decode(raw))
             if out.top_logprobs is not None:
                 out.top_logprobs.append(None if entry is None else self._tops(raw, entry))
         return out
 
     def _tops(self, raw: bytes, entry: TokenLogprob) -> dict[str, float]:
-        pairs = zip(entry.top_ids[: self._top], entry.top_logprobs[: self._top], strict=True)
-        tops = {token_name(self._tokenizer.token_bytes(token)): finite(logprob) for token, logprob in pairs}
+        tops = {_name(self._tokenizer, token): finite(logprob) for token, logprob in _tops(entry, self._top)}
         tops.setdefault(token_name(raw), finite(entry.logprob))
         return tops
 
@@ -98,8 +99,8 @@ def chat_logprobs(tokenizer: Tokenizer, ids: Sequence[int], logprobs: Sequence[T
 
     content = []
     for token, chosen in zip(ids, logprobs, strict=True):
-        pairs = zip(chosen.top_ids[:top], chosen.top_logprobs[:top], strict=True)
-        content.append(ChatLogprob(*entry(token, chosen.logprob), [TopLogprob(*entry(*pair)) for pair in pairs]))
+        tops = [TopLogprob(*entry(*pair)) for pair in _tops(chosen, top)]
+        content.append(ChatLogprob(*entry(token, chosen.logprob), tops))
     return ChatLogprobs(content)
 
 
@@ -114,11 +115,8 @@ def prompt_logprobs(
     """vLLM's shape: null for the first token, then {token id: {logprob, decoded_token}}, the prompt's token first."""
 
     def named(entry: TokenLogprob, token: int) -> dict[str, Any]:
-        ids, values = (token, *entry.top_ids[:top]), (entry.logprob, *entry.top_logprobs[:top])
-        return {
-            str(i): {"logprob": finite(value), "decoded_token": token_name(tokenizer.token_bytes(i))}
-            for i, value in zip(ids, values, strict=True)
-        }
+        pairs = ((token, entry.logprob), *_tops(entry, top))
+        return {str(i): {"logprob": finite(value), "decoded_token": _name(tokenizer, i)} for i, value in pairs}
 
     scores = zip(prompt, prompt_scores(prompt, logprobs), strict=True)
     return [None if entry is None else named(entry, token) for token, entry in scores]
@@ -129,11 +127,7 @@ def native_logprobs(
 ) -> list[Any]:
     """SGLang's shape: [logprob, token id, token text or null] each."""
     return [
-        [
-            None if entry is None else finite(entry.logprob),
-            token,
-            token_name(tokenizer.token_bytes(token)) if text else None,
-        ]
+        [None if entry is None else finite(entry.logprob), token, _name(tokenizer, token) if text else None]
         for token, entry in zip(ids, logprobs, strict=True)
     ]
 

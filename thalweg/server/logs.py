@@ -8,9 +8,10 @@ from typing import Any
 
 import msgspec
 
+from thalweg.config.server import ServerOptions
 from thalweg.core.logs import fields
 from thalweg.engine.streams import Piece
-from thalweg.server.accounting import RequestAccounting
+from thalweg.server.accounting import PROBES, RequestAccounting
 from thalweg.text.tokenizer import Tokenizer
 
 log = logging.getLogger("thalweg.requests")
@@ -18,30 +19,19 @@ MAX_PATH = 200  # characters
 TEXT_LIMITS = (0, 0, 2048, 1 << 62)  # characters of a prompt and of an output, by level
 # Ids, parameters and texts of one request below level 3: a request with thousands of prompts must not fill the disk.
 MAX_ENTRIES = 16
+COUNTS = ("model", "stream", "prompt_tokens", "cached_tokens", "output_tokens")
 
 Take = Callable[[int, Piece], Awaitable[None]]
 
 
-class NoRequestLog:
-    """Without `--log-requests`."""
-
-    def record_output(self, accounting: RequestAccounting, take: Take) -> Take:
-        return take
-
-    def write(self, accounting: RequestAccounting) -> None:
-        pass
-
-
 class RequestLog:
     """Levels as SGLang counts: 0 ids, times and counts; 1 sampling parameters too; 2 the first 2,048 characters of the
-    first 16 prompts and outputs too; 3 all of them.
-
-    quiet: paths that are logged as "debug" unless they fail.
+    first 16 prompts and outputs too; 3 all of them. Probes are logged as "debug" unless they fail.
     """
 
-    def __init__(self, level: int, tokenizer: Tokenizer, quiet: frozenset[str]) -> None:
-        self._tokenizer, self._quiet = tokenizer, quiet
-        self._shows_params, self._max_text = level >= 1, TEXT_LIMITS[level]
+    def __init__(self, options: ServerOptions, tokenizer: Tokenizer) -> None:
+        level = options.log_requests_level if options.log_requests else 0
+        self._tokenizer, self._shows_params, self._max_text = tokenizer, level >= 1, TEXT_LIMITS[level]
         self._max_entries = MAX_ENTRIES if level < 3 else None
 
     def record_output(self, accounting: RequestAccounting, take: Take) -> Take:
@@ -61,42 +51,29 @@ class RequestLog:
         return recording
 
     def write(self, accounting: RequestAccounting) -> None:
-        is_quiet = accounting.path in self._quiet and accounting.status < 400
+        is_quiet = accounting.path in PROBES and accounting.status < 400
         level = logging.DEBUG if is_quiet else logging.INFO
         if log.isEnabledFor(level):
             log.log(level, "request", extra=fields(**self._values(accounting)))
 
     def _values(self, accounting: RequestAccounting) -> dict[str, Any]:
-        values: dict[str, Any] = {
-            "id": accounting.id,
-            "key": accounting.key or None,
-            "method": accounting.method[:16],
-            "path": accounting.path[:MAX_PATH],
-            "status": accounting.status,
-            "error": accounting.error or None,
-            "gone": accounting.gone or None,
-            "trace": accounting.trace or None,
-        }
+        times: dict[str, float | None] = {"e2e": accounting.ended - accounting.began}
+        values = {name: getattr(accounting, name) or None for name in ("id", "key", "error", "gone", "trace")}
+        values |= {"method": accounting.method[:16], "path": accounting.path[:MAX_PATH], "status": accounting.status}
         if accounting.submitted:
             values |= self._generation_values(accounting)
-        return values | {"e2e": _rounded(accounting.ended - accounting.began)}
+            times = {"queued": accounting.queued, "ttft": accounting.ttft, **times}
+        return values | {name: None if seconds is None else round(seconds, 4) for name, seconds in times.items()}
 
     def _generation_values(self, accounting: RequestAccounting) -> dict[str, Any]:
-        shown = slice(self._max_entries)
+        shown, choices = slice(self._max_entries), range(len(accounting.finishes))
         values: dict[str, Any] = {
             "rid": None if set(accounting.rids) == {accounting.id} else list(accounting.rids[shown]),
-            "model": accounting.model,
-            "stream": accounting.stream,
-            "prompt_tokens": accounting.prompt_tokens,
-            "cached_tokens": accounting.cached_tokens,
-            "output_tokens": accounting.output_tokens,
-            "drafted_tokens": accounting.drafted_tokens or None,
+            **{name: getattr(accounting, name) for name in COUNTS},
             "accepted_tokens": accounting.accepted_tokens if accounting.drafted_tokens else None,
             "finish": ",".join(dict.fromkeys(accounting.finishes)),
-            "choices": len(accounting.finishes),
-            "preemptions": accounting.preemptions or None,
-            "queued": _rounded(accounting.queued),
-            "ttft": _rounded(accounting.ttft),
+            "choices": len(choices),
+            **{name: getattr(accounting, name) or None for name in ("drafted_tokens", "preemptions")},
         }
         if self._shows_params:
             different = list(dict.fromkeys(accounting.params))
@@ -107,10 +84,5 @@ class RequestLog:
                 self._tokenizer.decode(prompt[:limit], skip_special_tokens=False)[:limit]
                 for prompt in accounting.prompts[shown]
             ]
-            choices = range(len(accounting.finishes))[shown]
-            values["outputs"] = ["".join(accounting.outputs.get(i, ())) for i in choices]
+            values["outputs"] = ["".join(accounting.outputs.get(i, ())) for i in choices[shown]]
         return values
-
-
-def _rounded(seconds: float | None) -> float | None:
-    return None if seconds is None else round(seconds, 4)

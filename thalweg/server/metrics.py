@@ -98,15 +98,19 @@ class ServerMetrics:
 class RequestTimer:
     """Times one request. `piece` runs for every token."""
 
-    def __init__(self, metrics: ServerMetrics, accounting: RequestAccounting) -> None:
+    def __init__(
+        self,
+        metrics: ServerMetrics,
+        accounting: RequestAccounting,
+        prompts: Sequence[Sequence[int]],
+        params: Sequence[SamplingParams],
+        now: float,
+    ) -> None:
+        """The prompts go to the engine."""
         self._metrics, self._accounting = metrics, accounting
         self._first: dict[int, float] = {}  # by choice: when its first token came
         self._last: dict[int, float] = {}  # by choice: when its last token came
         self._tokens = self._longest = 0
-
-    def submit(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], now: float) -> None:
-        """The prompts go to the engine."""
-        accounting, metrics = self._accounting, self._metrics
         accounting.submitted, accounting.prompts, accounting.params = now, tuple(prompts), tuple(params)
         accounting.prompt_tokens = sum(map(len, prompts))
         for of_prompt in params:

@@ -1,85 +1,93 @@
-"""The two outermost ASGI layers: access log and concurrency limit."""
+"""Around all routes: the accounting, API key and response header of each request."""
 
 from __future__ import annotations
 
-import asyncio
+import logging
 import time
-from collections import deque
-from collections.abc import Iterable
+import uuid
+from collections.abc import Collection, Iterable
 
 from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from thalweg.server.accounting import CLIENT_CLOSED_REQUEST, OnEnd, RequestAccounting
+from thalweg.core.logs import fields
+from thalweg.server.accounting import CLIENT_CLOSED_REQUEST, GENERATION, PROBES, OnEnd, RequestAccounting
+from thalweg.server.api_keys import ApiKey, RequestQuota, body_too_large
+from thalweg.server.context import AppContext, clean_rid
+from thalweg.server.errors import ApiError, api_error
 
-PER_TURN = 4
+log = logging.getLogger("thalweg.server")
+COUNTED = {*GENERATION, "/tokenize", "/detokenize", "/v1/messages/count_tokens"}  # by the limits of running requests
 
 
-class AccessLogMiddleware:
-    """Puts `accounting` into the scope and passes it to `on_end`, in order, when the request has ended.
+class RequestMiddleware:
+    """Passes a request on, or answers it with a 401, 403, 413, 415 or 429; answers an unexpected exception with a 500.
 
-    The chunks of a stream do not pass through it.
+    Puts `accounting`, `quota` and `send_chunk` into the scope. When the request has ended, each of `on_end` gets its
+    accounting, in order.
     """
 
-    def __init__(self, app: ASGIApp, on_end: Iterable[OnEnd]) -> None:
-        self.app, self._on_end = app, tuple(on_end)
+    def __init__(self, app: ASGIApp, ctx: AppContext, open_paths: Collection[str], on_end: Iterable[OnEnd]) -> None:
+        """open_paths: without a key."""
+        self._app, self._ctx, self._on_end = app, ctx, tuple(on_end)
+        self._open = {*open_paths, *(PROBES if ctx.options.open_probes else ())}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            return await self.app(scope, receive, send)
-        accounting = RequestAccounting(scope["method"], scope["path"], Headers(scope=scope), time.time())
-        scope["accounting"] = accounting
-        failed = True
+            return await self._app(scope, receive, send)
+        ctx, headers, path = self._ctx, Headers(scope=scope), scope["path"]
+        api_key = ctx.api_keys.find(headers)
+        quota = RequestQuota(api_key or ctx.api_keys.anyone, ctx.load)
+        rid = clean_rid(headers.get(ctx.options.request_id_header)) or uuid.uuid4().hex
+        accounting = RequestAccounting(scope["method"], path, headers, time.time(), rid, quota.api_key.name)
+        scope.update(accounting=accounting, quota=quota, send_chunk=send)  # a stream's chunks skip all inner layers
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                header = ctx.options.request_id_header.lower().encode()
+                message["headers"] = [*message["headers"], (header, rid.encode())]
+                accounting.status = message["status"]
+                ctx.metrics.answered(path if path in GENERATION else "other", accounting.status)
+            await send(message)
+
         try:
-            await self.app(scope, receive, send)
-            failed = False
+            self._check(scope, headers, api_key)
+            await self._app(scope, receive, send_with_id)
+        except ClientDisconnect:  # in the middle of its body
+            accounting.gone = True
+            ctx.metrics.disconnects += 1
+        except Exception as error:
+            info = api_error(error)
+            accounting.error = accounting.error or info.kind
+            if not isinstance(error, ApiError):
+                log.error("failed", exc_info=error, extra=fields(id=rid))
+            if accounting.status:  # the response had begun
+                raise
+            await info.response(ctx.options.retry_after, path)(scope, receive, send_with_id)
         finally:
+            quota.close()
             accounting.ended = time.time()
-            accounting.id = str(scope.get("request_id", ""))
-            if failed:  # an outer layer will answer the exception
-                accounting.error = accounting.error or "server_error"
-            accounting.status = accounting.status or (500 if failed else CLIENT_CLOSED_REQUEST)
+            accounting.status = accounting.status or CLIENT_CLOSED_REQUEST
             for on_end in self._on_end:
                 on_end(accounting)
 
-
-class ConcurrencyLimit:
-    """Starts PER_TURN requests in each turn of the event loop, in their order of arrival.
-
-    Parsing, rendering and tokenizing a request takes some 0.3 ms. Starting a whole burst in one turn would delay the
-    tokens of running streams by that for each request; this way a token waits for PER_TURN requests at most.
-    """
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-        self._queue: deque[asyncio.Future[None]] = deque()
-        self._free = PER_TURN  # in this turn
-        self._scheduled = False  # the next turn
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["method"] == "POST":
-            await self._wait_for_turn()
-        await self._app(scope, receive, send)
-
-    async def _wait_for_turn(self) -> None:
-        loop = asyncio.get_running_loop()
-        if not self._scheduled:
-            self._scheduled = True
-            loop.call_soon(self._next_turn)
-        if self._free and not self._queue:
-            self._free -= 1
-            return
-        turn = loop.create_future()
-        self._queue.append(turn)
-        await turn
-
-    def _next_turn(self) -> None:
-        self._free = PER_TURN
-        while self._free and self._queue:
-            turn = self._queue.popleft()
-            if not turn.done():  # else cancelled
-                turn.set_result(None)
-                self._free -= 1
-        self._scheduled = bool(self._queue) or self._free < PER_TURN
-        if self._scheduled:
-            asyncio.get_running_loop().call_soon(self._next_turn)
+    def _check(self, scope: Scope, headers: Headers, api_key: ApiKey | None) -> None:
+        """Raises ApiError for a request that is refused before its body is read."""
+        path, origins, limit = scope["path"], self._ctx.options.cors_origins, self._ctx.options.max_body_bytes
+        if api_key is None and path not in self._open:
+            message = "a valid API key is needed: send it as the header `Authorization: Bearer KEY` or `x-api-key: KEY`"
+            raise ApiError(401, message, "authentication_error", code="invalid_api_key")
+        allowed = "*" in origins or headers.get("origin") in origins
+        if scope["method"] != "GET" and headers.get("sec-fetch-site") == "cross-site" and not allowed:
+            origin = headers.get("origin", "another site")
+            message = f"a page of {origin} sent this: --cors-origins names the sites that may"
+            raise ApiError(403, message, "permission_error", code="cross_site")
+        if (encoding := headers.get("content-encoding", "identity")).lower() != "identity":
+            message = f"Content-Encoding {encoding!r} is not supported: send the body as it is"
+            raise ApiError(415, message, code="unsupported_encoding")
+        length = headers.get("content-length", "0")
+        if length.isdecimal() and int(length) > limit:
+            raise body_too_large(limit)
+        if path in COUNTED:
+            self._ctx.load.check()

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from thalweg.engine.streams import Piece
-from thalweg.server.generation import GenerationJob
+from thalweg.server.generation import GenerationJob, PromptJob
+from thalweg.server.logprobs import prompt_logprobs
 from thalweg.server.protocol import OpenAIRequest
 from thalweg.server.stream import StreamEncoder
+from thalweg.text.tokenizer import Tokenizer
 
-ChoiceT = TypeVar("ChoiceT", covariant=True)
 PromptLogprobs = list[dict[str, Any] | None]
+BodyT = TypeVar("BodyT", bound=OpenAIRequest)
 
 
 class PromptTokensDetails(msgspec.Struct):
@@ -50,27 +53,65 @@ class ChatUsage(msgspec.Struct):
             details.spec_verify_ct += drafts.verifications
 
 
+class OpenAIChoice(msgspec.Struct, kw_only=True):
+    """Fields of a choice of both routes, streamed or whole."""
+
+    index: int
+    finish_reason: str | None = None
+    matched_stop: str | int | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class PromptChoice(OpenAIChoice, kw_only=True):
+    prompt_token_ids: list[int] | UnsetType = UNSET  # of the prompt: in the first chunk of a stream
+
+
+ChoiceT = TypeVar("ChoiceT", bound=OpenAIChoice)
+
+
 class OpenAIResponse(msgspec.Struct, Generic[ChoiceT]):
     id: str
     object: str
     created: int
     model: str
-    choices: Sequence[ChoiceT]
+    choices: list[ChoiceT]
     usage: ChatUsage
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
-class ChoiceEncoder(Protocol[ChoiceT]):
+class ChoiceEncoder(ABC, Generic[BodyT]):
     """Writes one choice."""
 
-    def feed(self, piece: Piece) -> Sequence[object]:
+    def __init__(self, tokenizer: Tokenizer, body: BodyT, index: int, prompt: PromptJob) -> None:
+        self.tokenizer, self.body, self.index, self.prompt = tokenizer, body, index, prompt
+        self.first = True  # nothing is written yet
+
+    @abstractmethod
+    def feed(self, piece: Piece) -> Sequence[OpenAIChoice]:
         """The `choices` entries of the chunks that a piece makes."""
 
-    def whole(self, piece: Piece) -> ChoiceT:
+    @abstractmethod
+    def whole(self, piece: Piece) -> OpenAIChoice:
         """The choice of a response, from its only piece."""
 
+    def fill(self, first: OpenAIChoice, last: OpenAIChoice, piece: Piece) -> None:
+        """Sets the shared fields in the first and the last chunk of a piece."""
+        body = self.body
+        if body.return_token_ids:
+            first.token_ids = list(piece.ids)
+        if self.first:
+            self.first = False
+            if body.return_token_ids and isinstance(first, PromptChoice):
+                first.prompt_token_ids = list(self.prompt.ids)
+            if (top := body.prompt_logprobs) is not None:
+                first.prompt_logprobs = prompt_logprobs(self.tokenizer, self.prompt.ids, piece.prompt_logprobs, top)
+        if piece.finish is not None:
+            last.finish_reason = piece.finish
+            last.matched_stop = UNSET if piece.stop is None else piece.stop
 
-class OpenAIStreamEncoder(StreamEncoder, Generic[ChoiceT]):
+
+class OpenAIStreamEncoder(StreamEncoder):
     def __init__(
         self,
         id: str,
@@ -78,7 +119,7 @@ class OpenAIStreamEncoder(StreamEncoder, Generic[ChoiceT]):
         model: str,
         body: OpenAIRequest,
         job: GenerationJob,
-        choices: Sequence[ChoiceEncoder[ChoiceT]],
+        choices: Sequence[ChoiceEncoder[Any]],
     ) -> None:
         self._id, self._created, self._model, self._object = id, int(job.accounting.began), model, object
         self._choices = choices
@@ -99,7 +140,7 @@ class OpenAIStreamEncoder(StreamEncoder, Generic[ChoiceT]):
         chunks = self._choices[choice].feed(piece)
         return b"".join([self._head + self._encode(chunk) + self._tail for chunk in chunks])
 
-    async def response(self, pieces: Sequence[Piece]) -> OpenAIResponse[ChoiceT]:
+    async def response(self, pieces: Sequence[Piece]) -> OpenAIResponse[OpenAIChoice]:
         for piece in pieces:
             self._usage.add(piece)
         choices = [choice.whole(piece) for choice, piece in zip(self._choices, pieces, strict=True)]

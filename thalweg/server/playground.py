@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from starlette.requests import Request
@@ -17,19 +18,14 @@ _HEADERS = {
 }
 
 
-class StaticFile:
-    def __init__(self, name: str, media_type: str) -> None:
-        self._body, self._media_type = (_FOLDER / name).read_bytes(), media_type
-
-    async def respond(self, request: Request) -> Response:
-        return Response(self._body, headers=_HEADERS, media_type=self._media_type)
+def _page(name: str, media_type: str) -> Callable[[Request], Response]:
+    body = (_FOLDER / name).read_bytes()
+    return lambda request: Response(body, headers=_HEADERS, media_type=media_type)
 
 
+_SCRIPTS = ("playground.js", *(f"playground/{part}.js" for part in ("answer", "page", "stream", "theme", "tools")))
 PAGES = {
-    "/": StaticFile("index.html", "text/html"),
-    "/playground.css": StaticFile("playground.css", "text/css"),
-    "/playground.js": StaticFile("playground.js", "text/javascript"),
-} | {
-    f"/playground/{part}.js": StaticFile(f"playground/{part}.js", "text/javascript")
-    for part in ("answer", "page", "stream", "theme", "tools")
+    "/": _page("index.html", "text/html"),
+    "/playground.css": _page("playground.css", "text/css"),
+    **{f"/{name}": _page(name, "text/javascript") for name in _SCRIPTS},
 }

@@ -11,7 +11,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
-from prometheus_client.metrics_core import Metric
+from prometheus_client.metrics_core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from thalweg import __version__
@@ -45,7 +45,7 @@ class MetricsSnapshot(NamedTuple):
             "drafted_by_depth": _numbered(stats.drafted_at, 1),
             "accepted_by_depth": _numbered(stats.accepted_at, 1),
             "accepted_by_position": _numbered(stats.accepted_at, 0),
-            "steps_by_width": _numbered(stats.steps_by_width, 0),
+            "steps_by_num_drafts": _numbered(stats.steps_by_num_drafts, 0),
             "cache_tokens": stats.pages * PAGE,
             "used_tokens": stats.pages_used * PAGE,
             "evictable_tokens": stats.pages_cached * PAGE,
@@ -58,81 +58,65 @@ class MetricsSnapshot(NamedTuple):
         }
 
 
-class MetricRow(NamedTuple):
-    """One metric. A name that ends with _total is a counter; a `BucketHistogram` is a histogram; others are gauges."""
-
-    name: str
-    help: str
-    value: str  # a key of `derived`, or an attribute: a number, a histogram, or {label value: number}
-    labels: tuple[str, ...] = ()
-
-
+# Name, help, value: a key of `derived`, or an attribute: a number, a histogram, or {label value: number}.
+# A name that ends with _total is a counter; a `BucketHistogram` is a histogram; others are gauges.
 OWN = (
-    MetricRow("thalweg_up", "1 while the engine serves", "serving"),
-    MetricRow("thalweg_build_info", "1, with the version", "version", ("version",)),
-    MetricRow("thalweg_requests_total", "answered requests", "metrics.requests", ("route", "status")),
-    MetricRow("thalweg_choices_total", "outputs that ended, by how", "metrics.finished", ("finish",)),
-    MetricRow("thalweg_running_requests", "sequences that hold a slot", "stats.running"),
-    MetricRow("thalweg_waiting_requests", "sequences that wait for a slot", "stats.waiting"),
-    MetricRow("thalweg_slots", "sequences that can run at a time", "slots"),
-    MetricRow("thalweg_cache_pages", "pages of the cache", "stats.pages"),
-    MetricRow("thalweg_cache_pages_used", "pages that requests hold", "stats.pages_used"),
-    MetricRow("thalweg_cache_pages_cached", "pages that only the prefix cache holds", "stats.pages_cached"),
-    MetricRow("thalweg_token_usage", "share of the pages that requests hold", "token_usage"),
-    MetricRow("thalweg_cache_hit_rate", "share of prompt tokens found in the prefix cache", "hit_rate"),
-    MetricRow("thalweg_decode_tokens_per_second", f"over the last {WINDOW:g} s", "decode_rate"),
-    MetricRow("thalweg_prefill_tokens_per_second", f"over the last {WINDOW:g} s", "prefill_rate"),
-    MetricRow("thalweg_steps_total", "steps of the engine", "stats.steps"),
-    MetricRow("thalweg_step_seconds_total", "seconds in which steps were in flight", "stats.step_seconds"),
-    MetricRow("thalweg_prefill_tokens_total", "prompt tokens computed", "stats.prefill_tokens"),
-    MetricRow("thalweg_decode_tokens_total", "tokens sampled", "stats.decode_tokens"),
-    MetricRow("thalweg_verifications_total", "drafts of a sequence verified in one step", "stats.verifications"),
-    MetricRow("thalweg_drafted_tokens_total", "draft tokens that were verified", "stats.drafted_tokens"),
-    MetricRow("thalweg_accepted_tokens_total", "of these, accepted", "stats.accepted_tokens"),
-    MetricRow("thalweg_rolled_back_tokens_total", "of these, computed and thrown away", "rolled_back"),
-    MetricRow("thalweg_wasted_drafts_total", "draft tokens that were never verified", "stats.wasted_drafts"),
-    MetricRow(
+    ("thalweg_up", "1 while the engine serves", "serving"),
+    ("thalweg_build_info", "1, with the version", "version"),
+    ("thalweg_requests_total", "answered requests", "metrics.requests"),
+    ("thalweg_choices_total", "outputs that ended, by how", "metrics.finished"),
+    ("thalweg_running_requests", "sequences that hold a slot", "stats.running"),
+    ("thalweg_waiting_requests", "sequences that wait for a slot", "stats.waiting"),
+    ("thalweg_slots", "sequences that can run at a time", "slots"),
+    ("thalweg_cache_pages", "pages of the cache", "stats.pages"),
+    ("thalweg_cache_pages_used", "pages that requests hold", "stats.pages_used"),
+    ("thalweg_cache_pages_cached", "pages that only the prefix cache holds", "stats.pages_cached"),
+    ("thalweg_token_usage", "share of the pages that requests hold", "token_usage"),
+    ("thalweg_cache_hit_rate", "share of prompt tokens found in the prefix cache", "hit_rate"),
+    ("thalweg_decode_tokens_per_second", f"over the last {WINDOW:g} s", "decode_rate"),
+    ("thalweg_prefill_tokens_per_second", f"over the last {WINDOW:g} s", "prefill_rate"),
+    ("thalweg_steps_total", "steps of the engine", "stats.steps"),
+    ("thalweg_step_seconds_total", "seconds in which steps were in flight", "stats.step_seconds"),
+    ("thalweg_prefill_tokens_total", "prompt tokens computed", "stats.prefill_tokens"),
+    ("thalweg_decode_tokens_total", "tokens sampled", "stats.decode_tokens"),
+    ("thalweg_verifications_total", "drafts of a sequence verified in one step", "stats.verifications"),
+    ("thalweg_drafted_tokens_total", "draft tokens that were verified", "stats.drafted_tokens"),
+    ("thalweg_accepted_tokens_total", "of these, accepted", "stats.accepted_tokens"),
+    ("thalweg_rolled_back_tokens_total", "of these, computed and thrown away", "rolled_back"),
+    ("thalweg_wasted_drafts_total", "draft tokens that were never verified", "stats.wasted_drafts"),
+    (
         "thalweg_drafted_by_depth_total",
         "verifications with a draft token at this distance from the known tokens",
         "drafted_by_depth",
-        ("depth",),
     ),
-    MetricRow(
+    (
         "thalweg_accepted_by_depth_total",
         "verifications that accepted a draft token at this distance",
         "accepted_by_depth",
-        ("depth",),
     ),
-    MetricRow(
-        "thalweg_steps_by_width_total",
-        "steps that sampled, by drafts made of each sequence",
-        "steps_by_width",
-        ("width",),
-    ),
-    MetricRow("thalweg_drafter_failures_total", "drafters switched off for a failure", "stats.drafter_failures"),
-    MetricRow("thalweg_preemptions_total", "sequences that gave their pages back and waited", "stats.preemptions"),
-    MetricRow("thalweg_finished_total", "sequences that ended by themselves", "stats.finished"),
-    MetricRow("thalweg_aborted_total", "sequences that were aborted", "stats.aborted"),
-    MetricRow("thalweg_no_numbers_total", "sequences for which the model computed NaN", "stats.broken"),
-    MetricRow("thalweg_disconnects_total", "requests whose client went away", "metrics.disconnects"),
-    MetricRow("thalweg_prompt_tokens_total", "prompt tokens of ended choices", "metrics.prompt_tokens"),
-    MetricRow("thalweg_generation_tokens_total", "tokens generated", "metrics.generation_tokens"),
-    MetricRow("thalweg_cached_tokens_total", "of the prompt tokens, from the cache", "metrics.cached_tokens"),
-    MetricRow("thalweg_time_to_first_token_seconds", "request read to first token", "metrics.first"),
-    MetricRow("thalweg_inter_token_latency_seconds", "between tokens of a choice", "metrics.between"),
-    MetricRow("thalweg_time_per_output_token_seconds", "mean gap between the tokens of a choice", "metrics.per_token"),
-    MetricRow("thalweg_e2e_request_latency_seconds", "request read to last token", "metrics.whole"),
-    MetricRow("thalweg_queue_time_seconds", "handed to the engine to admitted", "metrics.queued"),
-    MetricRow("thalweg_prefill_time_seconds", "admitted to first token", "metrics.prefill"),
-    MetricRow("thalweg_decode_time_seconds", "first token to last token", "metrics.decode"),
-    MetricRow("thalweg_emit_seconds", "end of an engine step to its token written to the socket", "metrics.emit"),
-    MetricRow("thalweg_prompt_length_tokens", "tokens of a prompt", "metrics.prompt_lengths"),
-    MetricRow("thalweg_output_length_tokens", "tokens of an output", "metrics.output_lengths"),
-    MetricRow(
-        "thalweg_accept_length_tokens", "mean tokens of a verification, of each output", "metrics.accept_lengths"
-    ),
+    ("thalweg_steps_by_num_drafts_total", "steps that sampled, by drafts made of each sequence", "steps_by_num_drafts"),
+    ("thalweg_drafter_failures_total", "drafters switched off for a failure", "stats.drafter_failures"),
+    ("thalweg_preemptions_total", "sequences that gave their pages back and waited", "stats.preemptions"),
+    ("thalweg_finished_total", "sequences that ended by themselves", "stats.finished"),
+    ("thalweg_aborted_total", "sequences that were aborted", "stats.aborted"),
+    ("thalweg_nan_outputs_total", "sequences for which the model computed NaN", "stats.broken"),
+    ("thalweg_disconnects_total", "requests whose client went away", "metrics.disconnects"),
+    ("thalweg_prompt_tokens_total", "prompt tokens of ended choices", "metrics.prompt_tokens"),
+    ("thalweg_generation_tokens_total", "tokens generated", "metrics.generation_tokens"),
+    ("thalweg_cached_tokens_total", "of the prompt tokens, from the cache", "metrics.cached_tokens"),
+    ("thalweg_time_to_first_token_seconds", "request read to first token", "metrics.first"),
+    ("thalweg_inter_token_latency_seconds", "between tokens of a choice", "metrics.between"),
+    ("thalweg_time_per_output_token_seconds", "mean gap between the tokens of a choice", "metrics.per_token"),
+    ("thalweg_e2e_request_latency_seconds", "request read to last token", "metrics.whole"),
+    ("thalweg_queue_time_seconds", "handed to the engine to admitted", "metrics.queued"),
+    ("thalweg_prefill_time_seconds", "admitted to first token", "metrics.prefill"),
+    ("thalweg_decode_time_seconds", "first token to last token", "metrics.decode"),
+    ("thalweg_emit_seconds", "end of an engine step to its token written to the socket", "metrics.emit"),
+    ("thalweg_prompt_length_tokens", "tokens of a prompt", "metrics.prompt_lengths"),
+    ("thalweg_output_length_tokens", "tokens of an output", "metrics.output_lengths"),
+    ("thalweg_accept_length_tokens", "mean tokens of a verification, of each output", "metrics.accept_lengths"),
 )
-# Names of the peers, each with the value of a `MetricRow`. SGLang: `sglang.srt.observability.metrics_collector` 0.5.23.
+# Names of the peers, each with a value of `OWN`. SGLang: `sglang.srt.observability.metrics_collector` 0.5.23.
 SGLANG = {
     "sglang:num_running_reqs": "stats.running",
     "sglang:num_queue_reqs": "stats.waiting",
@@ -189,7 +173,13 @@ VLLM = {
     "vllm:request_params_n": "metrics.choices",
     "vllm:request_params_max_tokens": "metrics.max_tokens",
 }
-PEER_LABELS = {
+LABELS = {
+    "thalweg_build_info": ("version",),
+    "thalweg_requests_total": ("route", "status"),
+    "thalweg_choices_total": ("finish",),
+    "thalweg_drafted_by_depth_total": ("depth",),
+    "thalweg_accepted_by_depth_total": ("depth",),
+    "thalweg_steps_by_num_drafts_total": ("num_drafts",),
     "sglang:cached_tokens_total": ("cache_source",),
     "vllm:spec_decode_num_accepted_tokens_per_pos_total": ("position",),
     "vllm:request_success_total": ("finished_reason",),
@@ -213,35 +203,29 @@ class _SnapshotCollector(Collector):
         self._snapshot, self._names = snapshot, names
 
     def collect(self) -> Iterator[Metric]:
-        derived, helps = self._snapshot.derived, {row.value: row.help for row in OWN}
-        rows: list[tuple[MetricRow, Mapping[str, str]]] = [(row, {}) for row in OWN]
+        derived, helps = self._snapshot.derived, {value: text for _, text, value in OWN}
+        rows: list[tuple[str, str, str, Mapping[str, str]]] = [(*row, {}) for row in OWN]
         for peer in self._names:
             table, peer_labels = PEERS[peer]
-            for name, path in table.items():
-                text = helps.get(path, path.replace("_", " "))
-                rows.append((MetricRow(name, text, path, PEER_LABELS.get(name, ())), peer_labels))
-        for row, labels in rows:
-            value = derived[row.value] if row.value in derived else attrgetter(row.value)(self._snapshot)
-            yield _metric(row, value, {"model_name": self._snapshot.model, **labels})
+            rows += [(name, helps.get(path, path.replace("_", " ")), path, peer_labels) for name, path in table.items()]
+        for name, text, path, labels in rows:
+            value = derived[path] if path in derived else attrgetter(path)(self._snapshot)
+            yield _metric(name, text, value, {"model_name": self._snapshot.model, **labels})
 
     def describe(self) -> Iterable[Metric]:
         return ()
 
 
-def _metric(row: MetricRow, value: Any, labels: dict[str, str]) -> Metric:
+def _metric(name: str, text: str, value: Any, labels: dict[str, str]) -> Metric:
     if isinstance(value, BucketHistogram):
-        metric = Metric(row.name, row.help, "histogram")
-        for bound, count in zip((*map(repr, value.bounds), "+Inf"), accumulate(value.counts), strict=True):
-            metric.add_sample(f"{row.name}_bucket", {**labels, "le": bound}, count)
-        metric.add_sample(f"{row.name}_sum", labels, value.sum)
-        metric.add_sample(f"{row.name}_count", labels, value.count)
-        return metric
-    is_counter = row.name.endswith("_total")
-    metric = Metric(row.name.removesuffix("_total"), row.help, "counter" if is_counter else "gauge")
-    samples = value if isinstance(value, Mapping) else {(): value}
-    for key, number in samples.items():
-        values = key if isinstance(key, tuple) else (key,)
-        metric.add_sample(row.name, {**labels, **dict(zip(row.labels, map(str, values), strict=True))}, number)
+        histogram = HistogramMetricFamily(name, text, labels=list(labels))
+        buckets = zip((*map(repr, value.bounds), "+Inf"), accumulate(value.counts), strict=True)
+        histogram.add_metric(list(labels.values()), list(buckets), value.sum)
+        return histogram
+    metric = Metric(name.removesuffix("_total"), text, "counter" if name.endswith("_total") else "gauge")
+    for key, number in (value if isinstance(value, Mapping) else {(): value}).items():
+        keys = map(str, key if isinstance(key, tuple) else (key,))
+        metric.add_sample(name, {**labels, **dict(zip(LABELS.get(name, ()), keys, strict=True))}, number)
     return metric
 
 

@@ -1,15 +1,13 @@
-"""Responses, streamed or whole. Server-sent events go straight to ASGI's `send`: one task a request, no queue.
-
-`DisconnectWatch` notices a client that goes away while its request waits or streams.
-"""
+"""Responses, streamed or whole. Server-sent events go straight to ASGI's `send`: one task a request, no queue."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from types import TracebackType
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
 
 import msgspec
 from starlette.requests import Request
@@ -20,15 +18,22 @@ from thalweg.core.errors import ThalwegError
 from thalweg.engine.streams import Piece
 from thalweg.server.accounting import CLIENT_CLOSED_REQUEST, RequestAccounting
 from thalweg.server.context import AppContext, reply
-from thalweg.server.errors import ErrorInfo, error_info
+from thalweg.server.errors import ApiError, api_error
 from thalweg.server.generation import GenerationJob, run
 from thalweg.server.metrics import ServerMetrics
+from thalweg.text.events import Event
+from thalweg.text.parser import AnswerParser
 
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx would hold the chunks back
 ]
+
+
+def named_event(name: str, /, **values: Any) -> bytes:
+    """A server-sent event with a type, as typed APIs have them."""
+    return b"event: " + name.encode() + b"\ndata: " + msgspec.json.encode({"type": name, **values}) + b"\n\n"
 
 
 class StreamEncoder(ABC):
@@ -46,45 +51,67 @@ class StreamEncoder(ABC):
         """The last events of a stream."""
         return b"data: [DONE]\n\n"
 
-    def failed(self, info: ErrorInfo) -> bytes:
+    def failed(self, info: ApiError) -> bytes:
         """The last events of a stream that an error ended."""
         return b"data: " + info.body + b"\n\n"
 
 
-class DisconnectWatch:
-    """`async with DisconnectWatch(...) as watch:` cancels the block when the client goes away; `watch.gone` tells so.
+class PartsEncoder(StreamEncoder):
+    """Writes one answer as its typed parts. parser: of this answer alone."""
 
-    The request's body must have been read: whatever else comes from `receive` is dropped.
+    def __init__(self, parser: AnswerParser) -> None:
+        self.parser = parser
+        self._begun = False
+
+    @abstractmethod
+    def begin(self, piece: Piece) -> bytes:
+        """The first events of a stream."""
+
+    @abstractmethod
+    def part_event(self, event: Event) -> bytes: ...
+
+    @abstractmethod
+    async def finish(self, piece: Piece) -> bytes:
+        """The last events of a stream."""
+
+    async def feed(self, choice: int, piece: Piece) -> bytes:
+        out = b"" if self._begun else self.begin(piece)
+        self._begun = True
+        ended = piece.finish is not None
+        out += b"".join(map(self.part_event, self.parser.feed(piece.text, ended)))
+        return out + await self.finish(piece) if ended else out
+
+    def end(self) -> bytes:
+        return b""
+
+
+@asynccontextmanager
+async def cancelled_on_disconnect(
+    receive: Receive, accounting: RequestAccounting, metrics: ServerMetrics
+) -> AsyncIterator[None]:
+    """Cancels the block when the client goes away; then `accounting.gone` is set.
+
+    The request's body must have been read: other messages from `receive` are dropped.
     """
+    task = asyncio.current_task()
+    assert task is not None, "needs a task to cancel"
 
-    def __init__(self, receive: Receive, accounting: RequestAccounting, metrics: ServerMetrics) -> None:
-        self.gone = False
-        self._receive, self._accounting, self._metrics = receive, accounting, metrics
-
-    async def __aenter__(self) -> DisconnectWatch:
-        task = asyncio.current_task()
-        assert task is not None, "DisconnectWatch needs a task to cancel"
-        self._task = task
-        self._listener = asyncio.create_task(self._listen())
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
-        self._listener.cancel()
-        if self.gone:
-            self._accounting.gone = True
-            self._metrics.disconnects += 1
-            if kind is asyncio.CancelledError:
-                self._task.uncancel()
-                return True
-        return False
-
-    async def _listen(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
+    async def listen() -> None:
+        while (await receive())["type"] != "http.disconnect":
             pass
-        self.gone = True
-        self._task.cancel()
+        accounting.gone = True
+        metrics.disconnects += 1
+        task.cancel()
+
+    listener = asyncio.create_task(listen())
+    try:
+        yield
+    except asyncio.CancelledError:
+        if not accounting.gone:
+            raise
+        task.uncancel()
+    finally:
+        listener.cancel()
 
 
 async def respond(
@@ -98,9 +125,9 @@ async def respond(
     async def take(choice: int, piece: Piece) -> None:
         pieces[choice].append(piece)
 
-    async with DisconnectWatch(request.receive, job.accounting, ctx.metrics) as watch:
+    async with cancelled_on_disconnect(request.receive, job.accounting, ctx.metrics):
         await run(ctx, job, take)
-    if watch.gone:
+    if job.accounting.gone:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
     return reply(await encoder.response([_merged(of_choice) for of_choice in pieces]))
 
@@ -127,50 +154,39 @@ class EventStream(Response):
         self.status_code, self.background = 200, None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self.job.accounting.stream = True
-        writer = _EventWriter(send, scope["send_chunk"], self.ctx.metrics)
+        """send: through all layers, for status and headers; `send_chunk`: the server's own, for the chunks."""
+        job, send_chunk, emit = self.job, scope["send_chunk"], self.ctx.metrics.emit
+        job.accounting.stream = True
+        started, held, held_at = False, b"", 0.0
+
+        async def write(body: bytes, at: float, more: bool) -> None:
+            """at: time.time() at which the engine had the events."""
+            nonlocal started
+            if not started:
+                started = True
+                await send({"type": "http.response.start", "status": 200, "headers": list(_HEADERS)})
+            await send_chunk({"type": "http.response.body", "body": body, "more_body": more})
+            if at:
+                emit.observe(time.time() - at)
 
         async def take(choice: int, piece: Piece) -> None:
+            nonlocal held, held_at
             if events := await self.encoder.feed(choice, piece):
-                await writer.write(events, piece.at, piece.finish is not None and self.job.choices == 1)
+                if piece.finish is not None and job.choices == 1:
+                    held, held_at = events, piece.at  # sent with the end, in one packet
+                else:
+                    await write(events, piece.at, True)
 
-        async with DisconnectWatch(receive, self.job.accounting, self.ctx.metrics) as watch:
+        last = b""
+        async with cancelled_on_disconnect(receive, job.accounting, self.ctx.metrics):
             try:
-                await run(self.ctx, self.job, take)
+                await run(self.ctx, job, take)
                 last = self.encoder.end()
             except ThalwegError as error:
-                if not writer.started:
+                if not started and not held:
                     raise
-                info = error_info(error)
-                self.job.accounting.error = info.kind
+                info = api_error(error)
+                job.accounting.error = info.kind
                 last = self.encoder.failed(info)
-        if not watch.gone:
-            await writer.end(last)
-
-
-class _EventWriter:
-    """start: ASGI's `send` through all layers, for status and headers; send: the server's own, for the chunks."""
-
-    def __init__(self, start: Send, send: Send, metrics: ServerMetrics) -> None:
-        self.started = self._sent_header = False
-        self._start, self._send, self._emit = start, send, metrics.emit
-        self._held, self._held_at = b"", 0.0
-
-    async def write(self, events: bytes, at: float, hold: bool) -> None:
-        """Sends events. at: time.time() at which the engine had them. hold: send them with `end`, in one packet."""
-        self.started = True
-        if hold:
-            self._held, self._held_at = events, at
-        else:
-            await self._write(events, at, True)
-
-    async def end(self, events: bytes) -> None:
-        await self._write(self._held + events, self._held_at, False)
-
-    async def _write(self, body: bytes, at: float, more: bool) -> None:
-        if not self._sent_header:
-            self._sent_header = True
-            await self._start({"type": "http.response.start", "status": 200, "headers": list(_HEADERS)})
-        await self._send({"type": "http.response.body", "body": body, "more_body": more})
-        if at:
-            self._emit.observe(time.time() - at)
+        if not job.accounting.gone:
+            await write(held + last, held_at, False)

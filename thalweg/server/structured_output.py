@@ -1,18 +1,24 @@
-"""Reads the fields that ask for a structure (OpenAI's, SGLang's and vLLM's names) into a `Grammar`."""
+"""Reads the fields that ask for a structure (OpenAI's, SGLang's and vLLM's names) into a `Grammar`, and checks that it
+compiles before it reaches the engine.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import json
+from collections import OrderedDict
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from msgspec import structs
 
-from thalweg.core.errors import InvalidRequest
+from thalweg.core.errors import InvalidRequest, Overloaded
 from thalweg.core.grammar import NO_GRAMMAR, Grammar
 from thalweg.server.protocol import ChatRequest, ResponseFormat, StructuredFields, StructuredOutputs
 from thalweg.text.chat import ParserNames, wants_thinking
-from thalweg.text.grammar import json_rule
+from thalweg.text.grammar import check, json_rule
 from thalweg.text.messages import read_tools
 from thalweg.text.parser import REASONING_FORMATS, opens_thought
 from thalweg.text.tool_grammar import ToolGrammarSpec, tool_grammar
@@ -41,13 +47,15 @@ _OUTPUT_KINDS = {  # the same for the fields of structured_outputs
 
 def grammar_of(body: StructuredFields, response_format: ResponseFormat | None = None, where: str = "") -> Grammar:
     """The structure that a body asks for. Raises InvalidRequest, also for more than one."""
-    outputs = body.structured_outputs or StructuredOutputs()
-    wanted = [(where + name, kind, getattr(body, name)) for name, kind in _KINDS.items()]
-    for name, kind in _OUTPUT_KINDS.items():
-        wanted.append((f"{where}structured_outputs.{name}", kind, getattr(outputs, name)))
-    grammars = [_grammar(kind, field, value) for field, kind, value in wanted if _is_given(kind, value)]
+    grammars = []
     if response_format is not None and response_format.type != "text":
-        grammars.insert(0, _format_grammar(response_format))
+        grammars.append(_format_grammar(response_format))
+    outputs = body.structured_outputs or StructuredOutputs()
+    for values, prefix, kinds in (body, where, _KINDS), (outputs, f"{where}structured_outputs.", _OUTPUT_KINDS):
+        for name, kind in kinds.items():
+            value = getattr(values, name)
+            if value is not None and (value or kind != "json_object"):
+                grammars.append(_grammar(kind, prefix + name, value))
     if len(grammars) > 1:
         message = f"asks for a second structure beside {grammars[0].field}: give one"
         raise InvalidRequest(grammars[1].field, message)
@@ -156,13 +164,56 @@ def schema_of(body: ChatRequest) -> Any:
     return schema if isinstance(schema, dict) else None
 
 
-def _is_given(kind: str, value: Any) -> bool:
-    return bool(value) if kind == "json_object" else value is not None
-
-
 def _grammar(kind: str, field: str, value: Any) -> Grammar:
     if kind == "json_object":
         return Grammar(kind, field=field)
     if kind in ("regex", "ebnf") and (not isinstance(value, str) or not value):
         raise InvalidRequest(field, "must be a text that is not empty")
     return Grammar(kind, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False), field=field)
+
+
+KNOWN = 4096  # results that are kept, by the grammar's digest
+THREADS = 2
+WAITING = 64  # grammars that may wait for their check, which takes up to a second each
+
+
+class GrammarChecker:
+    """Checks each grammar once, on a thread. All methods belong to one event loop."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="grammar-check")
+        self._checks: OrderedDict[bytes, asyncio.Future[str]] = OrderedDict()  # the latest used last
+        self._running = 0
+
+    async def check(self, grammar: Grammar) -> None:
+        """Raises InvalidRequest naming the grammar's field if it does not compile within the limits, Overloaded if too
+        many wait for their check.
+        """
+        if not grammar.is_set:
+            return
+        key = hashlib.blake2b(f"{grammar.kind}\0{grammar.source}".encode("utf-8", "surrogatepass")).digest()
+        if key not in self._checks:
+            if self._running >= WAITING:
+                raise Overloaded(f"{WAITING} grammars wait to be compiled: try again later")
+            check = self._checks[key] = asyncio.get_running_loop().run_in_executor(self._pool, _error_of, grammar)
+            self._running += 1
+            check.add_done_callback(lambda done: self._end(key, done))
+            if len(self._checks) > KNOWN:
+                self._checks.popitem(last=False)
+        self._checks.move_to_end(key)
+        if error := await asyncio.shield(self._checks[key]):  # others may wait for it too
+            raise InvalidRequest(grammar.field, error)
+
+    def _end(self, key: bytes, done: asyncio.Future[str]) -> None:
+        self._running -= 1
+        if done.cancelled() or done.exception() is not None:
+            self._checks.pop(key, None)
+
+
+def _error_of(grammar: Grammar) -> str:
+    """Why a grammar does not compile; "" if it does."""
+    try:
+        check(grammar)
+    except InvalidRequest as error:
+        return error.message
+    return ""

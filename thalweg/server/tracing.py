@@ -7,54 +7,41 @@ it has ended, from its accounting, so that nothing is traced while it runs:
       chat tiny                        OpenTelemetry's conventions for generative AI; events first_token, last_token
         queue, prefill, decode         the phases of its time
 
-Only this file knows OpenTelemetry, which `pip install 'thalweg[otel]'` installs.
+Only this file knows OpenTelemetry, which `pip install 'thalweg[otel]'` installs. Without it the import raises
+UnsupportedConfig.
 """
 
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 from thalweg import __version__
 from thalweg.core.errors import UnsupportedConfig
-from thalweg.server.accounting import RequestAccounting
+from thalweg.server.accounting import GENERATION, RequestAccounting
 
-if TYPE_CHECKING:
+try:
     from opentelemetry.context import Context
-    from opentelemetry.sdk.trace import SpanProcessor
-    from opentelemetry.trace import Span
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+    from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_context
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+except ImportError as missing:
+    reason = f"needs OpenTelemetry, and {missing.name} is not installed: pip install 'thalweg[otel]'"
+    raise UnsupportedConfig(f"otlp_traces_endpoint: {reason}") from missing
 
-OPERATIONS = {  # by route, as the conventions name them
-    "/v1/chat/completions": "chat",
-    "/v1/responses": "chat",
-    "/v1/messages": "chat",
-    "/v1/completions": "text_completion",
-    "/generate": "text_completion",
-}
 CLOSE_TIMEOUT = 2.0  # seconds
 MAX_FINISHES = 128  # of one request, in its trace
 Attributes = dict[str, Any]
-
-
-class NoTraces:
-    """Without `--otlp-traces-endpoint`."""
-
-    def record(self, accounting: RequestAccounting) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 class Traces:
     """Makes spans from accountings for a processor, which sends them on a thread of its own."""
 
     def __init__(self, processor: SpanProcessor) -> None:
-        from opentelemetry.sdk.resources import OTELResourceDetector, Resource
-        from opentelemetry.sdk.trace import TracerProvider
-        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-
         defaults = Resource.create({"service.name": "thalweg", "service.version": __version__})
         resource = defaults.merge(OTELResourceDetector().detect())  # OTEL_RESOURCE_ATTRIBUTES and OTEL_SERVICE_NAME win
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
@@ -63,15 +50,13 @@ class Traces:
         self._context_of = TraceContextTextMapPropagator().extract
 
     def record(self, accounting: RequestAccounting) -> None:
-        if accounting.path not in OPERATIONS:
+        if accounting.path not in GENERATION:
             return
-        from opentelemetry.trace import SpanKind
-
         name, parent = f"{accounting.method} {accounting.path}", self._context_of(accounting.headers)
         span = self._span(name, accounting.began, parent, SpanKind.SERVER, _http(accounting))
         accounting.trace = f"{span.get_span_context().trace_id:032x}"
         if accounting.submitted and span.is_recording():
-            self._record_generation(accounting, _context(span))
+            self._record_generation(accounting, set_span_in_context(span))
         failed = accounting.status >= 500 or accounting.error and accounting.submitted
         _end(span, accounting.ended, accounting.error if failed else None)
 
@@ -82,12 +67,10 @@ class Traces:
         shutdown.join(CLOSE_TIMEOUT)
 
     def _record_generation(self, accounting: RequestAccounting, parent: Context) -> None:
-        from opentelemetry.trace import SpanKind
-
         submitted, admitted, first, last = accounting.submitted, accounting.admitted, accounting.first, accounting.last
-        name = f"{OPERATIONS[accounting.path]} {accounting.model}"
+        name = f"{GENERATION[accounting.path]} {accounting.model}"
         span = self._span(name, submitted, parent, SpanKind.INTERNAL, _gen_ai(accounting))
-        context = _context(span)
+        context = set_span_in_context(span)
         for phase, began, ended in (
             ("queue", submitted, admitted),
             ("prefill", admitted, first),
@@ -106,16 +89,7 @@ class Traces:
 
 
 def traces_to(endpoint: str) -> Traces:
-    """Traces for a collector at this address; OTLP's own path is added if it has none.
-
-    Raises UnsupportedConfig when OpenTelemetry is not installed.
-    """
-    try:
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-        from opentelemetry.sdk.trace.export import BatchSpanProcessor
-    except ImportError as missing:
-        message = f"needs OpenTelemetry, and {missing.name} is not installed: pip install 'thalweg[otel]'"
-        raise UnsupportedConfig(f"otlp_traces_endpoint: {message}") from missing
+    """Traces for a collector at this address; OTLP's own path is added if it has none."""
     path = urlsplit(endpoint).path
     address = endpoint if path.strip("/") else endpoint.rstrip("/") + "/v1/traces"
     return Traces(BatchSpanProcessor(OTLPSpanExporter(endpoint=address)))
@@ -137,7 +111,7 @@ def _gen_ai(accounting: RequestAccounting) -> Attributes:
     """The parameters are those of the first prompt."""
     params = accounting.params[0]
     return {
-        "gen_ai.operation.name": OPERATIONS[accounting.path],
+        "gen_ai.operation.name": GENERATION[accounting.path],
         "gen_ai.provider.name": "thalweg",
         "gen_ai.request.id": accounting.rids[0],
         "gen_ai.request.model": accounting.model,
@@ -166,15 +140,7 @@ def _gen_ai(accounting: RequestAccounting) -> Attributes:
     }
 
 
-def _context(span: Span) -> Context:
-    from opentelemetry.trace import set_span_in_context
-
-    return set_span_in_context(span)
-
-
 def _end(span: Span, at: float, error: str | None) -> None:
-    from opentelemetry.trace import Status, StatusCode
-
     if error is not None:
         span.set_status(Status(StatusCode.ERROR, error))
     span.end(_nanoseconds(at))

@@ -7,7 +7,7 @@ from pathlib import Path
 from thalweg.config.drafters import DRAFTERS, NO_DRAFTER
 from thalweg.config.entry_point import load_entry
 from thalweg.core.tree import CHAIN, TreeShape
-from thalweg.models.decoder import Target
+from thalweg.models.interface import Target
 from thalweg.sampling.draft_sampling import COUPLED, DraftSampling
 from thalweg.spec import drafter
 from thalweg.spec.autoregressive import AutoregressiveDrafter

@@ -1,4 +1,4 @@
-"""A smaller model of the same vocabulary that drafts, from a folder of its own: a `Head` that needs nothing of the
+"""A smaller model of the same vocabulary that drafts, from a folder of its own: a `DraftHead` that needs nothing of the
 target but its tokens.
 
 Its keys and values lie in planes of the same pages, as those of layers behind the target's, so that a prefix that is
@@ -23,8 +23,8 @@ from thalweg.config.model import ModelFacts
 from thalweg.core.errors import CheckpointError
 from thalweg.memory.planes import Planes, PlaneSpec
 from thalweg.models.catalog import assemble, read_facts
-from thalweg.models.decoder import Target
 from thalweg.models.draft_head import DraftHead
+from thalweg.models.interface import Target
 from thalweg.quant.catalog import Schemes
 from thalweg.sampling.draft_sampling import DraftSampling
 from thalweg.spec.autoregressive import AutoregressiveDrafter
@@ -50,7 +50,7 @@ class DraftModel(DraftHead):
         return tuple(replace(spec, layer=spec.layer + self.index) for spec in self.model.planes())
 
     def draft_state(self, hidden_TX: Tensor) -> Tensor:
-        """Nothing."""
+        """A small model needs no state: zeros [T, W]."""
         return hidden_TX.new_zeros(1, 1).expand(len(hidden_TX), self.width)
 
     def forward(self, ids_T: Tensor, state_TW: Tensor, batch: Batch, planes: Planes) -> Tensor:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from thalweg.config.eagle import read_eagle
 from thalweg.core.errors import CheckpointError
-from thalweg.models.decoder import Target
 from thalweg.models.draft_head import DraftHead
 from thalweg.models.eagle import Eagle, Eagle3
+from thalweg.models.interface import Target
 from thalweg.sampling.draft_sampling import DraftSampling
 from thalweg.spec.autoregressive import AutoregressiveDrafter
 from thalweg.spec.drafter import Drafter

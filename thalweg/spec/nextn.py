@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from thalweg.models import catalog
-from thalweg.models.decoder import Target
+from thalweg.models.interface import Target
 from thalweg.sampling.draft_sampling import DraftSampling
 from thalweg.spec.autoregressive import AutoregressiveDrafter
 from thalweg.spec.drafter import Drafter

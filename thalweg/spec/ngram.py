@@ -16,7 +16,7 @@ from torch import Tensor
 
 from thalweg.batch.slots import Slots
 from thalweg.memory.planes import Planes
-from thalweg.models.decoder import Target
+from thalweg.models.interface import Target
 from thalweg.sampling.draft_sampling import DraftSampling
 from thalweg.spec.drafter import DraftOutput, DraftRequest, StatelessDrafter
 

@@ -1,10 +1,10 @@
-"""Drafts by a head that part ways: trees whose nodes are the head's best guesses behind each other.
+"""Draft trees: a draft head proposes several children of each node.
 
 A dynamic tree (EAGLE-2; Li et al. 2024, arXiv 2406.16858, §4) grows where the head is most certain: of each level the
 few nodes with the best cumulative score are expanded, and of all that were made the best become the tree, by the same
 score. A static one has the same form in every step. A score is the log-probability of a path under the head; for a row
-that samples, under its distribution with the coins that the target will draw with (`sampling.random`), so that the
-children of a node are the best few of the race that the target runs.
+that samples, plus the Gumbel noise that the target will add at that position (`sampling.random`), so that the children
+of a node are the tokens that the target most likely draws.
 
 The head's entries of what it expands lie behind the known tokens of its slot, in an order of their own, and are written
 again when tokens are accepted.
@@ -40,7 +40,6 @@ from thalweg.models.draft_head import DraftHead
 from thalweg.sampling.distribution import SamplingDistribution
 from thalweg.sampling.draft_sampling import DraftSampling
 from thalweg.spec.autoregressive import HIDDEN, AutoregressiveDrafter, spread
-from thalweg.spec.draft_kernels import PLAIN, tree_builder_on
 from thalweg.spec.drafter import DraftOutput, DraftRequest
 
 AT_ONCE = 256  # nodes whose logits stand beside each other: bounds what a level takes
@@ -98,7 +97,6 @@ class TreeDrafter(AutoregressiveDrafter):
         super().__init__(head, draft_sampling, has_own_weights)
         self.shape = shape
         self.order = () if shape.dynamic else static(shape)
-        self.growth = tree_builder_on(head.main[0].factory.device)
 
     def propose(self, asked: DraftRequest, width: int, slots: Slots, planes: Planes) -> DraftOutput | None:
         if not self.shape.is_tree_step(1 + width):
@@ -152,7 +150,7 @@ class TreeDrafter(AutoregressiveDrafter):
             nothing_E1, nothing_E1, nothing_E1, nothing_E1.view(torch.float32).view(-1)[:many].view(many, 1)
         )
         pages = -(-max_kv_len // PAGE)
-        root = (self.kernels or PLAIN).build_inputs(slot_E, nothing_E1[:, 0], slots.tensors(is_tree=False), pages, PAGE)
+        root = self.kernels.build_inputs(slot_E, nothing_E1[:, 0], slots.tensors(is_tree=False), pages, PAGE)
         table_EP, ints_EI = root.table_RP, root.ints_TI
         given_EW = state_TW = slots.extra[HIDDEN].index_select(0, slot_E)
         rows = Rows(slot_E, ints_EI, given_EW, asked.max_kv_len, asked.needs)
@@ -164,13 +162,13 @@ class TreeDrafter(AutoregressiveDrafter):
         for depth in range(deepest):
             state_TW = self.steps.forward(batch.ids_T, state_TW, batch, planes)
             top_children = self._best(state_TW, rows, depth, slots)
-            level, placed = self.growth.expand_level(
+            level, placed = self.kernels.expand_level(
                 *top_children, level, depth, slot_E, ints_EI, slots.table_SP, PAGE, made
             )
             if depth + 1 < deepest:
                 batch, state_TW = _step(placed, table_EP, slot_E, max_kv_len), state_TW.index_select(0, placed.from_T)
         settled = made, branches, state_TW, given_EW, slot_E, ints_EI, slots.tensors(is_tree=True)
-        self.growth.store_best_tree(*settled, out)
+        self.kernels.store_best_tree(*settled, out)
 
     def _best(self, state_TW: Tensor, rows: Rows, depth: int, slots: Slots) -> tuple[Tensor, Tensor]:
         """Log-probabilities and tokens [T, B] of the likeliest children of nodes of one depth, equally many of each
@@ -193,17 +191,19 @@ class TreeDrafter(AutoregressiveDrafter):
     ) -> tuple[Tensor, Tensor]:
         logits_TD = self.head.logits(state_TW)
         if not needs.random:
-            return self.growth.top_children(logits_TD, self.shape.branching, self.head.ids_D)
+            return self.kernels.top_children(logits_TD, self.shape.branching, self.head.ids_D)
         logits_TV = spread(logits_TD, self.head)
-        raced_TV = _raced(self.draft_sampling.distribution, logits_TV, slots, slot_E, ints_EI, depth, needs.truncated)
-        return self.growth.top_children(raced_TV, self.shape.branching, None)
+        perturbed_TV = _with_gumbel_noise(
+            self.draft_sampling.distribution, logits_TV, slots, slot_E, ints_EI, depth, needs.truncated
+        )
+        return self.kernels.top_children(perturbed_TV, self.shape.branching, None)
 
     def _batch(self, level: Known, rows: Rows, slots: Slots) -> Batch:
         """The nodes of a level as a step."""
         many, nodes = level.ids_EM.shape
         slot_T, ints_TI = rows.slot_E.repeat_interleave(nodes), rows.ints_EI.repeat_interleave(nodes, 0)
         column_T, tree_mask_T = (rows.ints_EI[:, 1:2] + level.ahead_EM).flatten(), level.mask_EM.flatten()
-        _, column_T, write_T, real_T = gather(slot_T, column_T, ints_TI, slots.tokens_SL, slots.table_SP)
+        _, column_T, write_T, real_T = gather(slots, slot_T, column_T, ints_TI)
         max_kv_len = min(
             rows.max_kv_len + 1 + (self.shape.reserved_columns(slots.tree.num_drafts) if level.depth else 0),
             slots.context,
@@ -231,7 +231,7 @@ def _step(placed: LevelInputs, table_EP: Tensor, slot_E: Tensor, max_kv_len: int
     )
 
 
-def _raced(
+def _with_gumbel_noise(
     distribution: SamplingDistribution,
     logits_TV: Tensor,
     slots: Slots,
@@ -240,14 +240,14 @@ def _raced(
     depth: int,
     truncated: bool,
 ) -> Tensor:
-    """Logits of the rows that sample, as they stand in the race that draws the token behind each node; its coins are
-    the target's.
+    """Scores of each node's children: for rows that sample, scaled logits plus the target's Gumbel noise at that
+    position; for others the logits.
     """
     nodes = len(logits_TV) // len(slot_E)
     slot_T, ints_TI = slot_E.repeat_interleave(nodes), ints_EI.repeat_interleave(nodes, 0)
     scaled_TV = distribution.apply_temperature(logits_TV, slots, slot_T, ints_TI, truncated)
-    race_TV = distribution.add_gumbel_noise(scaled_TV, ints_EI[:, 3], ints_EI[:, 0] + depth)
-    return torch.where(slots.floats_SF[:, :1].index_select(0, slot_T) == 0, logits_TV, race_TV)
+    perturbed_TV = distribution.add_gumbel_noise(scaled_TV, ints_EI[:, 3], ints_EI[:, 0] + depth)
+    return torch.where(slots.floats_SF[:, :1].index_select(0, slot_T) == 0, logits_TV, perturbed_TV)
 
 
 def static(shape: TreeShape) -> tuple[Node, ...]:

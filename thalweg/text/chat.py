@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,24 +19,14 @@ EOS = "<｜end▁of▁sentence｜>"
 TEMPLATES = Path(__file__).parent / "templates"
 
 
-class PromptOptions(NamedTuple):
-    thinking: bool | None  # None: the model's default
-    drop_thinking: bool
-    add_generation_prompt: bool  # the prompt opens the assistant's turn
-    response_format: Mapping[str, Any] | None
-    variables: Mapping[str, Any]
-
-
 @dataclass(frozen=True)
-class ChatEncoder(ABC):
+class ChatEncoder:
     """Conversation → prompt text, BOS included (`Tokenizer.encode` never doubles it)."""
 
     name: str  # `thalweg plan` prints it
-
-    @property
-    @abstractmethod
-    def renders_tools(self) -> bool:
-        """Whether tool schemas reach the prompt. V3's and R1's published templates ignore them."""
+    templates: Mapping[str, Template]  # `tool_use` renders requests with tools; empty: a base model
+    renders_tools: bool  # V3's and R1's published templates ignore tools
+    sorts_results: bool = False  # in the order of the calls
 
     def encode(
         self,
@@ -60,25 +49,32 @@ class ChatEncoder(ABC):
         if continue_final_message and (last.role != "assistant" or last.tool_calls):
             message = "needs an assistant message without tool calls as the last one"
             raise InvalidRequest("continue_final_message", message)
-        thinking = wants_thinking(thinking, template_kwargs)
+        if not self.templates:
+            message = "this model has no chat template: use /v1/completions, or start with --chat-template"
+            raise InvalidRequest("messages", message)
+        is_builtin = self.name in BUILTIN_ENCODERS  # such a template reads `thinking` alone
+        variables = {**({} if is_builtin else template_kwargs or {}), "drop_thinking": drop_thinking}
+        if response_format is not None:
+            variables["response_format"] = response_format
+        if (wanted := wants_thinking(thinking, template_kwargs)) is not None:  # DeepSeek's name and Qwen's
+            variables |= {"thinking": wanted, "enable_thinking": wanted}
+        template = self.templates["tool_use" if functions and "tool_use" in self.templates else "default"]
         opens = add_generation_prompt and not continue_final_message
-        options = PromptOptions(thinking, drop_thinking, opens, response_format, template_kwargs or {})
-        prompt = self._prompt(checked, functions, options)
-        return self._cut_end(prompt, last) if continue_final_message else prompt
+        shown = _in_call_order(checked) if self.sorts_results else checked
+        prompt = template.render(shown, functions, add_generation_prompt=opens, variables=variables)
+        if not continue_final_message:
+            return prompt
+        return prompt.removesuffix(EOS) if is_builtin else _cut_end(prompt, last)
 
-    @abstractmethod
-    def _prompt(
-        self, messages: Sequence[Message], functions: Sequence[Mapping[str, Any]], options: PromptOptions
-    ) -> str: ...
 
-    def _cut_end(self, prompt: str, last: Message) -> str:
-        """The prompt up to the end of the last message's text, which a template may have trimmed."""
-        for text in (last.content, last.content.strip()):
-            at = prompt.rfind(text)
-            if text and at >= 0:
-                return prompt[: at + len(text)]
-        message = "the chat template does not render the last message's content as it is"
-        raise InvalidRequest("continue_final_message", message)
+def _cut_end(prompt: str, last: Message) -> str:
+    """The prompt up to the end of the last message's text, which a template may have trimmed."""
+    for text in (last.content, last.content.strip()):
+        at = prompt.rfind(text)
+        if text and at >= 0:
+            return prompt[: at + len(text)]
+    message = "the chat template does not render the last message's content as it is"
+    raise InvalidRequest("continue_final_message", message)
 
 
 class ParserNames(msgspec.Struct, frozen=True):
@@ -108,71 +104,12 @@ BUILTIN_ENCODERS = {
 
 
 @functools.cache
-def _builtin_template(name: str) -> Template:
-    builtin = BUILTIN_ENCODERS[name]
-    source = (TEMPLATES / f"{builtin.file}.jinja").read_text(encoding="utf-8")
-    return Template(f"{{%- set style = '{builtin.style}' -%}}\n{source}", {})
-
-
-@dataclass(frozen=True)
-class BuiltinEncoder(ChatEncoder):
-    """One of our own templates. name: a key of BUILTIN_ENCODERS."""
-
-    @property
-    def renders_tools(self) -> bool:
-        return BUILTIN_ENCODERS[self.name].renders_tools
-
-    def _prompt(
-        self, messages: Sequence[Message], functions: Sequence[Mapping[str, Any]], options: PromptOptions
-    ) -> str:
-        variables = {"thinking": options.thinking, "response_format": options.response_format}
-        if self.name == "deepseek-v32":
-            messages = _in_call_order(messages)
-        opens = options.add_generation_prompt
-        return _builtin_template(self.name).render(
-            messages, functions, add_generation_prompt=opens, variables=variables
-        )
-
-    def _cut_end(self, prompt: str, last: Message) -> str:
-        return prompt.removesuffix(EOS)
-
-
-@dataclass(frozen=True)
-class TemplateEncoder(ChatEncoder):
-    """The checkpoint's own templates, by name; `tool_use` renders requests with tools."""
-
-    templates: Mapping[str, Template]
-    name: str = field(default="jinja", init=False)
-
-    @property
-    def renders_tools(self) -> bool:
-        return any("tools" in template.source for template in self.templates.values())
-
-    def _prompt(
-        self, messages: Sequence[Message], functions: Sequence[Mapping[str, Any]], options: PromptOptions
-    ) -> str:
-        template = self.templates["tool_use" if functions and "tool_use" in self.templates else "default"]
-        variables = {**options.variables, "drop_thinking": options.drop_thinking}
-        if options.response_format is not None:
-            variables["response_format"] = options.response_format
-        if options.thinking is not None:  # DeepSeek's name and Qwen's for the same switch
-            variables |= {"thinking": options.thinking, "enable_thinking": options.thinking}
-        opens = options.add_generation_prompt
-        return template.render(messages, functions, add_generation_prompt=opens, variables=variables)
-
-
-@dataclass(frozen=True)
-class NoEncoder(ChatEncoder):
-    """A base model without a template."""
-
-    name: str = field(default="none", init=False)
-    renders_tools = False
-
-    def _prompt(
-        self, messages: Sequence[Message], functions: Sequence[Mapping[str, Any]], options: PromptOptions
-    ) -> str:
-        message = "this model has no chat template: use /v1/completions, or start with --chat-template"
-        raise InvalidRequest("messages", message)
+def builtin(name: str) -> ChatEncoder:
+    """One of our own encoders. name: a key of BUILTIN_ENCODERS."""
+    file, style, _, renders_tools = BUILTIN_ENCODERS[name]
+    source = (TEMPLATES / f"{file}.jinja").read_text(encoding="utf-8")
+    template = Template(f"{{%- set style = '{style}' -%}}\n{source}", {})
+    return ChatEncoder(name, {"default": template}, renders_tools, sorts_results=name == "deepseek-v32")
 
 
 @dataclass(frozen=True)
@@ -204,22 +141,25 @@ def choose_chat(
     """
     if options.template in BUILTIN_ENCODERS:
         return _builtin_format(options.template, "set by the user")
-    if options.template != "auto":
+    if options.template == "auto":
+        reason = "the checkpoint brings a chat template"
+        sources = read_templates(folder, read_json_object(folder / "tokenizer_config.json"))
+    else:
         path = Path(options.template)
         if not path.is_file():
             known = ", ".join(("auto", *BUILTIN_ENCODERS))
             raise UnsupportedConfig(f"--chat-template {options.template}: no such file, nor one of {known}")
-        source = {"default": path.read_text(encoding="utf-8")}
-        return _template_format(source, options, f"the template {path.name} set by the user")
-    templates = read_templates(folder, read_json_object(folder / "tokenizer_config.json"))
-    if templates:
-        templates.setdefault("default", next(iter(templates.values())))
-        return _template_format(templates, options, "the checkpoint brings a chat template")
-    builtin = builtin_encoder(config, f"{name} {folder.name}")
-    if builtin is None:
+        sources, reason = {"default": path.read_text(encoding="utf-8")}, f"the template {path.name} set by the user"
+    if sources:
+        sources.setdefault("default", next(iter(sources.values())))
+        templates = {name: Template(source, options.special_tokens) for name, source in sources.items()}
+        encoder = ChatEncoder("jinja", templates, any("tools" in source for source in sources.values()))
+        return ChatFormat(encoder, formats_of(sources["default"]), reason)
+    chosen = builtin_encoder(config, f"{name} {folder.name}")
+    if chosen is None:
         reason = "no chat template in the checkpoint, and no built-in encoder fits its architecture"
-        return ChatFormat(NoEncoder(), ParserNames(None, None), reason)
-    return _builtin_format(builtin, "no chat template in the checkpoint; chosen by architecture and name")
+        return ChatFormat(ChatEncoder("none", {}, False), ParserNames(None, None), reason)
+    return _builtin_format(chosen, "no chat template in the checkpoint; chosen by architecture and name")
 
 
 def builtin_encoder(config: Mapping[str, Any], name: str) -> str | None:
@@ -262,12 +202,7 @@ def formats_of(template: str) -> ParserNames:
 
 
 def _builtin_format(name: str, reason: str) -> ChatFormat:
-    return ChatFormat(BuiltinEncoder(name), BUILTIN_ENCODERS[name].formats, reason)
-
-
-def _template_format(sources: Mapping[str, str], options: ChatOptions, reason: str) -> ChatFormat:
-    templates = {name: Template(source, options.special_tokens) for name, source in sources.items()}
-    return ChatFormat(TemplateEncoder(templates), formats_of(sources["default"]), reason)
+    return ChatFormat(builtin(name), BUILTIN_ENCODERS[name].formats, reason)
 
 
 def _in_call_order(messages: Sequence[Message]) -> list[Message]:

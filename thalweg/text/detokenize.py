@@ -5,17 +5,7 @@ from __future__ import annotations
 import codecs
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, Protocol
-
-
-class Detokenizer(Protocol):
-    """The texts of all `feed`s and `finish` join to the whole decoded text."""
-
-    def feed(self, ids: Sequence[int]) -> str:
-        """The text that the new ids complete."""
-
-    def finish(self) -> str:
-        """The text that is still held."""
+from typing import NamedTuple
 
 
 class ByteDetokenizer:
@@ -70,6 +60,10 @@ class WindowDetokenizer:
         self._ids = self._ids[self._returned :]
         self._returned = end - self._returned
         return new
+
+
+# The texts of all `feed`s and of `finish` join to the whole decoded text.
+Detokenizer = ByteDetokenizer | WindowDetokenizer
 
 
 def byte_pieces(tokens: Mapping[int, str], added: Mapping[int, str]) -> dict[int, bytes]:

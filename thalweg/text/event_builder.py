@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
-from thalweg.text.events import ArgumentDelta, CallEnd, CallStart, ContentDelta, Event, ReasoningDelta
+from thalweg.text.events import Event, Part, PartKind
 from thalweg.text.lexer import Token
 from thalweg.text.partial_json import PartialJson, words_after_json
+
+Schemas = Mapping[str, Mapping[str, object]]  # function name → schema of its parameters
 
 
 class TextSpacing:
@@ -59,41 +61,63 @@ class EventBuilder:
 
     def __init__(self, hold: bool, new_id: Callable[[], str]) -> None:
         self.hold = hold
-        self.events: list[Event] = []
+        self.parts: list[Part] = []
+        self._events: list[Event] = []
+        self._open: Part | None = None
         self._new_id = new_id
         self._calls = 0
         self._spacing = TextSpacing()
 
     def drain(self) -> list[Event]:
-        events, self.events = self.events, []
+        events, self._events = self._events, []
         return events
 
     def reasoning(self, text: str) -> None:
-        if text:
-            self.events.append(ReasoningDelta(text))
+        self._add(PartKind.REASONING, text)
 
     def text(self, text: str) -> None:
         """Content."""
         if text:
-            self._content(self._spacing.feed(text))
+            self._add(PartKind.TEXT, self._spacing.feed(text))
 
     def cut(self) -> None:
         """A call, or a block of calls, begins or ends in the content."""
         self._spacing.cut()
 
     def finish(self) -> None:
-        self._content(self._spacing.finish())
+        self._add(PartKind.TEXT, self._spacing.finish())
+        self.close()
 
-    def start_call(self, name: str) -> int:
-        index = self._calls
-        self._calls += 1
+    def start_call(self, name: str) -> Part:
         self._spacing.confirm()
-        self.events.append(CallStart(index, self._new_id(), name))
-        return index
+        call = self._begin(Part(PartKind.CALL, len(self.parts), self._new_id(), name, self._calls))
+        self._calls += 1
+        return call
 
-    def _content(self, text: str) -> None:
+    def extend(self, part: Part, text: str) -> None:
         if text:
-            self.events.append(ContentDelta(text))
+            part.deltas.append(text)
+            self._events.append(Event("delta", part, text))
+
+    def close(self) -> None:
+        """Closes the open part, if any."""
+        if self._open is not None:
+            self._events.append(Event("close", self._open))
+            self._open = None
+
+    def _add(self, kind: PartKind, text: str) -> None:
+        if text:
+            part = self._open
+            if part is None or part.kind is not kind:
+                part = self._begin(Part(kind, len(self.parts)))
+            self.extend(part, text)
+
+    def _begin(self, part: Part) -> Part:
+        self.close()
+        self._open = part
+        self.parts.append(part)
+        self._events.append(Event("open", part))
+        return part
 
 
 class CallReader(ABC):
@@ -112,11 +136,19 @@ class CallReader(ABC):
         self._builder = builder
         self._hold = hold or builder.hold
         self._held: list[str] = []  # arguments of a call that is not shown yet
-        self._index: int | None = None
+        self._part: Part | None = None  # once it is shown
 
-    @abstractmethod
     def text(self, text: str) -> bool:
         """Takes text of the call. False when the call turned out malformed."""
+        self.raw.append(text)
+        if self.json.done:
+            self.after.append(text)
+            return True
+        return self.read(text)
+
+    @abstractmethod
+    def read(self, text: str) -> bool:
+        """The same, before the end of the JSON object."""
 
     @abstractmethod
     def close(self, ended: bool) -> str:
@@ -141,16 +173,15 @@ class CallReader(ABC):
         if self._hold:
             self._held.append(arguments)
             return
-        if self._index is None:
-            self._index = self._builder.start_call(self.name)
-        self._builder.events.append(ArgumentDelta(self._index, arguments))
+        if self._part is None:
+            self._part = self._builder.start_call(self.name)
+        self._builder.extend(self._part, arguments)
 
     def succeed(self) -> str:
         """The call is complete. Returns the words after its arguments."""
-        if self._index is None:
-            self._index = self._builder.start_call(self.name)
-            self._builder.events.append(ArgumentDelta(self._index, self.held))
-        self._builder.events.append(CallEnd(self._index))
+        if self._part is None:
+            self._builder.extend(self._builder.start_call(self.name), self.held)
+        self._builder.close()
         self._builder.cut()
         return words_after_json("".join(self.after))
 
@@ -160,32 +191,29 @@ class CallReader(ABC):
         If it has not started, `raw`, all its text, is content. Else the arguments end with `closing`, and `left`, the
         text that was not passed on, is content.
         """
-        if self._index is None:
+        if self._part is None:
             self._builder.text("".join(self.raw) if raw is None else raw)
             return ""
-        self._builder.events.append(ArgumentDelta(self._index, self.json.closing() if closing is None else closing))
-        self._builder.events.append(CallEnd(self._index, whole=False))
+        self._part.whole = False
+        self._builder.extend(self._part, self.json.closing() if closing is None else closing)
+        self._builder.close()
         self._builder.cut()
         self._builder.text(self.json.held + self.json.rest if left is None else left)
         return ""
 
 
 class ToolLayer(ABC):
-    """Reads the tool calls of one format: takes the tokens of the content, writes to the builder."""
+    """Reads the tool calls of one format: takes the tokens of the content, writes to the builder.
 
-    def __init__(self, builder: EventBuilder) -> None:
-        self.builder = builder
+    schemas: of the functions' parameters by name; empty when the functions are not known.
+    """
+
+    def __init__(self, builder: EventBuilder, schemas: Schemas) -> None:
+        self.builder, self.schemas = builder, schemas
         self.call: CallReader | None = None
-
-    @property
-    def in_call(self) -> bool:
-        return self.call is not None
 
     @abstractmethod
     def token(self, token: Token) -> None: ...
-
-    def finish(self) -> None:
-        self.close(ended=False)
 
     def close(self, ended: bool) -> None:
         """Ends the open call, if any."""

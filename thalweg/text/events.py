@@ -1,44 +1,41 @@
-"""The events of a parser, and the answer that they add up to."""
+"""An answer as its parts in order: thoughts, texts, tool calls; and the events that build it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import NamedTuple
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 
-@dataclass(frozen=True)
-class ReasoningDelta:
-    text: str
+class PartKind(enum.Enum):
+    REASONING = "reasoning"
+    TEXT = "text"
+    CALL = "call"
 
 
-@dataclass(frozen=True)
-class ContentDelta:
-    text: str
+@dataclass(slots=True, eq=False)
+class Part:
+    """A part of an answer. One part is open at a time."""
 
-
-@dataclass(frozen=True)
-class CallStart:
-    """A tool call begins. Its arguments follow as deltas that join to one JSON object."""
-
-    index: int  # from 0
-    id: str
-    name: str
-
-
-@dataclass(frozen=True)
-class ArgumentDelta:
-    index: int
-    text: str
-
-
-@dataclass(frozen=True)
-class CallEnd:
-    index: int
+    kind: PartKind
+    index: int  # in the answer
+    id: str = ""  # of a call, as name and number
+    name: str = ""
+    number: int = 0  # among the calls
     whole: bool = True  # False: the call was malformed or broken off, and its arguments were only closed
+    deltas: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """Of a call: its arguments, one JSON object once it is closed."""
+        return "".join(self.deltas)
 
 
-Event = ReasoningDelta | ContentDelta | CallStart | ArgumentDelta | CallEnd
+class Event(NamedTuple):
+    type: Literal["open", "delta", "close"]
+    part: Part
+    text: str = ""  # of a delta
 
 
 class ParsedCall(NamedTuple):
@@ -52,21 +49,10 @@ class ParsedAnswer(NamedTuple):
     reasoning: str | None
     calls: tuple[ParsedCall, ...]
 
-    @property
-    def finish_reason(self) -> str:
-        """Of an answer that ended by itself."""
-        return "tool_calls" if self.calls else "stop"
 
-
-def collect(events: Iterable[Event]) -> ParsedAnswer:
-    """The whole answer."""
-    events = list(events)
-    content = "".join(event.text for event in events if isinstance(event, ContentDelta))
-    reasoning = "".join(event.text for event in events if isinstance(event, ReasoningDelta))
-    arguments: dict[int, str] = {}
-    for event in events:
-        if isinstance(event, ArgumentDelta):
-            arguments[event.index] = arguments.get(event.index, "") + event.text
-    starts = [event for event in events if isinstance(event, CallStart)]
-    calls = tuple(ParsedCall(start.id, start.name, arguments.get(start.index, "")) for start in starts)
-    return ParsedAnswer(content or None, reasoning or None, calls)
+def answer_of(parts: Sequence[Part]) -> ParsedAnswer:
+    texts: dict[PartKind, str] = {}
+    for part in parts:
+        texts[part.kind] = texts.get(part.kind, "") + part.text
+    calls = tuple(ParsedCall(part.id, part.name, part.text) for part in parts if part.kind is PartKind.CALL)
+    return ParsedAnswer(texts.get(PartKind.TEXT), texts.get(PartKind.REASONING), calls)

@@ -65,10 +65,6 @@ def _styled(schema: Any) -> Any:
     return {**schema, "x-guidance": JSON_STYLE} if isinstance(schema, dict) else schema
 
 
-def _object(grammar: Grammar) -> str:
-    return LLMatcher.grammar_from_json_schema(json.dumps(_styled({"type": "object"})))
-
-
 def _schema(grammar: Grammar) -> str:
     return LLMatcher.grammar_from_json_schema(json.dumps(_styled(read_schema(grammar.source, grammar.field))))
 
@@ -111,7 +107,7 @@ def _structural_tag(grammar: Grammar) -> str:
 
 
 _LOWER: dict[str, Callable[[Grammar], str]] = {
-    "json_object": _object,
+    "json_object": lambda grammar: LLMatcher.grammar_from_json_schema(json.dumps(_styled({"type": "object"}))),
     "json_schema": _schema,
     "regex": lambda grammar: LLMatcher.grammar_from_regex(grammar.source),
     "ebnf": _ebnf,

@@ -42,8 +42,6 @@ def literal_tags(kinds: Mapping[str, str], fold: Mapping[int, int] | None = None
 class Lexer:
     """Takes text, returns tokens. Adjacent text may come in several pieces, a tag comes whole."""
 
-    __slots__ = ("_buffer", "_fold", "_heads", "_longest", "_pattern", "_reads")
-
     def __init__(self, syntaxes: Sequence[TagSyntax]) -> None:
         self._reads = {opener: syntax.read for syntax in syntaxes for opener in syntax.openers}
         openers = sorted(self._reads, key=len, reverse=True)

@@ -11,15 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from thalweg.core.errors import UnsupportedConfig
-from thalweg.text.event_builder import EventBuilder, TextSpacing, ToolLayer
-from thalweg.text.events import Event, ParsedAnswer, collect
+from thalweg.text.event_builder import EventBuilder, Schemas, TextSpacing, ToolLayer
+from thalweg.text.events import Event, ParsedAnswer, answer_of
 from thalweg.text.lexer import Lexer, Tag, TagSyntax, Token, literal_tags
 from thalweg.text.tools_dsml import TAGS as DSML_TAGS
 from thalweg.text.tools_dsml import DsmlTools, without_marks
 from thalweg.text.tools_json import HERMES_TAGS, SEP_TAGS, HermesTools, SepTools
 
 FormatT = TypeVar("FormatT")
-Schemas = Mapping[str, Mapping[str, object]]  # function name → schema of its parameters
 
 
 class ToolFormat(NamedTuple):
@@ -28,12 +27,12 @@ class ToolFormat(NamedTuple):
     plain: Callable[[str], str]  # a tag → its text where no tools were offered: special tokens are dropped
 
 
-_SEP = ToolFormat(SEP_TAGS, lambda builder, schemas: SepTools(builder), lambda raw: "")
+_SEP = ToolFormat(SEP_TAGS, SepTools, lambda raw: "")
 TOOL_FORMATS: Mapping[str, ToolFormat] = {
     "deepseekv3": _SEP,
     "deepseekv31": _SEP,
     "deepseekv32": ToolFormat(DSML_TAGS, DsmlTools, without_marks),
-    "qwen25": ToolFormat(HERMES_TAGS, lambda builder, schemas: HermesTools(builder), lambda raw: raw),
+    "qwen25": ToolFormat(HERMES_TAGS, HermesTools, str),
 }
 
 # Where an answer begins, by the request's `thinking` (None: not given). inside: in the thought, which the prompt has
@@ -70,6 +69,7 @@ class AnswerParser:
         new_id: Callable[[], str] = lambda: f"call_{secrets.token_hex(12)}",
     ) -> None:
         self._builder = EventBuilder(hold, new_id)
+        self.parts = self._builder.parts  # of the answer so far
         self._tools: ToolLayer | None = None
         self._plain: Callable[[str], str] | None = None
         syntaxes, begins = [], "outside"
@@ -89,10 +89,15 @@ class AnswerParser:
         self._state = {"inside": self._inside, "maybe": self._maybe, "outside": self._outside}[begins]
         self._space: list[str] = []
 
-    def feed(self, text: str) -> list[Event]:
+    @property
+    def answer(self) -> ParsedAnswer:
+        """The answer so far."""
+        return answer_of(self.parts)
+
+    def feed(self, text: str, last: bool = False) -> list[Event]:
         for token in self._lexer.feed(text):
             self._token(token)
-        return self._builder.drain()
+        return self.finish() if last else self._builder.drain()
 
     def finish(self) -> list[Event]:
         held = self._lexer.finish()
@@ -103,7 +108,7 @@ class AnswerParser:
         if self._state == self._maybe:
             self._builder.text("".join(self._space))
         if self._tools is not None:
-            self._tools.finish()
+            self._tools.close(ended=False)
         self._builder.finish()
         return self._builder.drain()
 
@@ -146,7 +151,7 @@ class AnswerParser:
     def _outside(self, token: Token) -> None:
         """In the content. Thinking tags are text, except the end of a thought that a call interrupted."""
         if isinstance(token, Tag) and token.kind in ("think", "/think"):
-            if self._interrupted and token.kind == "/think" and self._tools is not None and not self._tools.in_call:
+            if self._interrupted and token.kind == "/think" and self._tools is not None and self._tools.call is None:
                 self._interrupted = False
                 return
             token = token.raw
@@ -155,12 +160,6 @@ class AnswerParser:
         else:
             assert isinstance(token, str), "only a tool format brings other tags"
             self._builder.text(token)
-
-
-def parse(text: str, reasoning: str | None, tools: str | None, **options: Any) -> ParsedAnswer:
-    """A whole answer at once; `options` as for Parser."""
-    parser = AnswerParser(reasoning, tools, **{"hold": True, **options})
-    return collect([*parser.feed(text), *parser.finish()])
 
 
 def opens_thought(prompt: str) -> bool:

@@ -51,8 +51,7 @@ class PartialJson:
 
     def closing(self) -> str:
         """Completes the text passed on so far to a JSON object."""
-        closers = ('"' if self._state == _IN_STRING else "") + "".join(reversed(self._stack))
-        return "" if self.done else closers
+        return ('"' if self._state == _IN_STRING else "") + "".join(reversed(self._stack))
 
     def feed(self, text: str) -> str:
         text, self._text = self._text + text, ""

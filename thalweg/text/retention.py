@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -24,7 +23,7 @@ TOOL_CALL_TOKENS = {  # by tool parser: the token that every call has
     "deepseekv32": "｜DSML｜",
     "qwen25": "<tool_call>",
 }
-KNOWN = 256  # sets of template arguments whose behavior is kept
+KNOWN = 256  # sets of template arguments whose behavior is kept; beyond it all are forgotten
 _THOUGHT, _ANSWER = "thalweg-thought", "thalweg-answer"
 _USER = {"role": "user", "content": "q"}
 _CALL = {"id": "call000000", "type": "function", "function": {"name": "f", "arguments": "{}"}}
@@ -54,7 +53,7 @@ class ThinkingRetention:
         self._think_id = mark_id("<think>")
         call = TOOL_CALL_TOKENS.get(chat.formats.tools or "")
         self._call_id = None if call is None else mark_id(call)
-        self._behaviors: OrderedDict[bytes, TemplateBehavior] = OrderedDict()
+        self._behaviors: dict[bytes, TemplateBehavior] = {}
 
     @property
     def strips(self) -> bool:
@@ -77,12 +76,10 @@ class ThinkingRetention:
 
     def _behavior(self, arguments: Mapping[str, Any]) -> TemplateBehavior:
         key = hashlib.blake2b(json.dumps(arguments, sort_keys=True, default=repr).encode("utf-8", "replace")).digest()
-        if key in self._behaviors:
-            self._behaviors.move_to_end(key)
-        else:
+        if key not in self._behaviors:
+            if len(self._behaviors) >= KNOWN:
+                self._behaviors.clear()
             self._behaviors[key] = self._probe(arguments)
-            if len(self._behaviors) > KNOWN:
-                self._behaviors.popitem(last=False)
         return self._behaviors[key]
 
     def _probe(self, arguments: Mapping[str, Any]) -> TemplateBehavior:

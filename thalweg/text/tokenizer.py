@@ -45,7 +45,8 @@ class Tokenizer:
         # a normalizer may shorten a text: then its size says nothing about its tokens
         self._longest = max(map(len, self._bytes.values()), default=0) if self._library.normalizer is None else 0
         bos_id, eos_ids = _declared_ids(folder)
-        bos_token, eos_token = (self._special_id(name) for name in ("bos_token", "eos_token"))
+        marks = (self.special_tokens.get(name) for name in ("bos_token", "eos_token"))
+        bos_token, eos_token = (None if text is None else self.token_id(text) for text in marks)
         self.bos_id = bos_id if bos_token is None else bos_token
         self.eos_ids = tuple(sorted(eos_ids if eos_token is None else eos_ids | {eos_token}))
         self._adds_bos = self.bos_id is not None and self._wants_bos(config)
@@ -121,10 +122,6 @@ class Tokenizer:
             if self._library.token_to_id(token["content"]) is None:
                 flags = {name: bool(token.get(name, False)) for name in _FLAGS}
                 self._library.add_tokens([AddedToken(token["content"], **flags)])
-
-    def _special_id(self, name: str) -> int | None:
-        text = self.special_tokens.get(name)
-        return None if text is None else self.token_id(text)
 
 
 def _declared_ids(folder: Path) -> tuple[int | None, set[int]]:

@@ -106,9 +106,8 @@ def _parameters(tools: ToolGrammarSpec, i: int, function: Function) -> tuple[str
     members = schema.get("properties", {})
     required = schema.get("required", ())
     apart = schema.keys() <= _APART and isinstance(members, dict) and isinstance(required, list | tuple)
-    if not apart or not set(required) <= members.keys() or not all(map(_KEY.fullmatch, members)):
-        return f"json{i}", [_arguments(i, function)]
-    if '"$ref": "#"' in json.dumps(schema):
+    apart = apart and set(required) <= members.keys() and all(map(_KEY.fullmatch, members))
+    if not apart or '"$ref": "#"' in json.dumps(schema):
         return f"json{i}", [_arguments(i, function)]
     shared: dict[str, Any] = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     terms, rules = [], []

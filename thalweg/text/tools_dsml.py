@@ -21,7 +21,7 @@ import json
 import re
 from collections.abc import Mapping
 
-from thalweg.text.event_builder import CallReader, EventBuilder, ToolLayer
+from thalweg.text.event_builder import CallReader, EventBuilder, Schemas, ToolLayer
 from thalweg.text.lexer import Tag, TagSyntax, Token
 
 _BODY = re.compile(r'(?:[^<>\n"]|"[^"\n<]*")*')
@@ -55,11 +55,8 @@ TAGS = TagSyntax(("<｜DSML｜", "</｜DSML｜", "/｜DSML｜", "｜DSML｜"), _
 
 
 class DsmlTools(ToolLayer):
-    """schemas: function name → JSON schema of its parameters; empty when the functions are not known."""
-
-    def __init__(self, builder: EventBuilder, schemas: Mapping[str, Mapping[str, object]]) -> None:
-        super().__init__(builder)
-        self._schemas = schemas
+    def __init__(self, builder: EventBuilder, schemas: Schemas) -> None:
+        super().__init__(builder, schemas)
         self._wrapped = False  # inside the outer tags
 
     def token(self, token: Token) -> None:
@@ -73,7 +70,7 @@ class DsmlTools(ToolLayer):
         if isinstance(token, str):
             self.builder.text(token)
         elif token.kind in ("invoke", "invoke/") and self._is_offered(_name(token)):
-            self.call = _Invoke(self.builder, token, self._schemas.get(_name(token), {}), bare=not self._wrapped)
+            self.call = _Invoke(self.builder, token, self.schemas.get(_name(token), {}), bare=not self._wrapped)
             if token.kind == "invoke/":
                 self.close(ended=True)
         elif token.kind in _BLOCKS:
@@ -83,7 +80,7 @@ class DsmlTools(ToolLayer):
             self.builder.text(without_marks(token.raw))
 
     def _is_offered(self, name: str) -> bool:
-        known = self._wrapped or not self._schemas or name in self._schemas
+        known = self._wrapped or not self.schemas or name in self.schemas
         return known and _NAME.fullmatch(name) is not None
 
 
@@ -105,15 +102,12 @@ class _Invoke(CallReader):
         self._in_string = False
         self._has_object = False  # a JSON object instead of parameters
 
-    def text(self, text: str) -> bool:
-        self.raw.append(text)
+    def read(self, text: str) -> bool:
         if self._in_string:
             self._pass_on(json.dumps(text, ensure_ascii=False)[1:-1])
         elif self._value is not None:
             self._value.append(text)
             self._left.append(text)
-        elif self.json.done:
-            self.after.append(text)
         elif self._has_object or (not self._keys and not self.after and text.lstrip().startswith("{")):
             text = text if self._has_object else text.lstrip()
             self._has_object = True
@@ -181,10 +175,9 @@ class _Invoke(CallReader):
 
     def _is_string(self, key: str) -> bool:
         """Whether the schema declares the parameter as a string."""
-        match self._schema.get("properties"):
-            case Mapping() as properties if isinstance(properties.get(key), Mapping):
-                return bool(properties[key].get("type") == "string")
-        return False
+        properties = self._schema.get("properties")
+        member = properties.get(key) if isinstance(properties, Mapping) else None
+        return isinstance(member, Mapping) and member.get("type") == "string"
 
     def _close_parameter(self) -> None:
         if self._value is None:

@@ -21,9 +21,10 @@ from __future__ import annotations
 
 import json
 import re
+from abc import abstractmethod
 
 from thalweg.text.event_builder import CallReader, EventBuilder, ToolLayer
-from thalweg.text.lexer import Token, literal_tags
+from thalweg.text.lexer import Tag, Token, literal_tags
 from thalweg.text.partial_json import PartialJson
 
 # Models also write ASCII bars and underscores.
@@ -46,24 +47,30 @@ _DECODER = json.JSONDecoder(strict=False, parse_int=float)
 _MAX_HEAD = 4096  # characters before the arguments
 
 
-class SepTools(ToolLayer):
+class _JsonTools(ToolLayer):
+    def token(self, token: Token) -> None:
+        if isinstance(token, Tag):
+            self.tag(token)
+        elif self.call is None:
+            self.builder.text(token)
+        elif not self.call.text(token):
+            self.close(ended=False)
+
+    @abstractmethod
+    def tag(self, tag: Tag) -> None: ...
+
+
+class SepTools(_JsonTools):
     """DeepSeek V3 to V3.2-Exp."""
 
-    def token(self, token: Token) -> None:
-        call = self.call
-        if isinstance(token, str):
-            if call is None:
-                self.builder.text(token)
-            elif not call.text(token):
-                self.close(ended=False)
-            return
-        if token.kind == "sep" and isinstance(call, _SepCall) and not call.separated:
-            call.separated = True
+    def tag(self, tag: Tag) -> None:
+        if tag.kind == "sep" and isinstance(self.call, _SepCall) and not self.call.separated:
+            self.call.separated = True
             return
         self.close(ended=True)
-        if token.kind == "call":
+        if tag.kind == "call":
             self.call = _SepCall(self.builder)
-        elif token.kind in ("calls", "/calls"):
+        elif tag.kind in ("calls", "/calls"):
             self.builder.cut()
 
 
@@ -74,14 +81,10 @@ class _SepCall(CallReader):
         self._header = ""  # before the separator
         self._before = ""  # between the separator and the JSON: the name and the fence of V3
 
-    def text(self, text: str) -> bool:
-        self.raw.append(text)
+    def read(self, text: str) -> bool:
         if not self.separated:
             self._header += text
             return len(self._header) <= _MAX_HEAD
-        if self.json.done:
-            self.after.append(text)
-            return True
         if not self.name:
             self._before += text
             at = self._before.find("{", 0, _MAX_HEAD)
@@ -112,18 +115,12 @@ class _SepCall(CallReader):
         return name if _NAME.fullmatch(name) else None
 
 
-class HermesTools(ToolLayer):
+class HermesTools(_JsonTools):
     """Qwen2.5 and Qwen3."""
 
-    def token(self, token: Token) -> None:
-        if isinstance(token, str):
-            if self.call is None:
-                self.builder.text(token)
-            elif not self.call.text(token):
-                self.close(ended=False)
-            return
+    def tag(self, tag: Tag) -> None:
         self.close(ended=True)
-        if token.kind == "call":
+        if tag.kind == "call":
             self.call = _HermesCall(self.builder)
 
 
@@ -132,11 +129,7 @@ class _HermesCall(CallReader):
         super().__init__(builder)
         self._head = ""  # text that may hold the name
 
-    def text(self, text: str) -> bool:
-        self.raw.append(text)
-        if self.json.done:
-            self.after.append(text)
-            return True
+    def read(self, text: str) -> bool:
         if not self.name:
             if len(self._head) >= _MAX_HEAD:  # each piece matches the head again: from here on, wait for the end
                 return True

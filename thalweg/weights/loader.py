@@ -8,20 +8,26 @@ same call with `is_partial`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from thalweg.config.model import ModelFacts
 from thalweg.core.errors import CheckpointError
+from thalweg.memory.planes import Planes
 from thalweg.quant.catalog import Stored
 from thalweg.quant.scheme import Index, Quantized, Read, Scheme, TensorSpec
 from thalweg.weights.stream import Stream
 from thalweg.weights.table import WeightRule, WeightTable
 
-Progress = Callable[[int, int], None]  # tensors done, tensors in all
+Progress = Callable[[int, int], None]  # slices of tensors done, slices in all
+# facts in which another checkpoint of the model may differ: how its weights are published, and what does not depend on
+# them
+FREE = {"context", "dtype", "bos", "eos", "quantization_config", "nextn"}
 NAMES_SHOWN = 8  # in an error
 NOT_QUANTIZED: Mapping[str, Any] = MappingProxyType({})
 
@@ -49,15 +55,51 @@ def load(
     written = dict.fromkeys(parameters, 0)
     reads = [read for load in loads for read in load.reads]
     arriving = stream.deliver(reads, next(iter(parameters.values())).device)
-    done, total = 0, len({load.source.name for load in loads})
     with torch.inference_mode():
-        for load_, after in zip(loads, [*loads[1:], None], strict=True):
-            load_.write([next(arriving) for _ in load_.reads], parameters, written)
-            if after is None or after.source.name != load_.source.name:
-                done += 1
-                progress(done, total)
+        for done, part in enumerate(loads, 1):
+            part.write([next(arriving) for _ in part.reads], parameters, written)
+            progress(done, len(loads))
     if not is_partial:
         _check_filled(parameters, written)
+
+
+def read_cache_scales(table: WeightTable, stream: Stream, planes: Planes) -> None:
+    """Puts the published scales into the FP8 planes: a stored number times the scale is the value. Planes without a
+    published scale keep 1.
+
+    Raises CheckpointError for a scale that is not one positive number.
+    """
+    for (plane, layer), sources in table.cache_scales.items():
+        scale = planes.scale(plane, layer)
+        source = next((source for source in sources if source in stream.specs), None)
+        if scale is None or source is None:
+            continue
+        value = next(stream.deliver([Read(source)], torch.device("cpu"))).float().reshape(-1)
+        if value.numel() != 1 or not 0 < float(value) < float("inf"):
+            raise CheckpointError(f"{source}: {value.tolist()[:4]} is no scale: it must be one positive number")
+        scale.copy_(value)
+
+
+def quantization_of(folder: Path, facts: ModelFacts, read: Callable[[Path], ModelFacts]) -> dict[str, Any]:
+    """The quantization_config of the tensors in `folder`: its own config.json's, or that of the model in use where it
+    has none.
+
+    read: reads a folder's config.json. Raises CheckpointError for a folder that is missing, or whose config.json is
+    that of another model.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is no folder on the engine's machine: name one that holds *.safetensors")
+    if not (folder / "config.json").exists():
+        return facts.quantization_config
+    theirs = read(folder)
+    ours, other = asdict(facts), asdict(theirs)
+    differing = [name for name in ours if name not in FREE and ours[name] != other[name]]
+    if differing:
+        raise CheckpointError(
+            f"{folder / 'config.json'} is of another model: {', '.join(differing)} differ. Weights are replaced, a"
+            " model is not: start a server for it"
+        )
+    return theirs.quantization_config
 
 
 def count_loadable(
@@ -94,12 +136,12 @@ class Load:
         """tensors: what `reads` names. written: how many elements of each parameter are filled; counted on."""
         if self.destinations:
             for (target, into), tensor in zip(self.destinations, tensors, strict=True):
-                written[target] += _copy(self.source, target, _slice_of(parameters[target], into), tensor)
+                written[target] += _copy(self.source, target, parameters[target].data[into], tensor)
             return
         value = self.scheme.decode(self.source.name, tensors, self.rules[0].take)
         for rule in self.rules:
             written[rule.target] += _copy(
-                self.source, rule.target, _slice_of(parameters[rule.target], rule.into), rule.transform(value)
+                self.source, rule.target, parameters[rule.target].data[rule.into], rule.transform(value)
             )
 
 
@@ -115,16 +157,19 @@ def plan_loads(
     """
     rules, schemes = table.by_source(), Stored(stream.specs, quantization_config)
     loads: list[Load] = []
-    used = {name for name in stream.specs if name in rules}
-    for name in stream.specs:
-        if name in rules:
-            source = rules[name][0].source
-            _check_shape(source, stream.specs[name], rules[name][0].target)
-            scheme = schemes.of(source)
-            used |= {spec.name for spec in scheme.stored(source)}
-            loads += _loads_of(rules[name], scheme, parameters)
-    _account(stream, table, rules, used, is_partial)
-    return loads
+    used, missing = set[str](), list[str]()
+    for name, rules_of_source in rules.items():
+        scheme = schemes.of(rules_of_source[0].source)
+        stored = scheme.stored(rules_of_source[0].source)
+        if stored[0].name not in stream.specs:
+            missing.append(name)
+            continue
+        _check_shape(stored[0], stream.specs[stored[0].name], rules_of_source[0].target)
+        used |= {spec.name for spec in stored}
+        loads += _loads_of(rules_of_source, scheme, parameters)
+    _account(stream, table, missing, used, is_partial)
+    position = {name: index for index, name in enumerate(stream.specs)}
+    return sorted(loads, key=lambda load: position[load.reads[0].name])
 
 
 def _loads_of(rules: list[WeightRule], scheme: Scheme, parameters: dict[str, nn.Parameter]) -> list[Load]:
@@ -153,31 +198,22 @@ def _loads_of(rules: list[WeightRule], scheme: Scheme, parameters: dict[str, nn.
     return loads
 
 
-def _account(
-    stream: Stream, table: WeightTable, rules: dict[str, list[WeightRule]], used: set[str], is_partial: bool
-) -> None:
+def _account(stream: Stream, table: WeightTable, missing: list[str], used: set[str], is_partial: bool) -> None:
     """used: the stream's tensors that are read, scales with them."""
     unknown = [name for name in stream.specs if name not in used and not table.is_skipped(name)]
     if unknown:
         raise CheckpointError(
             f"{len(unknown)} tensors of the checkpoint belong nowhere in this model: {_list(unknown)}"
         )
-    missing = [name for name in rules if name not in stream.specs]
     if missing and not is_partial:
         raise CheckpointError(f"{len(missing)} tensors are missing from the checkpoint: {_list(missing)}")
 
 
-def _check_shape(source: TensorSpec, found: TensorSpec, target: str) -> None:
-    if found.shape != source.shape:
+def _check_shape(stored: TensorSpec, found: TensorSpec, target: str) -> None:
+    if found.shape != stored.shape:
         raise CheckpointError(
-            f"{source.name}: shape {found.shape} does not fit config.json: {target} expects {source.shape}"
+            f"{stored.name}: shape {found.shape} does not fit config.json: {target} expects {stored.shape}"
         )
-    if found.dtype.is_floating_point != source.dtype.is_floating_point:
-        raise CheckpointError(f"{source.name} is {found.dtype}, and {target} is kept as {source.dtype}")
-
-
-def _slice_of(parameter: nn.Parameter, into: Index) -> Tensor:
-    return parameter.data[into] if into else parameter.data
 
 
 def _copy(source: TensorSpec, target: str, into: Tensor, value: Tensor) -> int:

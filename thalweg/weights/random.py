@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 import re
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor, nn
@@ -37,28 +38,40 @@ class RandomTensor:
 
     def slice(self, take: Take, seed: int, device: torch.device) -> Tensor:
         """The numbers of a slice, on the device, in the tensor's dtype."""
-        shape = self.spec.shape if len(self.spec.shape) > 1 else (1, *self.spec.shape)
-        parts = take if len(self.spec.shape) > 1 else (slice(None), *take)
-        rows, columns = (
-            range(*part.indices(size)) for part, size in zip((*parts, slice(None), slice(None)), shape, strict=False)
+        return random_slices([self], take, seed, device)[0]
+
+    @property
+    def kind(self) -> tuple[str, tuple[int, ...], float, float]:
+        """Equal for tensors that differ in name only."""
+        return str(self.spec.dtype), self.spec.shape, self.spread, self.centre
+
+
+def random_slices(tensors: Sequence[RandomTensor], take: Take, seed: int, device: torch.device) -> Tensor:
+    """The same slice [tensors, ...] of tensors that differ in name only, on the device, in their dtype."""
+    first, count = tensors[0], len(tensors)
+    shape = first.spec.shape if len(first.spec.shape) > 1 else (1, *first.spec.shape)
+    parts = take if len(first.spec.shape) > 1 else (slice(None), *take)
+    rows, columns = (
+        range(*part.indices(size)) for part, size in zip((*parts, slice(None), slice(None)), shape, strict=False)
+    )
+    made = torch.empty(count, len(rows), len(columns), dtype=first.spec.dtype, device=device)
+    keys = [zlib.crc32(f"{seed} {tensor.like}".encode()) for tensor in tensors]
+    key_N11 = torch.tensor(keys).to(torch.int32).view(-1, 1, 1).to(device)
+    column_C = torch.arange(columns.start, columns.stop, dtype=torch.int32, device=device)
+    at_once = max(AT_ONCE // max(count * len(columns), 1), 1)
+    for begin in range(0, len(rows), at_once):
+        some = rows[begin : begin + at_once]
+        row_R = torch.arange(some.start * shape[1], some.stop * shape[1], shape[1], device=device)
+        place_RC = row_R.to(torch.int32).unsqueeze(1) + column_C  # wraps beyond 2^32 numbers
+        noise_NRC = _byte_sum(_mixed(place_RC ^ key_N11))
+        made[:, begin : begin + len(some)] = (
+            noise_NRC.sub_(BYTE_SUM_MEAN).mul_(first.spread / BYTE_SUM_SPREAD).add_(first.centre)
         )
-        made = torch.empty(len(rows), len(columns), dtype=self.spec.dtype, device=device)
-        at_once = max(AT_ONCE // max(len(columns), 1), 1)
-        key = zlib.crc32(f"{seed} {self.like}".encode())
-        column_C = torch.arange(columns.start, columns.stop, dtype=torch.int32, device=device)
-        for first in range(0, len(rows), at_once):
-            some = rows[first : first + at_once]
-            row_R1 = torch.arange(some.start, some.stop, dtype=torch.int64, device=device).unsqueeze(1)
-            place_RC = (row_R1 * shape[1]).to(torch.int32) + column_C  # wraps beyond 2^32 numbers
-            noise_RC = _byte_sum(_mixed(place_RC, key)).to(torch.float32)
-            noise_RC.sub_(BYTE_SUM_MEAN).mul_(self.spread / BYTE_SUM_SPREAD).add_(self.centre)
-            made[first : first + len(some)] = noise_RC
-        return made if len(self.spec.shape) > 1 else made.view(-1)
+    return made.view(count, -1) if len(first.spec.shape) == 1 else made
 
 
-def _mixed(x: Tensor, key: int) -> Tensor:
+def _mixed(x: Tensor) -> Tensor:
     """A 32-bit integer hash with two rounds of multiply and shift (Wellons 2018, "lowbias32"), of int32, in place."""
-    x ^= key - (1 << 32) if key >= 1 << 31 else key
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B - (1 << 32)), (16, 0)):
         x ^= (x >> shift) & ((1 << 32 - shift) - 1)
         if factor:
@@ -67,12 +80,9 @@ def _mixed(x: Tensor, key: int) -> Tensor:
 
 
 def _byte_sum(x: Tensor) -> Tensor:
-    """The sum of an integer's four bytes, in place."""
-    total = x & 0xFF
-    for _ in range(3):
-        x >>= 8
-        total += x & 0xFF
-    return total
+    """The sum of each integer's four bytes, float32."""
+    a, b, c, d = x.view(torch.uint8).view(*x.shape, 4).to(torch.int16).unbind(-1)
+    return (a + b).add_(c).add_(d).to(torch.float32)
 
 
 def random_tensors(table: WeightTable, quantization_config: Mapping[str, object], is_tied: bool) -> list[RandomTensor]:
@@ -101,15 +111,18 @@ def random_tensors(table: WeightTable, quantization_config: Mapping[str, object]
 
 
 class RandomStream:
-    """A stream of such tensors."""
+    """A stream of such tensors. Those of one kind follow each other: thousands of experts are made in a few steps."""
 
-    def __init__(self, tensors: Sequence[RandomTensor], seed: int) -> None:
+    def __init__(self, tensors: Iterable[RandomTensor], seed: int) -> None:
+        tensors = sorted(tensors, key=lambda tensor: tensor.kind)
         self._tensors, self._seed = {tensor.spec.name: tensor for tensor in tensors}, seed
         self.specs: Mapping[str, TensorSpec] = {name: tensor.spec for name, tensor in self._tensors.items()}
 
     def deliver(self, reads: Sequence[Read], device: torch.device) -> Iterator[Tensor]:
-        for name, take in reads:
-            yield self._tensors[name].slice(take, self._seed, device)
+        for (kind, take), group in groupby(reads, key=lambda read: (self._tensors[read.name].kind, read.take)):
+            tensors, at_once = [self._tensors[read.name] for read in group], max(AT_ONCE // math.prod(kind[1]), 1)
+            for first in range(0, len(tensors), at_once):
+                yield from random_slices(tensors[first : first + at_once], take, self._seed, device)
 
 
 def load_random(

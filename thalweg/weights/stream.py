@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol
 
 import torch
@@ -15,7 +13,7 @@ from torch import Tensor
 
 from thalweg.core.errors import CheckpointError
 from thalweg.quant.catalog import Declared, Schemes, Stored
-from thalweg.quant.scheme import Read, Take, TensorSpec
+from thalweg.quant.scheme import Read, TensorSpec
 from thalweg.weights.pump import FileSlice, pump
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -45,20 +43,6 @@ class Stream(Protocol):
         """The slices in order, on the device. A tensor is the caller's, and is best let go before the next."""
 
 
-class _File(Protocol):
-    """What is used of an open safetensors file; the library has no types."""
-
-    def keys(self) -> list[str]: ...
-
-    def get_tensor(self, name: str) -> Tensor: ...
-
-    def get_slice(self, name: str) -> _Slice: ...
-
-
-class _Slice(Protocol):
-    def __getitem__(self, take: tuple[slice, ...]) -> Tensor: ...
-
-
 class Safetensors:
     """A folder of *.safetensors, memory-mapped: one file, or shards with an index. A context manager.
 
@@ -67,85 +51,33 @@ class Safetensors:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._stack = ExitStack()
-        self._files: dict[str, _File] = {}  # by file name
-        self._slices: dict[str, FileSlice] = {}  # by tensor
+        self._mapped: dict[Path, Tensor] = {}  # bytes of files that the CPU reads
         index = folder / INDEX
-        try:
-            if index.exists():
-                file_of = self._open_shards(folder, _weight_map(index))
-            else:
-                self._open(folder / SINGLE)
-                file_of = dict.fromkeys(self._files[SINGLE].keys(), SINGLE)
-        except BaseException:
-            self._stack.close()
-            raise
-        self._file_of = file_of
+        self._slices = _tensors_of_shards(folder, index) if index.exists() else _tensors_in(folder / SINGLE)
         self.specs: Mapping[str, TensorSpec] = {
-            name: TensorSpec(name, self._slices[name].shape, self._slices[name].dtype) for name in file_of
+            name: TensorSpec(name, place.shape, place.dtype) for name, place in self._slices.items()
         }
-
-    def _open_shards(self, folder: Path, file_of: dict[str, str]) -> dict[str, str]:
-        """Returns the file of each tensor, sorted by file."""
-        missing = sorted({file for file in file_of.values() if not (folder / file).exists()})
-        if missing:
-            raise CheckpointError(
-                f"{folder}: {len(missing)} shards named in {INDEX} are missing: {', '.join(missing[:5])}; download them"
-                " again"
-            )
-        for file in sorted(set(file_of.values())):
-            self._open(folder / file)
-        for file in self._files:
-            present = set(self._files[file].keys())
-            absent = [name for name, place in file_of.items() if place == file and name not in present]
-            if absent:
-                raise CheckpointError(
-                    f"{folder / file}: {INDEX} puts {absent[0]} there (and {len(absent) - 1} more), but it does not"
-                    " hold it"
-                )
-            file_of |= {name: file for name in present if name not in file_of}
-        return dict(sorted(file_of.items(), key=lambda item: item[1]))
-
-    def _open(self, path: Path) -> None:
-        try:
-            self._files[path.name] = self._stack.enter_context(safe_open(path, framework="pt"))
-        except FileNotFoundError:
-            raise CheckpointError(f"{path.parent} holds neither {SINGLE} nor {INDEX}: nothing to load") from None
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{path} is truncated or no safetensors file ({error}): download it again") from None
-        self._slices |= _tensors_in(path)
 
     def deliver(self, reads: Sequence[Read], device: torch.device) -> Iterator[Tensor]:
         """On the CPU they are views of the mapped files; a GPU gets them through pinned memory (`weights.pump`)."""
-        if device.type == "cuda":
-            return pump([self._slices[read.name].taken(read.take) for read in reads], device)
-        return (self._read(*read) for read in reads)
+        places = [self._slices[read.name].taken(read.take) for read in reads]
+        return pump(places, device) if device.type == "cuda" else map(self._read, places)
 
-    def _read(self, name: str, take: Take) -> Tensor:
-        file = self._files[self._file_of[name]]
-        return file.get_slice(name)[take] if take else file.get_tensor(name)
+    def _read(self, place: FileSlice) -> Tensor:
+        path = place.path
+        if path not in self._mapped:
+            self._mapped[path] = torch.from_file(str(path), False, path.stat().st_size, dtype=torch.uint8)
+        data = self._mapped[path][place.offset : place.offset + place.size]
+        if place.offset % place.dtype.itemsize:
+            data = data.clone()  # an aligned copy
+        tensor = data.view(place.dtype).view(place.shape)
+        return tensor[place.rest] if place.rest else tensor
 
     def __enter__(self) -> Safetensors:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stack.close()
-
-
-class InMemory:
-    """Tensors that are already here: an update of some of the weights, or a test."""
-
-    def __init__(self, tensors: dict[str, Tensor]) -> None:
-        self._tensors = tensors
-        self.specs: Mapping[str, TensorSpec] = {
-            name: TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()
-        }
-
-    def deliver(self, reads: Sequence[Read], device: torch.device) -> Iterator[Tensor]:
-        for name, take in reads:
-            yield (self._tensors[name][take] if take else self._tensors[name]).to(device)
+    def __exit__(self, *_: object) -> None:
+        self._mapped.clear()
 
 
 def schemes_in(folder: Path, quantization_config: Mapping[str, Any]) -> Schemes:
@@ -158,10 +90,39 @@ def schemes_in(folder: Path, quantization_config: Mapping[str, Any]) -> Schemes:
         return Stored(stream.specs, quantization_config)
 
 
+def _tensors_of_shards(folder: Path, index: Path) -> dict[str, FileSlice]:
+    """Where each tensor of the shards lies, in the order of the files."""
+    file_of = _weight_map(index)
+    files = sorted(set(file_of.values()))
+    missing = [file for file in files if not (folder / file).exists()]
+    if missing:
+        raise CheckpointError(
+            f"{folder}: {len(missing)} shards named in {INDEX} are missing: {', '.join(missing[:5])}; download them"
+            " again"
+        )
+    places: dict[str, FileSlice] = {}
+    for file in files:
+        present = _tensors_in(folder / file)
+        absent = [name for name, place in file_of.items() if place == file and name not in present]
+        if absent:
+            raise CheckpointError(
+                f"{folder / file}: {INDEX} puts {absent[0]} there (and {len(absent) - 1} more), but it does not hold it"
+            )
+        places |= {name: place for name, place in present.items() if file_of.get(name, file) == file}
+    return places
+
+
 def _tensors_in(path: Path) -> dict[str, FileSlice]:
     """Where each tensor of a safetensors file lies: 8 bytes of length, so much JSON, then the data that the JSON's
     offsets count from.
     """
+    try:
+        with safe_open(path, framework="pt"):
+            pass  # the library checks the header against the size of the file
+    except FileNotFoundError:
+        raise CheckpointError(f"{path.parent} holds neither {SINGLE} nor {INDEX}: nothing to load") from None
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} is truncated or no safetensors file ({error}): download it again") from None
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))

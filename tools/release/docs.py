@@ -20,7 +20,7 @@ from typing import Any
 
 import yaml
 
-from thalweg.bench.plots import digest, save_ablation
+from thalweg.bench.ablation_tables import digest, save_plot
 from thalweg.bench.result_files import ResultFileError
 from tools.release import tables
 
@@ -171,7 +171,7 @@ def main(words: Sequence[str]) -> int:
                 page = path.read_text(encoding="utf-8")
                 path.write_text(renewed(page), encoding="utf-8")
                 for place, result in plots(page).items():
-                    save_ablation(result, place.with_suffix(""))
+                    save_plot(result, place.with_suffix(""))
         except DocsError as error:
             print(f"make docs: {error}", file=sys.stderr)
             return 1

@@ -27,7 +27,7 @@ from thalweg.bench.tasks import (
     sum_identity,
     sum_reasoning,
 )
-from thalweg.text.chat import BuiltinEncoder
+from thalweg.text.chat import builtin
 from tools.train_tiny.corpus import Section, read_sections
 from tools.train_tiny.smalltalk import LOOSE_SUMS, draw_smalltalk
 from tools.train_tiny.tokenizer import ASSISTANT, BOS, END_THINK, EOS, THINK, USER
@@ -210,7 +210,7 @@ class Source:
 def _conversation(
     kind: str, turns: list[Turn], thinking: bool, tools: tuple[Mapping[str, object], ...] = ()
 ) -> Document:
-    text = BuiltinEncoder("deepseek-v32").encode(
+    text = builtin("deepseek-v32").encode(
         turns, tools=list(tools) or None, thinking=thinking, add_generation_prompt=True
     )
     return Document(text, MIX[kind][2], from_corpus=kind == "dialogue")
@@ -222,7 +222,7 @@ def _said(text: str) -> Turn:
 
 def prompt_of(item: Item) -> str:
     """The text before an item's target, begin-of-sentence token included."""
-    return BuiltinEncoder("deepseek-v32").encode(
+    return builtin("deepseek-v32").encode(
         item.messages, tools=list(item.tools) or None, thinking=item.thinking, add_generation_prompt=True
     )
 

@@ -118,6 +118,14 @@ class Setting:
     tree: TreeShape = CHAIN
 
 
+class NoGrammars:
+    """A tracker for requests whose masks the simulated device makes itself."""
+
+    def advance(self, uid: int, tokens: Sequence[int]) -> None: ...
+
+    def close(self, uid: int) -> None: ...
+
+
 class Rank:
     """One rank: scheduler, simulated device, loop, and the requests of its client."""
 
@@ -129,7 +137,9 @@ class Rank:
         self.limits = Limits(
             s.slots, s.budget, s.context, VOCAB, (EOS,), s.stages, s.policy, 1, s.mixed_step_limits, s.tree
         )
-        self.scheduler = Scheduler(self.limits, self.allocator, self.tier, RandomDraftLength(rng))
+        self.scheduler = Scheduler(
+            self.limits, self.allocator, self.tier, RandomDraftLength(rng), grammars=NoGrammars()
+        )
         self.channel = SimChannel()
         self.loop = Loop(self.channel, self.scheduler, SimWorker(self.device), s.depth)
         self.cases: dict[int, Case] = {}

@@ -53,7 +53,7 @@ class DecodeRows(NamedTuple):
     max_kv_len: int = 0  # upper bound of a context
     rows_T: Tensor | None = None  # int32: the row of each token, where it is not t // query
     tree_mask_T: Tensor | None = None  # int64: what each token sees of a tree, see `batch.TreeMask`
-    paths_TD: Tensor | None = None  # int32: columns of the last positions, own first; `attention.context.paths_of_tree`
+    paths_TD: Tensor | None = None  # int32: columns of the last positions, own first; `layers.paged.paths_of_tree`
 
 
 class PagedRows(NamedTuple):
@@ -86,7 +86,7 @@ class RowLengths(NamedTuple):
 class ContextChunk(NamedTuple):
     """A part of the cached context of ragged rows, to be gathered."""
 
-    first_R: Tensor | None  # int32: where it begins in each row; None is 0
+    first_R: Tensor  # int32: where it begins in each row
     starts_R1: Tensor  # int32 [R + 1]: where each row's tokens lie in the chunk
     tokens: int  # of all rows
     max_tokens: int  # of a row

@@ -92,12 +92,10 @@ def exact_rows(
     lengths: RowLengths,
     scale: float,
     causal: bool = True,
-) -> tuple[Tensor, Tensor, int]:
-    """`exact_attention` of ragged rows: (out [T, H, v], LSE [T, H], pairs of tokens that see one another)."""
-    parts, pairs = [], 0
+) -> tuple[Tensor, ...]:
+    """`exact_attention` of ragged rows: (out [T, H, v], LSE [T, H])."""
+    parts = []
     for q, key, value in zip(torch.split(q_THd, list(lengths.queries)), keys, values, strict=True):
         bias = causal_bias(len(q), len(key)) if causal else torch.zeros(len(q), len(key))
         parts.append(exact_attention(q, key, value, bias, scale))
-        pairs += int((bias == 0).sum())
-    out, lse = (torch.cat(both) for both in zip(*parts, strict=True))
-    return out, lse, pairs
+    return tuple(torch.cat(both) for both in zip(*parts, strict=True))

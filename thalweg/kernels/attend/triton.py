@@ -15,8 +15,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
-from thalweg.kernels.launch import launch_options
+from thalweg.kernels.attend.args import ContextChunk
+from thalweg.kernels.launch import launch_config
 
 PAGE = 64
 SMS = 132  # of an H100 or H200; a wrong number costs speed only
@@ -24,8 +26,8 @@ MAX_SPLITS = 32
 LONG = 1 << 15  # tokens
 DETERMINISTIC_SPLITS = 32
 LOG2E = 1.4426950408889634
-LN2 = tl.constexpr(0.6931471805599453)
-PATH = tl.constexpr(64)  # positions of a token whose columns are listed: the bits of a tree mask, see `batch.TreeMask`
+LN2 = constexpr(0.6931471805599453)
+PATH = constexpr(64)  # positions of a token whose columns are listed: the bits of a tree mask, see `batch.TreeMask`
 
 
 class TileConfig(NamedTuple):
@@ -35,12 +37,10 @@ class TileConfig(NamedTuple):
     keys: int
     warps: int
     stages: int
-    registers: int | None = None  # of a thread, where two programs share a multiprocessor
 
-    def options(self, tensor: Tensor) -> dict[str, int | bool | None]:
+    def options(self, tensor: Tensor) -> dict[str, int | bool]:
         """Keyword arguments of a launch on this tensor's device."""
-        tile = {"num_warps": self.warps, "num_stages": self.stages, "maxnreg": self.registers}
-        return {**tile, **launch_options(tensor)}
+        return launch_config(tensor, self.warps, self.stages)
 
 
 def waves(programs: int, context: int) -> int:
@@ -62,7 +62,7 @@ def _waves(programs: int, pages: int) -> int:
 
 
 @triton.jit
-def wait_for_previous(PDL: tl.constexpr):
+def wait_for_previous(PDL: constexpr):
     """Waits for the results of the kernel before, and lets the next kernel start."""
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -70,7 +70,7 @@ def wait_for_previous(PDL: tl.constexpr):
 
 
 @triton.jit
-def empty_softmax(M: tl.constexpr, DIM: tl.constexpr):
+def empty_softmax(M: constexpr, DIM: constexpr):
     """The state of an online softmax of M rows: maximum, sum of weights, weighted sum of values."""
     top, total = tl.full((M,), -float("inf"), tl.float32), tl.zeros((M,), tl.float32)
     return top, total, tl.zeros((M, DIM), tl.float32)
@@ -97,7 +97,7 @@ def add_values(scores, value, strength, top, total, sums):
 
 
 @triton.jit
-def add_block(scores, values, row, column, dtype: tl.constexpr, strength, top, total, sums):
+def add_block(scores, values, row, column, dtype: constexpr, strength, top, total, sums):
     """`add_values` of a block of a descriptor, which is loaded when the weights are known."""
     weights, factor, top = weigh(scores, strength, top)
     total = total * factor + tl.sum(weights, 1)
@@ -105,19 +105,21 @@ def add_block(scores, values, row, column, dtype: tl.constexpr, strength, top, t
 
 
 @triton.jit
-def mean_of(total, sums):
-    """The weighted mean of the values; 0 for a row that has seen nothing."""
-    return sums * (1.0 / tl.where(total > 0.0, total, 1.0))[:, None]
+def store_states(out, lse, at, real, value_scale, top, total, sums, DIM: constexpr):
+    """Stores the weighted mean of the values of row `at`, times their scale, and its LSE unless that is None. A row
+    that has seen nothing gets 0 and -inf.
+    """
+    sums *= (1.0 / tl.where(total > 0.0, total, 1.0))[:, None]
+    if value_scale is not None:
+        sums *= tl.load(value_scale)
+    if lse is not None:
+        tl.store(lse + at, tl.where(total > 0.0, top * LN2 + tl.log(total), -float("inf")), mask=real)
+    to = out + at[:, None] * DIM + tl.arange(0, DIM)[None, :]
+    tl.store(to, sums.to(out.dtype.element_ty), mask=real[:, None])
 
 
 @triton.jit
-def lse_of(top, total):
-    """The LSE of an online softmax; -inf for a row that has seen nothing."""
-    return tl.where(total > 0.0, top * LN2 + tl.log(total), -float("inf"))
-
-
-@triton.jit
-def zero_tokens(out, begin, end, head, heads, DIM: tl.constexpr, M: tl.constexpr):
+def zero_tokens(out, begin, end, head, heads, DIM: constexpr, M: constexpr):
     """Zeroes tokens begin to end of one head, shared among the programs of axis 0."""
     lane, dim = tl.arange(0, M), tl.arange(0, DIM)
     for block in range(begin + tl.program_id(0) * M, end, tl.num_programs(0) * M):
@@ -126,7 +128,7 @@ def zero_tokens(out, begin, end, head, heads, DIM: tl.constexpr, M: tl.constexpr
 
 
 @triton.jit
-def pages_of_split(split, splits, pages, FIXED: tl.constexpr):
+def pages_of_split(split, splits, pages, FIXED: constexpr):
     """First page, step and number of pages of a split. Either every `splits`-th page, so that the first is known before
     the length is; or at least FIXED consecutive pages, so that few splits have work.
     """
@@ -139,7 +141,7 @@ def pages_of_split(split, splits, pages, FIXED: tl.constexpr):
 
 
 @triton.jit
-def first_page(table, rows, first_token, table_row, split, QUERY: tl.constexpr):
+def first_page(table, rows, first_token, table_row, split, QUERY: constexpr):
     """→ the page table of a token's row, and the first page of a split that is not of consecutive pages. rows: the row
     of each token; None is token // QUERY.
     """
@@ -149,7 +151,7 @@ def first_page(table, rows, first_token, table_row, split, QUERY: tl.constexpr):
 
 
 @triton.jit
-def page_after(row_pages, first, step, count, tile, TILES: tl.constexpr):
+def page_after(row_pages, first, step, count, tile, TILES: constexpr):
     """The page of the tile after this one, of TILES a page. Kernels read it one tile ahead, so that their loop never
     waits for it.
     """
@@ -194,7 +196,7 @@ def largest_of(q):
 
 
 @triton.jit
-def merge_splits(partial, lse, pair, splits, DIM: tl.constexpr, SPLITS: tl.constexpr):
+def merge_splits(partial, lse, pair, splits, DIM: constexpr, SPLITS: constexpr):
     """The splits of one token and head merged: [DIM] float32. Few splits are read together with their LSE, and an empty
     one is dropped; of many splits most are empty and are not read.
     """
@@ -209,16 +211,8 @@ def merge_splits(partial, lse, pair, splits, DIM: tl.constexpr, SPLITS: tl.const
     return tl.sum(tl.where(weights[:, None] > 0.0, parts * weights[:, None], 0.0), 0)
 
 
-@triton.jit
-def merged_lse(own):
-    """The LSE of parts with these LSE."""
-    top = tl.max(own, 0)
-    base = tl.where(top == -float("inf"), 0.0, top)
-    return base + tl.log(tl.sum(tl.exp(own - base), 0))
-
-
 @triton.jit(do_not_specialize=["splits"])
-def _merge(partial, lse, out, out_lse, splits, DIM: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr):
+def _merge(partial, lse, out, out_lse, splits, DIM: constexpr, SPLITS: constexpr, PDL: constexpr):
     """Program i: token and head i."""
     wait_for_previous(PDL)
     pair = tl.program_id(0).to(tl.int64)
@@ -227,28 +221,32 @@ def _merge(partial, lse, out, out_lse, splits, DIM: tl.constexpr, SPLITS: tl.con
     if out_lse is not None:
         split = tl.arange(0, SPLITS)
         own = tl.load(lse + pair * splits + split, mask=split < splits, other=-float("inf"))
-        tl.store(out_lse + pair, merged_lse(own))
-
-
-def merge(partial: Tensor, lse_THs: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Merges the splits of `decode`: → [T, H, dim]. Launches nothing for one split."""
-    return partial[:, :, 0] if partial.shape[2] == 1 else _launch_merge(partial, lse_THs, dtype, None)
+        top = tl.max(own, 0)
+        base = tl.where(top == -float("inf"), 0.0, top)
+        tl.store(out_lse + pair, base + tl.log(tl.sum(tl.exp(own - base), 0)))
 
 
 def merge_with_lse(partial: Tensor, lse_THs: Tensor, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
-    """The same, with the LSE of each token and head: → ([T, H, dim], [T, H])."""
+    """`merge`, with the LSE of each token and head: → ([T, H, dim], [T, H])."""
     if partial.shape[2] == 1:
         return partial[:, :, 0], lse_THs[:, :, 0]
-    out_lse = lse_THs.new_empty(lse_THs.shape[:2])
-    return _launch_merge(partial, lse_THs, dtype, out_lse), out_lse
+    lse_TH = lse_THs.new_empty(lse_THs.shape[:2])
+    return merge(partial, lse_THs, dtype, lse_TH), lse_TH
 
 
-def _launch_merge(partial: Tensor, lse_THs: Tensor, dtype: torch.dtype, out_lse: Tensor | None) -> Tensor:
+def merge(
+    partial: Tensor, lse_THs: Tensor, dtype: torch.dtype = torch.bfloat16, out_lse: Tensor | None = None
+) -> Tensor:
+    """Merges the splits of `decode`: → [T, H, dim]. Launches nothing for one split. out_lse [T, H] receives the LSE of
+    several.
+    """
     tokens, heads, splits, dim = partial.shape
+    if splits == 1:
+        return partial[:, :, 0]
     out = torch.empty(tokens, heads, dim, dtype=dtype, device=partial.device)
     _merge[(tokens * heads,)](
         partial, lse_THs, out, out_lse, splits, DIM=dim, SPLITS=triton.next_power_of_2(splits),
-        num_warps=4, **launch_options(out),
+        **launch_config(out, 4),
     )  # fmt: skip
     return out
 
@@ -257,7 +255,7 @@ def _launch_merge(partial: Tensor, lse_THs: Tensor, dtype: torch.dtype, out_lse:
 def _merge_state(
     out, lse, other, other_lse, heads,
     out_token, out_head, lse_token, lse_head, other_token, other_head, other_lse_token, other_lse_head,
-    DIM: tl.constexpr, PDL: tl.constexpr,
+    DIM: constexpr, PDL: constexpr,
 ):  # fmt: skip
     """Program i: token and head i."""
     wait_for_previous(PDL)
@@ -284,5 +282,66 @@ def merge_state_(out_THv: Tensor, lse_TH: Tensor, other_THv: Tensor, other_lse_T
     _merge_state[(tokens * heads,)](
         out_THv, lse_TH, other_THv, other_lse_TH, heads, *out_THv.stride()[:2], *lse_TH.stride(),
         *other_THv.stride()[:2],
-        *other_lse_TH.stride(), DIM=dim, num_warps=1, **launch_options(out_THv),
+        *other_lse_TH.stride(), DIM=dim, **launch_config(out_THv, 1),
     )  # fmt: skip
+
+
+@triton.jit(
+    do_not_specialize=["tokens", "rows", "table_row"], do_not_specialize_on_alignment=["table", "starts", "firsts"]
+)
+def _gather(
+    first, second, table, starts, firsts, out, first_scale, second_scale, tokens, rows, table_row,
+    A: constexpr, B: constexpr, SECOND: constexpr, STRIDE: constexpr, N: constexpr, PDL: constexpr,
+):  # fmt: skip
+    """Program (b, i): N tokens of row i; row `rows` zeroes what lies after all rows, shared among the programs of axis
+    0.
+    """
+    wait_for_previous(PDL)
+    row, a, b = tl.program_id(1), tl.arange(0, A)[None, :], A + tl.arange(0, B)[None, :]
+    begin = tl.load(starts + row)
+    if row == rows:
+        for block in range(begin + tl.program_id(0) * N, tokens, tl.num_programs(0) * N):
+            beyond = block + tl.arange(0, N)
+            nothing = out + beyond.to(tl.int64)[:, None] * (A + B)
+            tl.store(nothing + a, tl.zeros((N, A), out.dtype.element_ty), mask=(beyond < tokens)[:, None])
+            tl.store(nothing + b, tl.zeros((N, B), out.dtype.element_ty), mask=(beyond < tokens)[:, None])
+        return
+    end = tl.load(starts + row + 1)
+    token = begin + tl.program_id(0) * N + tl.arange(0, N)
+    real = (token < end)[:, None]
+    position = tl.program_id(0) * N + tl.arange(0, N)
+    position += tl.load(firsts + row)
+    page = tl.load(table + row.to(tl.int64) * table_row + position // 64, mask=token < end, other=0).to(tl.int64)
+    source = (page * 64 + position % 64)[:, None] * STRIDE
+    target = out + token.to(tl.int64)[:, None] * (A + B)
+    x = tl.load(first + source + a, mask=real, other=0.0)
+    y = tl.load(second + source + (SECOND - A + b), mask=real, other=0.0)
+    if first_scale is not None:
+        x, y = x.to(tl.float32) * tl.load(first_scale), y.to(tl.float32) * tl.load(second_scale)
+    tl.store(target + a, x.to(out.dtype.element_ty), mask=real)
+    tl.store(target + b, y.to(out.dtype.element_ty), mask=real)
+
+
+def gather_rows(
+    planes: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+    table_RL: Tensor,
+    chunk: ContextChunk,
+    columns: tuple[int, int, int, int],
+    at_once: int,
+    is_padded: bool,
+) -> Tensor:
+    """Cached tokens of ragged rows, contiguous and dequantized: → bfloat16 [tokens, columns of both planes].
+
+    planes: two planes, then their scales or None. columns: how many of the first plane and of the second, both powers
+    of two; where the second's begin; how many a plane has. at_once: tokens of a program. is_padded: zeroes what follows
+    the last row.
+    """
+    first, second, *scales = planes
+    dtype = first.dtype if scales[0] is None else torch.bfloat16
+    out = torch.empty(chunk.tokens, columns[0] + columns[1], dtype=dtype, device=first.device)
+    rows = len(chunk.starts_R1) - 1
+    _gather[triton.cdiv(chunk.max_tokens, at_once), rows + is_padded](
+        first, second, table_RL, chunk.starts_R1, chunk.first_R, out, *scales, chunk.tokens, rows, table_RL.stride(0),
+        *columns, at_once, **launch_config(out, 4),
+    )  # fmt: skip
+    return out

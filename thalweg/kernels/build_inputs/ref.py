@@ -11,6 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+# columns of a slot's integers and floats: see `batch.slots`
+INTS = ("length", "at", "end", "seed", "prompt_len", "min_len", "top_k", "made")
+FLOATS = ("temperature", "top_p", "min_p", "repetition", "frequency", "presence")
+
 
 class SlotTensors(NamedTuple):
     """Tensors of the slots, see `batch.slots`."""
@@ -44,24 +48,37 @@ def build_inputs(
     slot_R int64. ahead_R int64: how far each token is behind the next position of its slot; a row is one token then.
     pages: columns of the tables. page: tokens of a page. Tokens at or past the end of their slot are padding.
     """
-    node_T = torch.arange(query, device=slot_R.device).repeat(len(slot_R)) if ahead_R is None else ahead_R
-    slot_T = slot_R.repeat_interleave(query)
-    ints_TI = slots.ints_SI.index_select(0, slot_T)
+    slot_T = slot_R if ahead_R is not None else slot_R.repeat_interleave(query)
+    ints_TI, table_RP = slots.ints_SI.index_select(0, slot_T), slots.table_SP[:, :pages].index_select(0, slot_R)
     length_T, at_T, end_T = ints_TI[:, 0], ints_TI[:, 1], ints_TI[:, 2]
-    at_T += node_T
-    real_T, depth_T, mask_T = at_T < end_T, node_T, None
-    if ahead_R is None:
+    tree: tuple[Tensor, ...] = ()
+    if ahead_R is not None:
+        at_T += ahead_R
+        length_T += ahead_R
+        ids_T, position_T, write_T, real_T = gather(slots.tokens_SL, slots.table_SP, page, slot_T, at_T, end_T)
+    else:
         assert slots.nodes_SN3 is not None, "trees have nodes"
+        node_T = torch.arange(query, device=slot_R.device).repeat(len(slot_R))
         _, depth_T, mask_T = slots.nodes_SN3[slot_T, node_T].unbind(1)
-        real_T &= node_T <= ints_TI[:, 7]
-    column_T = at_T * real_T
-    page_T = slots.table_SP[slot_T, column_T // page].to(torch.int64)
-    write_T = (page_T * page + column_T % page) * real_T
-    ids_T = slots.tokens_SL[slot_T, column_T].to(torch.int64) * real_T
-    length_T += depth_T
+        at_T += node_T
+        length_T += depth_T
+        drafted_end_T = end_T * (node_T <= ints_TI[:, 7])
+        ids_T, column_T, write_T, real_T = gather(slots.tokens_SL, slots.table_SP, page, slot_T, at_T, drafted_end_T)
+        position_T, tree = column_T - (node_T - depth_T) * real_T, (column_T, mask_T.contiguous())
     end_T *= length_T < end_T
     length_T.clamp_(max=slots.tokens_SL.shape[1] - 1)
-    table_RP = slots.table_SP[:, :pages].index_select(0, slot_R)
-    position_T = column_T - (node_T - depth_T) * real_T
-    tree = (None, None) if mask_T is None else (column_T, mask_T)
     return InputTensors(ids_T, position_T, write_T, real_T, table_RP, ints_TI, slot_T, *tree)
+
+
+def gather(
+    tokens_SL: Tensor, table_SP: Tensor, page: int, slot_T: Tensor, column_T: Tensor, end_T: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Token, column, write index of each token, and False where it is padding, which is 0 in all of them: at or past
+    the end of its slot.
+    """
+    real_T = column_T < end_T
+    column_T = column_T * real_T
+    page_T = table_SP.view(-1).index_select(0, slot_T * table_SP.shape[1] + column_T // page)
+    write_T = torch.add(column_T % page, page_T, alpha=page) * real_T
+    ids_T = tokens_SL.view(-1).index_select(0, slot_T * tokens_SL.shape[1] + column_T) * real_T
+    return ids_T, column_T, write_T, real_T

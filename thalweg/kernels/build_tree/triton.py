@@ -1,4 +1,4 @@
-"""What `ref` says, the best children in two launches, the next level and the tree in one each, where torch takes some
+"""`ref` in Triton: the best children in two launches, the next level and the tree in one each, where torch takes some
 sixty a level.
 
 Floor of the best children: 4 · T · D bytes read once, 0.7 µs for the four nodes of a level of DeepSeek's vocabulary on
@@ -7,60 +7,69 @@ an H100; all else is launches. Of equal scores the first wins.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from thalweg.kernels.build_inputs.ref import SlotTensors
 from thalweg.kernels.build_tree.ref import BuiltTree, LevelInputs, TreeCandidates, TreeLevel, first_candidate
+from thalweg.kernels.draft_state.triton import not_finite
 from thalweg.kernels.launch import launch_options
 from thalweg.kernels.pdl import pdl_begin
+from thalweg.kernels.slot_columns import AT, DRAFTS, END, INT_COLUMNS, LENGTH
 
-PART = 4096  # entries of a row that a program looks at
-BLOCK = 2048  # numbers of a state that one looks at together
-LEAST = tl.constexpr(-3.4028234663852886e38)  # what is impossible and yet one of those that are there
+PART = constexpr(4096)  # entries of a row that a program looks at
+BLOCK = constexpr(2048)  # numbers of a state that one looks at together
+LEAST = constexpr(-3.4028234663852886e38)  # the score of an impossible candidate
+
+
+class _Parts(NamedTuple):
+    """Of T tokens and P parts of their logits: the best B entries of each part, its largest logit and Σ exp."""
+
+    top_TPB: Tensor
+    id_TPB: Tensor
+    most_TP: Tensor
+    sum_TP: Tensor
 
 
 @triton.jit
-def _best_of_parts(
-    logits_TD, top_TPB, id_TPB, most_TP, sum_TP, stride, D, B, BLOCK: tl.constexpr, PDL: tl.constexpr
-):  # fmt: skip
+def _best_of_parts(logits_TD, parts, stride, D, B, PDL: constexpr):
     pdl_begin(PDL)
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     place = token * tl.num_programs(1) + part
-    d_B = part * BLOCK + tl.arange(0, BLOCK)
+    d_B = part * PART + tl.arange(0, PART)
     x_B = tl.load(logits_TD + token * stride + d_B, mask=d_B < D, other=float("-inf"))
     most = tl.max(x_B, 0)
     base = tl.where(most == float("-inf"), 0.0, most)
-    tl.store(most_TP + place, base)
-    tl.store(sum_TP + place, tl.sum(tl.exp(x_B - base), 0))  # what is no number stays so
+    tl.store(parts.most_TP + place, base)
+    tl.store(parts.sum_TP + place, tl.sum(tl.exp(x_B - base), 0))  # what is no number stays so
     x_B = tl.where(d_B < D, tl.where(x_B == x_B, tl.maximum(x_B, LEAST), LEAST), float("-inf"))
     for b in range(B):
         top, at = tl.max(x_B, 0, return_indices=True, return_indices_tie_break_left=True)
-        tl.store(top_TPB + place * B + b, top)
-        tl.store(id_TPB + place * B + b, part * BLOCK + at)
-        x_B = tl.where(d_B == part * BLOCK + at, float("-inf"), x_B)
+        tl.store(parts.top_TPB + place * B + b, top)
+        tl.store(parts.id_TPB + place * B + b, part * PART + at)
+        x_B = tl.where(d_B == part * PART + at, float("-inf"), x_B)
 
 
 @triton.jit
-def _best(
-    top_TPB, id_TPB, most_TP, sum_TP, ids_D, score_TB, token_TB, P, B, NAMED: tl.constexpr, BLOCK_P: tl.constexpr,
-    BLOCK_C: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+def _best(parts, ids_D, score_TB, token_TB, P, B, BLOCK_P: constexpr, BLOCK_C: constexpr, PDL: constexpr):
     pdl_begin(PDL)
     token = tl.program_id(0).to(tl.int64)
     p_B, c_B = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_C)
-    most_B = tl.load(most_TP + token * P + p_B, mask=p_B < P, other=LEAST)
-    sum_B = tl.load(sum_TP + token * P + p_B, mask=p_B < P, other=0.0)
+    most_B = tl.load(parts.most_TP + token * P + p_B, mask=p_B < P, other=LEAST)
+    sum_B = tl.load(parts.sum_TP + token * P + p_B, mask=p_B < P, other=0.0)
     most = tl.max(most_B, 0)
     whole = most + tl.log(tl.sum(sum_B * tl.exp(most_B - most), 0))
-    top_B = tl.load(top_TPB + token * P * B + c_B, mask=c_B < P * B, other=float("-inf"))
+    top_B = tl.load(parts.top_TPB + token * P * B + c_B, mask=c_B < P * B, other=float("-inf"))
     for b in range(B):
         top, at = tl.max(top_B, 0, return_indices=True, return_indices_tie_break_left=True)
         score = tl.where(top > LEAST, top - whole, float("-inf"))
-        id = tl.load(id_TPB + token * P * B + at).to(tl.int64)
-        if NAMED:
+        id = tl.load(parts.id_TPB + token * P * B + at).to(tl.int64)
+        if ids_D is not None:
             id = tl.load(ids_D + id)
         tl.store(score_TB + token * B + b, tl.where(score == score, score, float("-inf")))
         tl.store(token_TB + token * B + b, id)
@@ -69,94 +78,60 @@ def _best(
 
 def top_children(logits_TD: Tensor, branches: int, ids_D: Tensor | None) -> tuple[Tensor, Tensor]:
     """See `ref.top_children`. logits_TD float32."""
-    (tokens, entries), device = logits_TD.shape, logits_TD.device
-    parts = triton.cdiv(entries, PART)
-    top, id = (torch.empty(tokens, parts, branches, dtype=kind, device=device) for kind in (torch.float32, torch.int32))
-    most, total = (torch.empty(tokens, parts, dtype=torch.float32, device=device) for _ in range(2))
-    score, token = (torch.empty(tokens, branches, dtype=kind, device=device) for kind in (torch.float32, torch.int64))
-    options = launch_options(logits_TD)
-    _best_of_parts[tokens, parts](
-        logits_TD, top, id, most, total, logits_TD.stride(0), entries, branches, PART, num_warps=8, **options
-    )
+    (tokens, entries), options = logits_TD.shape, launch_options(logits_TD)
+    count = triton.cdiv(entries, PART.value)
+    new, best = logits_TD.new_empty, (tokens, count, branches)
+    parts = _Parts(new(best), new(best, dtype=torch.int32), new(tokens, count), new(tokens, count))
+    score_TB, token_TB = new(tokens, branches), new(tokens, branches, dtype=torch.int64)
+    _best_of_parts[tokens, count](logits_TD, parts, logits_TD.stride(0), entries, branches, num_warps=8, **options)
     _best[(tokens,)](
-        top, id, most, total, token if ids_D is None else ids_D, score, token, parts, branches, ids_D is not None,
-        triton.next_power_of_2(parts), triton.next_power_of_2(parts * branches), num_warps=2, **options,
+        parts, ids_D, score_TB, token_TB, count, branches, triton.next_power_of_2(count),
+        triton.next_power_of_2(count * branches), num_warps=2, **options,
     )  # fmt: skip
-    return score, token
+    return score_TB, token_TB
 
 
 @triton.jit(do_not_specialize=["M", "C", "first", "depth"])
 def _advance(
-    score_TB,
-    token_TB,
-    number_EM,
-    ahead_EM,
-    mask_EM,
-    level_EM,
-    slot_E,
-    ints_EI,
-    table_SP,
-    score_EC,
-    token_EC,
-    parent_EC,
-    number_EB,
-    ahead_EB,
-    mask_EB,
-    level_EB,
-    ids_T,
-    positions_T,
-    columns_T,
-    tree_mask_T,
-    write_T,
-    real_T,
-    from_T,
-    M,
-    B,
-    C,
-    first,
-    depth,
-    P,
-    stride,
-    PAGE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    score_TB, token_TB, level, slot_E, ints_EI, table_SP, made, following, placed, M, B, C, first, depth, P, stride,
+    PAGE: constexpr, BLOCK: constexpr, PDL: constexpr,
+):  # fmt: skip
     pdl_begin(PDL)
     row = tl.program_id(0)
     c_B = tl.arange(0, BLOCK)
     inside, m_B, own = c_B < M * B, row * M + c_B // B, row * M * B
     score_B = tl.load(score_TB + own + c_B, mask=inside, other=float("-inf"))
-    score_B += tl.load(level_EM + m_B, mask=inside, other=0.0)
+    score_B += tl.load(level.score_EM + m_B, mask=inside, other=0.0)
     place_B = row * C + first + c_B
-    tl.store(score_EC + place_B, score_B, mask=inside)
-    tl.store(token_EC + place_B, tl.load(token_TB + own + c_B, mask=inside), mask=inside)
-    tl.store(parent_EC + place_B, tl.load(number_EM + m_B, mask=inside), mask=inside)
+    tl.store(made.score_EC + place_B, score_B, mask=inside)
+    tl.store(made.token_EC + place_B, tl.load(token_TB + own + c_B, mask=inside), mask=inside)
+    tl.store(made.parent_EC + place_B, tl.load(level.number_EM + m_B, mask=inside), mask=inside)
     slot = tl.load(slot_E + row)
-    at, end = tl.load(ints_EI + row * stride + 1), tl.load(ints_EI + row * stride + 2)
+    at, end = tl.load(ints_EI + row * stride + AT), tl.load(ints_EI + row * stride + END)
     left_B = tl.where(inside, tl.maximum(score_B, LEAST), float("-inf"))
     for b in range(B):
         top, c = tl.max(left_B, 0, return_indices=True, return_indices_tie_break_left=True)
         left_B = tl.where(c_B == c, float("-inf"), left_B)
         m, here = row * M + c // B, row * B + b
-        ahead = tl.load(ahead_EM + m) * 0 + (1 + depth * B + b)
-        further = ahead - tl.load(ahead_EM + m)
-        parent_mask = tl.where(depth > 0, tl.load(mask_EM + m), -1)
+        ahead = tl.load(level.ahead_EM + m) * 0 + (1 + depth * B + b)
+        further = ahead - tl.load(level.ahead_EM + m)
+        parent_mask = tl.where(depth > 0, tl.load(level.mask_EM + m), -1)
         mask = (parent_mask << further) | 1
         column = at + ahead
         real = (column < end).to(tl.int64)
         column *= real
         page = tl.load(table_SP + slot * P + column // PAGE).to(tl.int64)
-        tl.store(number_EB + here, (first + c + 1).to(tl.int64))
-        tl.store(ahead_EB + here, ahead)
-        tl.store(mask_EB + here, mask)
-        tl.store(level_EB + here, tl.where(top > LEAST, top, float("-inf")))
-        tl.store(ids_T + here, tl.load(token_TB + own + c) * real)
-        tl.store(positions_T + here, (at + depth + 1) * real)
-        tl.store(columns_T + here, column)
-        tl.store(tree_mask_T + here, mask)
-        tl.store(write_T + here, (page * PAGE + column % PAGE) * real)
-        tl.store(real_T + here, real > 0)
-        tl.store(from_T + here, m.to(tl.int64))
+        tl.store(following.number_EM + here, (first + c + 1).to(tl.int64))
+        tl.store(following.ahead_EM + here, ahead)
+        tl.store(following.mask_EM + here, mask)
+        tl.store(following.score_EM + here, tl.where(top > LEAST, top, float("-inf")))
+        tl.store(placed.ids_T + here, tl.load(token_TB + own + c) * real)
+        tl.store(placed.positions_T + here, (at + depth + 1) * real)
+        tl.store(placed.columns_T + here, column)
+        tl.store(placed.tree_mask_T + here, mask)
+        tl.store(placed.write_T + here, (page * PAGE + column % PAGE) * real)
+        tl.store(placed.real_T + here, real > 0)
+        tl.store(placed.from_T + here, m.to(tl.int64))
 
 
 def expand_level(
@@ -164,17 +139,12 @@ def expand_level(
     page: int, made: TreeCandidates
 ) -> tuple[TreeLevel, LevelInputs]:  # fmt: skip
     """See `ref.expand_level`."""
-    (many, nodes), branches, device = level.number_EM.shape, score_TB.shape[1], slot_E.device
-
-    def empty(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.empty(*shape, dtype=dtype, device=device)
-
-    shape = many, branches
-    following = TreeLevel(empty(*shape), empty(*shape), empty(*shape), empty(*shape, dtype=torch.float32))
-    kinds = [torch.int64] * 5 + [torch.bool, torch.int64]
-    placed = LevelInputs(*(empty(many * branches, dtype=kind) for kind in kinds))
+    (many, nodes), branches = level.number_EM.shape, score_TB.shape[1]
+    new, shape, kinds = slot_E.new_empty, (many, branches), [torch.int64] * 5 + [torch.bool, torch.int64]
+    following = TreeLevel(new(shape), new(shape), new(shape), new(shape, dtype=torch.float32))
+    placed = LevelInputs(*(new(many * branches, dtype=kind) for kind in kinds))
     _advance[(many,)](
-        score_TB, token_TB, *level, slot_E, ints_EI, table_SP, *made, *following, *placed, nodes, branches,
+        score_TB, token_TB, level, slot_E, ints_EI, table_SP, made, following, placed, nodes, branches,
         made.score_EC.shape[1], first_candidate(depth, branches), depth, table_SP.shape[1], ints_EI.stride(0), page,
         triton.next_power_of_2(nodes * branches), num_warps=1, **launch_options(slot_E),
     )  # fmt: skip
@@ -183,48 +153,23 @@ def expand_level(
 
 @triton.jit(do_not_specialize=["C", "K", "deepest"])
 def _settle(
-    score_EC,
-    token_EC,
-    parent_EC,
-    state_TW,
-    given_EW,
-    slot_E,
-    ints_EI,
-    tokens_SL,
-    ints_SI,
-    nodes_SN3,
-    rank_EC,
-    token_EK,
-    parent_EK,
-    sound_E,
-    B,
-    C,
-    K,
-    L,
-    SPAN,
-    W,
-    stride,
-    deepest,
-    NODES: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    made, state_TW, given_EW, slot_E, ints_EI, fields, rank_EC, out, B, C, K, L, SPAN, W, stride, deepest,
+    NODES: constexpr, BLOCK_C: constexpr, PDL: constexpr,
+):  # fmt: skip
     pdl_begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     c_B = tl.arange(0, BLOCK_C)
     inside, own = c_B < C, row * C
-    score_B = tl.maximum(tl.load(score_EC + own + c_B, mask=inside, other=float("-inf")), LEAST)
+    score_B = tl.maximum(tl.load(made.score_EC + own + c_B, mask=inside, other=float("-inf")), LEAST)
     rank_B = tl.zeros([BLOCK_C], tl.int32)
     for c in range(C):
-        score = tl.maximum(tl.load(score_EC + own + c), LEAST)
+        score = tl.maximum(tl.load(made.score_EC + own + c), LEAST)
         rank_B += ((score > score_B) | ((score == score_B) & (c < c_B))).to(tl.int32)
     tl.store(rank_EC + own + c_B, rank_B, mask=inside)
     tl.debug_barrier()  # others' ranks are read
     kept = inside & (rank_B < K)
     number_B = tl.where(kept, rank_B + 1, 0).to(tl.int64)
-    ancestor_B = tl.load(parent_EC + own + c_B, mask=kept, other=0)
+    ancestor_B = tl.load(made.parent_EC + own + c_B, mask=kept, other=0)
     parent_B = tl.zeros([BLOCK_C], tl.int64)
     mask_B = ((parent_B - 1) << number_B) | 1
     for up in range(deepest):
@@ -233,33 +178,34 @@ def _settle(
         parent_B = tl.where(there & (up == 0), node_B, parent_B)
         seen_B = (ancestor_B * 0 + 1) << tl.where(there, number_B - node_B, 0)
         mask_B = tl.where(there, mask_B | seen_B, mask_B)
-        ancestor_B = tl.load(parent_EC + own + ancestor_B - 1, mask=there, other=0)
+        ancestor_B = tl.load(made.parent_EC + own + ancestor_B - 1, mask=there, other=0)
     slot = tl.load(slot_E + row)
-    length = tl.load(ints_EI + row * stride)
-    token_B = tl.load(token_EC + own + c_B, mask=kept, other=0)
-    node = nodes_SN3 + (slot * NODES + number_B) * 3
+    length = tl.load(ints_EI + row * stride + LENGTH)
+    token_B = tl.load(made.token_EC + own + c_B, mask=kept, other=0)
+    node = fields.nodes_SN3 + (slot * NODES + number_B) * 3
     depth_B = tl.where(c_B < B, 1, 2 + (c_B - B) // (B * B)).to(tl.int64)
     tl.store(node, parent_B, mask=kept)
     tl.store(node + 1, depth_B, mask=kept)
     tl.store(node + 2, mask_B, mask=kept)
-    tl.store(tokens_SL + slot * L + tl.minimum(length + number_B - 1, L - 1), token_B.to(tl.int32), mask=kept)
-    tl.store(token_EK + row * K + number_B - 1, token_B, mask=kept)
-    tl.store(parent_EK + row * K + number_B - 1, parent_B, mask=kept)
-    tl.store(ints_SI + slot * COLUMNS + 7, slot * 0 + K)
+    tl.store(fields.tokens_SL + slot * L + tl.minimum(length + number_B - 1, L - 1), token_B.to(tl.int32), mask=kept)
+    tl.store(out.token_EK + row * K + number_B - 1, token_B, mask=kept)
+    tl.store(out.parent_EK + row * K + number_B - 1, parent_B, mask=kept)
+    tl.store(fields.ints_SI + slot * INT_COLUMNS + DRAFTS, slot * 0 + K)
     first_B = inside & (c_B % B == 0)  # children: of a node that is possible the best is, if its logits were numbers
-    node_B = tl.load(parent_EC + own + c_B, mask=first_B, other=0)
-    of_B = tl.load(score_EC + own + node_B - 1, mask=first_B & (node_B > 0), other=0.0)
+    node_B = tl.load(made.parent_EC + own + c_B, mask=first_B, other=0)
+    of_B = tl.load(made.score_EC + own + node_B - 1, mask=first_B & (node_B > 0), other=0.0)
     lost = tl.sum((first_B & (score_B <= LEAST) & (of_B > LEAST)).to(tl.int32), 0)
-    bad, worse = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
-    for start in range(0, SPAN, BLOCK):  # of what is infinite or no number the difference to itself is no number
-        w_B = start + tl.arange(0, BLOCK)
-        x_B = tl.load(state_TW + row * SPAN + w_B, mask=w_B < SPAN, other=0.0).to(tl.float32)
-        worse |= (x_B - x_B != 0).to(tl.int32)
+    worse, bad = _any_not_finite(state_TW + row * SPAN, SPAN), _any_not_finite(given_EW + row * W, W)
+    tl.store(out.sound_E + row, (~worse & (lost == 0)) | bad)
+
+
+@triton.jit
+def _any_not_finite(x_W, W):
+    found = tl.zeros([BLOCK], tl.int32)
     for start in range(0, W, BLOCK):
         w_B = start + tl.arange(0, BLOCK)
-        x_B = tl.load(given_EW + row * W + w_B, mask=w_B < W, other=0.0).to(tl.float32)
-        bad |= (x_B - x_B != 0).to(tl.int32)
-    tl.store(sound_E + row, ((tl.max(worse, 0) == 0) & (lost == 0)) | (tl.max(bad, 0) > 0))
+        found |= not_finite(tl.load(x_W + w_B, mask=w_B < W, other=0.0))
+    return tl.max(found, 0) > 0
 
 
 def store_best_tree(
@@ -279,28 +225,7 @@ def store_best_tree(
     rank = torch.empty(many, count, dtype=torch.int32, device=device)
     state_TW, given_EW = state_TW.contiguous(), given_EW.contiguous()
     _settle[(many,)](
-        *made,
-        state_TW,
-        given_EW,
-        slot_E,
-        ints_EI,
-        fields.tokens_SL,
-        fields.ints_SI,
-        fields.nodes_SN3,
-        rank,
-        *out,
-        branches,
-        count,
-        nodes,
-        fields.tokens_SL.shape[1],
-        state_TW.numel() // many,
-        given_EW.shape[1],
-        ints_EI.stride(0),
-        deepest,
-        fields.nodes_SN3.shape[1],
-        fields.ints_SI.shape[1],
-        triton.next_power_of_2(count),
-        BLOCK,
-        num_warps=4,
-        **launch_options(slot_E),
-    )
+        made, state_TW, given_EW, slot_E, ints_EI, fields, rank, out, branches, count, nodes, fields.tokens_SL.shape[1],
+        state_TW.numel() // many, given_EW.shape[1], ints_EI.stride(0), deepest, fields.nodes_SN3.shape[1],
+        triton.next_power_of_2(count), num_warps=4, **launch_options(slot_E),
+    )  # fmt: skip

@@ -1,27 +1,29 @@
-"""What `move.ref` does, of all planes in one launch; torch takes two for each plane, 122 for the layers of DeepSeek-V3.
+"""`ref.move` in one launch for all planes; torch takes two for each plane, 122 for the layers of DeepSeek-V3.
 
-Bytes: what is moved, twice: 70 KB for each token of V3, some ns; the launch is the floor."""
+Bytes: what is moved, twice: 70 KB for each token of V3, some ns; the launch is the floor.
+"""
 
 from __future__ import annotations
 
-from typing import Sequence
+from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from thalweg.kernels.launch import launch_options
+from thalweg.kernels.pdl import pdl_launch, pdl_wait
 
 WORD = 4  # bytes
 
 
 @triton.jit(do_not_specialize=["places"], do_not_specialize_on_alignment=["froms", "tos"])
-def _move(planes, froms, tos, places, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _move(planes, froms, tos, places, BLOCK: constexpr, PDL: constexpr):
     """Program (p, e): the places of row e in plane p, one after the other."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    pdl_wait(PDL)
+    pdl_launch(PDL)
     plane, row = tl.program_id(0), tl.program_id(1)
     memory = tl.load(planes + 2 * plane).to(tl.pointer_type(tl.int32))
     words, word = tl.load(planes + 2 * plane + 1), tl.arange(0, BLOCK)

@@ -46,7 +46,7 @@ class DraftedTokens(NamedTuple):
 
 class DraftChain(NamedTuple):
     """Rows that are drafted for, one draft behind the other. slot_E int64. ahead_E int64: drafts that each has.
-    state_EW: behind the last of them. Of all drafts: drafts_EK int64; sound_E bool, see `spec.drafter.Proposed`.
+    state_EW: behind the last of them. Of all drafts: drafts_EK int64; sound_E bool, see `spec.drafter.DraftOutput`.
     """
 
     slot_E: Tensor
@@ -57,26 +57,37 @@ class DraftChain(NamedTuple):
 
 
 def shift_hidden_states(
-    state_TW: Tensor, rows: DraftRows, places: TokenPlaces, kept_SW: Tensor, ends_PW: Tensor, ints_SI: Tensor, page: int
+    state_TW: Tensor,
+    rows: DraftRows,
+    places: TokenPlaces,
+    kept_SW: Tensor,
+    ends_PW: Tensor,
+    ints_SI: Tensor,
+    page: int,
+    has_others: bool = True,
 ) -> Tensor:
-    """→ [T, W]: of each token of a row the state of the position before it, of its first the one that its slot has
-    kept; of tokens of no row 0. Then the slots keep the state of the last token by which the step has moved them on
-    (that of a row that there is not may keep any), and pages that of their last position. ints_SI: see `batch.slots`,
-    whose second column is the next position. page: its tokens. Page 0, which nobody reads, takes what is written for
-    all others.
+    """Returns [T, W]: for each token the state of the previous position; for a row's first token the state kept in its
+    slot; 0 for tokens of no row, which there are only with `has_others`.
+
+    Then each slot keeps the state of the last token by which the step has moved it on, and pages that of their last
+    position. ints_SI: see `batch.slots`; its second column is the next position. page: its tokens. Page 0 is never read
+    and takes all other writes.
     """
     last = len(state_TW) - 1
-    behind_RT = torch.arange(1 + last, device=state_TW.device) - rows.first_R.unsqueeze(1)
-    inside_T = ((behind_RT >= 0) & (behind_RT < rows.n_R.unsqueeze(1))).any(0)
     before_NW = torch.cat((state_TW[:1], state_TW))  # N = T + 1: the last is written for rows that there are not
     before_NW.index_copy_(0, rows.first_R, kept_SW.index_select(0, rows.slot_R))
-    ends_T = (places.position_T % page == page - 1) & places.real_T & inside_T
+    ends_T = (places.position_T % page == page - 1) & places.real_T
+    before_TW = before_NW[:-1]
+    if has_others:
+        behind_RT = torch.arange(1 + last, device=state_TW.device) - rows.first_R.unsqueeze(1)
+        inside_T = ((behind_RT >= 0) & (behind_RT < rows.n_R.unsqueeze(1))).any(0)
+        ends_T, before_TW = ends_T & inside_T, before_TW * inside_T.unsqueeze(1)
     ends_PW.index_copy_(0, places.write_T // page * ends_T, state_TW)
     first_R = rows.first_R.clamp(max=last)
     moved_R = ints_SI[:, 1].index_select(0, rows.slot_R) - places.position_T.index_select(0, first_R)
     last_R = first_R + torch.minimum(moved_R, rows.n_R).clamp_(min=1) - 1
     kept_SW.index_copy_(0, rows.slot_R, state_TW.index_select(0, last_R))
-    return before_NW[:-1] * inside_T.unsqueeze(1)
+    return before_TW
 
 
 def valid_tokens(drawn: DraftedTokens) -> tuple[Tensor, Tensor]:
@@ -94,7 +105,7 @@ def store_draft(
     drawn: DraftedTokens, state_EW: Tensor, ints_EI: Tensor, chain: DraftChain, tokens_SL: Tensor, ints_SI: Tensor
 ) -> None:
     """One more draft of each row, with the state behind it. ints_EI: the slots' integers, at the draft's position
-    (`prepare.ref`). Writes the tokens plane, the slots' number of drafts, which is column 7 of ints_SI, and what
+    (`build_inputs.ref`). Writes the tokens plane, the slots' number of drafts, which is column 7 of ints_SI, and what
     `chain` holds.
     """
     slot_E, ahead_E = chain.slot_E, chain.ahead_E

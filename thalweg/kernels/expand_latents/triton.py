@@ -1,4 +1,4 @@
-"""Keys and values made of latents, for an attention that wants each head's key in one piece: key[s, h] = (W_UK[h] ·
+"""Keys and values made of latents, for an attention that reads each head's key in one piece: key[s, h] = (W_UK[h] ·
 latent[s], rotated key[s]), value[s, h] = W_UV[h] · latent[s].
 
 S context tokens, H heads, r latent rank, c rope dims, D = r + c, n nope dims, v value dims. Floor: 2 · S · H · (n + v)
@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from thalweg.kernels.attend.triton import wait_for_previous
 from thalweg.kernels.launch import launch_config
@@ -48,9 +49,9 @@ def expand_latents(latents_SD: Tensor, uk_HnR: Tensor, uv_HvR: Tensor) -> tuple[
 @triton.jit(do_not_specialize=["tokens"])
 def _expand_latents(
     key_SHq, value_SHv, latents_SD, uk_HnR, uv_HvR, tokens, heads, latent_row, uk_head, uv_head,
-    NOPE: tl.constexpr, V: tl.constexpr, ROPE: tl.constexpr, RANK: tl.constexpr, BLOCK_S: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
+    NOPE: constexpr, V: constexpr, ROPE: constexpr, RANK: constexpr, BLOCK_S: constexpr,
+    BLOCK_R: constexpr,
+    STAGES: constexpr, PDL: constexpr,
 ):  # fmt: skip
     """Program (p, b): block b of tokens, keys of head p or values of head p - heads. The heads of a block of tokens run
     together.
@@ -72,8 +73,8 @@ def _expand_latents(
 
 @triton.jit
 def _product(
-    out, row, real, w_NR, N: tl.constexpr, RANK: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_R: tl.constexpr,
-    STAGES: tl.constexpr
+    out, row, real, w_NR, N: constexpr, RANK: constexpr, BLOCK_S: constexpr, BLOCK_R: constexpr,
+    STAGES: constexpr
 ):  # fmt: skip
     """Stores latents times the transpose of a head's weights [N, r], summed in float32."""
     r = tl.arange(0, BLOCK_R)

@@ -24,7 +24,7 @@ RunExperts = Callable[..., None]
 
 
 def runner(backend: str, deterministic: bool = False) -> RunExperts:
-    """What computes experts: "triton", "deep_gemm", or "triton+deep_gemm". deterministic: a token's bits depend on
+    """The runner of a backend: "triton", "deep_gemm" or "triton+deep_gemm". deterministic: a token's bits depend on
     nothing but the token, which no library promises.
     """
     return partial(_in_pieces, partial(own.run_experts, deterministic=True) if deterministic else RUNNERS[backend])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -25,12 +26,11 @@ from thalweg.kernels.case import (
     draw_tensor,
     fp8_weight,
     model_dtype,
-    size,
     tolerance_of,
     with_triton,
 )
-from thalweg.kernels.experts import fp8, script
-from thalweg.kernels.experts.ref import add_experts_
+from thalweg.kernels.experts import fp8
+from thalweg.kernels.experts.ref import SCRIPTABLE, add_experts_, scripted
 from thalweg.kernels.gemm import deep_gemm
 from thalweg.kernels.launch import triton_available
 
@@ -86,14 +86,11 @@ def small_case(generator: torch.Generator, shape: Shape, dtype: torch.dtype) -> 
         for token, k in product(range(shape.tokens), range(shape.topk)):
             gate, up = (w13[ids[token, k]].double() @ x[token].double()).chunk(2)
             exact[token] += weights[token, k] * (w2[ids[token, k]].double() @ (F.silu(gate) * up))
-    used = len(set(ids.flatten().tolist()))
     return KernelCase(
         name=f"{shape.tokens} tokens, {shape.topk} of {shape.experts} experts, {shape.hidden} x {shape.inner}, {dtype}",
         inputs=inputs,
         exact=(exact,),
         tolerance=1e-2 if dtype == E4M3 else tolerance_of(dtype),  # bf16 of the sum, and of each expert's part
-        flops=6 * shape.tokens * shape.topk * shape.hidden * shape.inner,
-        bytes=size(x, inputs["out_TH"]) + size(w13, w2) * used // shape.experts,
     )
 
 
@@ -119,7 +116,7 @@ def run(
 
 
 def run_script(**inputs: Any) -> tuple[Tensor]:
-    return run(function=script.compiled(), **inputs)
+    return run(function=scripted(), **inputs)
 
 
 def run_fp8(out_TH: Tensor, x_TH: Tensor, accumulate: bool = True, **inputs: Any) -> tuple[Tensor]:
@@ -127,27 +124,16 @@ def run_fp8(out_TH: Tensor, x_TH: Tensor, accumulate: bool = True, **inputs: Any
     return (fp8.add_experts_(_start(out_TH, accumulate), x_TH, inputs["ids_TK"], inputs["weights_TK"], *pairs),)
 
 
-def run_triton(out_TH: Tensor, x_TH: Tensor, **inputs: Any) -> tuple[Tensor]:
-    from thalweg.kernels.experts.triton import run_experts
-
-    return _run_kernels(run_experts, out_TH, x_TH, **inputs)
-
-
-def run_deep_gemm(out_TH: Tensor, x_TH: Tensor, **inputs: Any) -> tuple[Tensor]:
-    from thalweg.kernels.experts.ext import run_experts
-
-    return _run_kernels(run_experts, out_TH, x_TH, **inputs)
-
-
-def _run_kernels(
-    run_experts: Run, out_TH: Tensor, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, accumulate: bool = True,
-    shared: int = 0, **stacks: Tensor,
+def run_kernels(
+    out_TH: Tensor, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, accumulate: bool = True, shared: int = 0,
+    backend: str = "triton", **stacks: Tensor,
 ) -> tuple[Tensor]:  # fmt: skip
+    from thalweg.kernels.experts.backends import RUNNERS
     from thalweg.kernels.experts.triton import ExpertWeights
     from thalweg.kernels.router.triton import RouterOutput
 
     routed = RouterOutput(weights_TK, ids_TK.int(), shared=shared)
-    run_experts(out_TH, x_TH, routed, ExpertWeights(**stacks), accumulate)
+    RUNNERS[backend](out_TH, x_TH, routed, ExpertWeights(**stacks), accumulate)
     return (out_TH,)
 
 
@@ -179,12 +165,11 @@ def _timed(shapes: Shapes, device: torch.device, dtype: torch.dtype, ref: Run) -
     name, one_token, counts = shapes[device.type]
     backends = {"ref": ref}
     is_gpu, is_fp8 = device.type == "cuda", dtype == E4M3
-    if not is_gpu and not is_fp8 and script.AVAILABLE:
+    if not is_gpu and not is_fp8 and SCRIPTABLE:
         backends["script"] = run_script
     if is_gpu and triton_available():
-        backends["triton"] = lambda **inputs: run_triton(shared=one_token.shared, **inputs)
-        if deep_gemm.available():
-            backends["deep_gemm"] = lambda **inputs: run_deep_gemm(shared=one_token.shared, **inputs)
+        for backend in ("triton", *(["deep_gemm"] if deep_gemm.available() else [])):
+            backends[backend] = partial(run_kernels, shared=one_token.shared, backend=backend)
     math = "float32" if not is_gpu else "fp8" if is_fp8 else "bf16"
 
     def case(shape: Shape) -> TimedCase:
@@ -212,5 +197,5 @@ def sizes_fp8(device: torch.device) -> Iterator[TimedCase]:
     return _timed(SHAPES_FP8, device, E4M3, run_fp8)
 
 
-BACKENDS = with_triton(run, run_triton) | ({"script": run_script} if script.AVAILABLE else {})
-FP8 = Operation(cases_fp8, with_triton(run_fp8, run_triton), sizes_fp8)
+BACKENDS = with_triton(run, run_kernels) | ({"script": run_script} if SCRIPTABLE else {})
+FP8 = Operation(cases_fp8, with_triton(run_fp8, run_kernels), sizes_fp8)

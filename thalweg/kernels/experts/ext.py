@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from thalweg.core.kernels import CheckCase
-from thalweg.kernels.experts.case import Shape, run_deep_gemm, small_case
+from thalweg.kernels.check import check_results
+from thalweg.kernels.experts.case import Shape, run_kernels, small_case
 from thalweg.kernels.experts.triton import ExpertWeights
 from thalweg.kernels.gemm.deep_gemm import library
 from thalweg.kernels.moe_align.triton import combine, gather, sort
@@ -26,6 +27,10 @@ from thalweg.kernels.silu_mul.triton import silu_mul, silu_mul_quantize
 
 MIN_TOKENS = 3072  # below, tiles of 128 rows are half empty and the Triton kernels are faster (measured for V3 in FP8)
 TILE = 128  # rows of a segment's tile: get_mk_alignment_for_contiguous_layout()
+INSTEAD = (
+    "install the sgl-deep-gemm that fits this torch, or nvcc ≥ 12.9, or set DG_JIT_USE_NVRTC=1; or use"
+    " --moe-runner-backend triton"
+)
 LAYOUT = {"use_psum_layout": True, "ensure_zero_padding": False}
 
 
@@ -36,17 +41,8 @@ def check(device: torch.device, case: CheckCase) -> None:
     dtype = torch.float8_e4m3fn if case.is_fp8 else torch.bfloat16
     small = small_case(torch.Generator().manual_seed(1), Shape(5, 3, 2, 512, 256), dtype)
     inputs = {name: tensor.to(device) for name, tensor in small.inputs.items()}
-    out, exact = inputs["out_TH"], small.exact[0].to(device)
-    try:
-        run_deep_gemm(**inputs)
-    except (RuntimeError, AttributeError, TypeError, OSError, AssertionError, ImportError) as error:
-        raise RuntimeError(
-            f"DeepGEMM does not run here ({error}): install the sgl-deep-gemm that fits this torch, or nvcc ≥ 12.9, or"
-            " set DG_JIT_USE_NVRTC=1; or use --moe-runner-backend triton"
-        ) from error
-    error_is = float((out - exact).norm() / exact.norm())
-    if not error_is < 0.05:  # bf16 between the product and silu moves one code in twenty
-        raise RuntimeError(f"DeepGEMM is wrong here by {error_is:.3f} of the norm: use --moe-runner-backend triton")
+    # bf16 between the product and silu moves one code in twenty
+    check_results("DeepGEMM", INSTEAD, lambda: run_kernels(backend="deep_gemm", **inputs), small.exact, 0.05)
 
 
 def run_experts(

@@ -35,6 +35,6 @@ def add_experts_(
 
 
 def rounded(x_TK: Tensor) -> Tensor:
-    """What an FP8 product sees of activations, in float32."""
+    """Activations as an FP8 product rounds them, in float32."""
     q, scale = quantize_rows(x_TK.float(), BLOCK[1], False)
     return q.float() * scale.repeat_interleave(BLOCK[1], 1)

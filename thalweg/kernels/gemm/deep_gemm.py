@@ -5,22 +5,17 @@ compiler.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
 import shutil
 from functools import cache
 from types import ModuleType
 
-import torch
+from thalweg.kernels.launch import hopper_has
 
 
 def available() -> bool:
     """Whether it is installed and the current device is a Hopper."""
-    return (
-        importlib.util.find_spec("deep_gemm") is not None
-        and torch.cuda.is_available()
-        and torch.cuda.get_device_capability()[0] == 9
-    )
+    return hopper_has("deep_gemm")
 
 
 @cache

@@ -1,4 +1,4 @@
-"""What follows a matrix product in the same launch."""
+"""The steps after a matrix product in the same launch: bias, residual, where the result goes."""
 
 from __future__ import annotations
 

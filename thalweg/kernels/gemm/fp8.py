@@ -17,6 +17,7 @@ from torch import Tensor
 from thalweg.core.kernels import CheckCase
 from thalweg.kernels.batch_invariant_gemm import triton as batch_invariant_gemm
 from thalweg.kernels.case import fp8_weight
+from thalweg.kernels.check import check_results
 from thalweg.kernels.gemm import cublas, deep_gemm, ref
 from thalweg.kernels.gemm import triton as own
 from thalweg.kernels.gemm.epilogue import PLAIN, Epilogue
@@ -28,8 +29,6 @@ FEW = 8  # rows up to which the own kernel is faster than DeepGEMM with its laun
 # 1,536: 22 us against 45)
 FLAT, FLAT_ROWS = 2048, 128
 WRONG = 0.05  # of the norm: e4m3 activations alone differ by 2.6 %
-# raised by a library that is not the one we know
-FAILURES = RuntimeError, AttributeError, TypeError, ValueError, OSError, AssertionError, ImportError
 
 # (x, w, scale, epilogue) → y [M, N] bf16. x: bf16, or a norm of such; w: e4m3 [N, K], K a multiple of 128; scale:
 # float32 [ceil(N / 128), K / 128].
@@ -89,9 +88,10 @@ def _flat(device: torch.device) -> bool:
     there are requests.
     """
     try:
-        return _error(_cublas, device, own.MANY) < WRONG
-    except FAILURES:
+        _check_product("cublas", device, own.MANY)
+    except RuntimeError:
         return False
+    return True
 
 
 PRODUCTS: dict[str, Fp8Product] = {
@@ -106,21 +106,15 @@ def check(device: torch.device, case: CheckCase) -> None:
     """Compares a small case with the reference. Raises RuntimeError if the backend's library cannot run here or is
     wrong. A backend with cuBLAS beside its library also learns whether cuBLAS serves; without it the library does all.
     """
-    backend = case.backend
-    try:
-        error_is = _error(product(backend), device, 384)
-    except FAILURES as error:
-        raise RuntimeError(f"{backend} does not run here ({error}); use --fp8-gemm-backend triton") from error
-    if not error_is < WRONG:
-        raise RuntimeError(f"{backend} is wrong here by {error_is:.3f} of the norm; use --fp8-gemm-backend triton")
-    if PRODUCTS[backend] is _by_size:
+    _check_product(case.backend, device, 384)
+    if PRODUCTS[case.backend] is _by_size:
         _flat(torch.empty(0, device=device).device)  # by its number, as weights name it
 
 
-def _error(run: Fp8Product, device: torch.device, outputs: int) -> float:
-    """The error of 68 rows and a weight of so many, relative to the norm of the result."""
+def _check_product(backend: str, device: torch.device, outputs: int) -> None:
+    """68 rows times a weight of so many."""
     generator = torch.Generator(device).manual_seed(1)
     x = torch.randn(68, 512, generator=generator, device=device).bfloat16()
-    codes, scale = fp8_weight(generator, outputs, 512)
-    exact = ref.linear_fp8(x.float(), codes, scale)
-    return float((run(x, codes, scale).float() - exact).norm() / exact.norm())
+    weight = fp8_weight(generator, outputs, 512)
+    exact = (ref.linear_fp8(x.float(), *weight),)
+    check_results(backend, "use --fp8-gemm-backend triton", lambda: (PRODUCTS[backend](x, *weight),), exact, WRONG)

@@ -50,22 +50,13 @@ def _linear(
     rows, columns = m_B < M, n_B < N
     w_ptr = w_NK + tl.where(columns, n_B, 0).to(tl.int64)[:, None] * K + k_B[None, :]
     x_ptr = x_MK + tl.where(rows, m_B, 0)[:, None] * stride_x + k_B[None, :]
-    if K % BLOCK_K == 0:
-        # weights depend on nothing in the step: the first are loaded while the kernel before this one ends
-        w = tl.load(w_ptr, eviction_policy="evict_first")
-        pdl_wait(PDL)
-        sums = tl.dot(tl.load(x_ptr), w.T)
-        for start in range(BLOCK_K, K, BLOCK_K):
-            w = tl.load(w_ptr + start, eviction_policy="evict_first")
-            sums = tl.dot(tl.load(x_ptr + start), w.T, sums)
-    else:
-        pdl_wait(PDL)
-        sums = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        for start in range(0, K, BLOCK_K):
-            inside = start + k_B < K
-            w = tl.load(w_ptr + start, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
-            x = tl.load(x_ptr + start, mask=inside[None, :], other=0.0)
-            sums = tl.dot(x, w.T, sums)
+    # weights depend on nothing in the step: the first are loaded while the kernel before this one ends
+    w = tl.load(w_ptr, eviction_policy="evict_first")
+    pdl_wait(PDL)
+    sums = tl.dot(tl.load(x_ptr), w.T)
+    for start in range(BLOCK_K, K, BLOCK_K):
+        w = tl.load(w_ptr + start, eviction_policy="evict_first")
+        sums = tl.dot(tl.load(x_ptr + start), w.T, sums)
     if bias_N is not None:
         sums += tl.load(bias_N + n_B, mask=columns, other=0.0).to(tl.float32)[None, :]
     inside = rows[:, None] & columns[None, :]
@@ -162,22 +153,19 @@ def _gemv(
 
 @dataclass(frozen=True, slots=True)
 class GemvTile:
-    """Tile of `thin`: m rows of x and n of the weight a program; a step of K is `parts` pieces of `columns`, one or
-    more a warp; the last `ahead` steps' weights are loaded before the kernel waits for its predecessor, the others in a
-    pipeline of `stages`.
-    """
+    """The tile of one program of `gemv`."""
 
-    m: int
-    n: int
-    parts: int
-    columns: int
-    ahead: int
-    stages: int
+    m: int  # rows of x
+    n: int  # rows of the weight
+    parts: int  # pieces of one step of K, one or more a warp
+    columns: int  # of K, of each piece
+    ahead: int  # last steps whose weights are loaded before the kernel waits for its predecessor
+    stages: int  # of the pipeline of the other steps
     warps: int
 
 
 def gemv_tile(m: int, n: int, k: int, itemsize: int, normed: bool = False) -> GemvTile | None:
-    """What `thalweg tune` has found for this weight here, or else `tabled`; None where `gemv` does not serve."""
+    """The tile that `thalweg tune` found for this weight, or else `tabled`; None where `gemv` does not serve."""
     tile = tabled(m, n, k, itemsize, normed)
     return None if tile is None else TUNED.lookup("gemv", (n, k, itemsize, int(normed)), tile)
 
@@ -225,29 +213,30 @@ def _fp8_tile(m: int, n: int, k: int, normed: bool) -> GemvTile:
 
 def is_faster(m: int, n: int, k: int) -> bool:
     """Whether `linear` is faster than the library for a bf16 weight (measured on an H100)."""
-    return gemv_tile(m, n, k, 2) is not None or m <= 32 and n >= 4 * MANY
+    return gemv_tile(m, n, k, 2) is not None or m <= 32 and n >= 4 * MANY and k % GROUP == 0
 
 
 def linear(x: Tensor | LazyNorm, w_NK: Tensor, epilogue: Epilogue = PLAIN) -> Tensor:
-    """y [M, N], M ≤ 64. x, w: bf16."""
-    n, k = w_NK.shape
-    x = _resolved(x, n)
-    if (tile := gemv_tile(len(x), n, k, 2, isinstance(x, LazyNorm))) is not None:
+    """y [M, N], M ≤ 64. x, w: bf16, K a multiple of 128."""
+    x, tile = _tiled(x, w_NK)
+    if tile is not None:
         return gemv(x, w_NK, tile, epilogue=epilogue)
-    x_MK = rows_of(x)
+    x_MK, (n, k) = rows_of(x), w_NK.shape
     m = len(x_MK)
     y = epilogue.result(m, n, x_MK)
     block_m, block_n = 32 if m <= 32 else 64, 32  # the fastest of those tried on an H100
     _linear[(triton.cdiv(n, block_n), triton.cdiv(m, block_m))](
         x_MK, w_NK, epilogue.bias_N, epilogue.residual_MN, y, m, n, x_MK.stride(0), y.stride(0), y.stride(0),
-        k, block_m, block_n, 128, **launch_config(x_MK, 4, 4),
+        k, block_m, block_n, GROUP, **launch_config(x_MK, 4, 4),
     )  # fmt: skip
     return y
 
 
-def _resolved(x: Tensor | LazyNorm, n: int) -> Tensor | LazyNorm:
-    """Computes a norm first where each of many programs, or of many rows, would compute it."""
-    return rows_of(x) if n >= MANY or len(x) > NORMED else x
+def _tiled(x: Tensor | LazyNorm, w_NK: Tensor) -> tuple[Tensor | LazyNorm, GemvTile | None]:
+    """x and its tile. A norm is computed first where each of many programs, or of many rows, would compute it."""
+    n, k = w_NK.shape
+    x = rows_of(x) if n >= MANY or len(x) > NORMED else x
+    return x, gemv_tile(len(x), n, k, w_NK.itemsize, isinstance(x, LazyNorm))
 
 
 def can_fuse_swiglu(m: int, n: int, k: int) -> bool:
@@ -259,21 +248,18 @@ def swiglu(x: Tensor | LazyNorm, w_NK: Tensor, bias_N: Tensor | None = None) -> 
     """silu(gate) · up [M, N / 2] of x Wᵀ (+ b), whose first N / 2 columns are the gates, in one launch. Where
     `can_fuse_swiglu`.
     """
-    n, k = w_NK.shape
-    x = _resolved(x, n)
-    tile = gemv_tile(len(x), n, k, 2, isinstance(x, LazyNorm))
+    x, tile = _tiled(x, w_NK)
     assert tile is not None, "`can_fuse_swiglu` is false"
     return gemv(x, w_NK, tile, epilogue=Epilogue(bias_N), swiglu=True)
 
 
 def linear_fp8(x: Tensor | LazyNorm, w_NK: Tensor, scale_BB: Tensor, epilogue: Epilogue = PLAIN) -> Tensor:
     """y [M, N] bf16, M ≤ 32. w: e4m3 [N, K], K a multiple of 128, scale float32 [ceil(N / 128), K / 128]."""
-    n, k = w_NK.shape
-    x = _resolved(x, n)
-    tile = gemv_tile(len(x), n, k, 1, isinstance(x, LazyNorm))
+    x, tile = _tiled(x, w_NK)
     if tile is None:
+        inner = w_NK.shape[1]
         raise ValueError(
-            f"linear_fp8 takes up to {ROWS_FP8} rows of a multiple of {GROUP} columns, not {len(x)} of {k}"
+            f"linear_fp8 takes up to {ROWS_FP8} rows of a multiple of {GROUP} columns, not {len(x)} of {inner}"
         )
     return gemv(x, w_NK, tile, scale_BB, epilogue)
 

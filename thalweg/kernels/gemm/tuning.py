@@ -1,5 +1,5 @@
-"""What `thalweg tune` tries of few-row products: the tiles for one weight and each number of rows at which the table
-has another tile, and up to how many rows the own kernel is faster than DeepGEMM.
+"""The tiles that `thalweg tune` tries for one weight, at each number of rows where the table has another tile; and up
+to how many rows the own kernel is faster than DeepGEMM.
 """
 
 from __future__ import annotations

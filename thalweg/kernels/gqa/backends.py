@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from thalweg.kernels.attend.args import DecodeRows, KvPlanes, PagedRows, RaggedRows
@@ -17,7 +18,7 @@ from thalweg.kernels.gqa.triton import NewTokens
 
 
 class GqaShape(NamedTuple):
-    """What a kernel must know of a model; scores are scaled by dim^-1/2."""
+    """The facts of a model that a kernel needs; scores are scaled by dim^-1/2."""
 
     heads: int
     kv_heads: int
@@ -37,9 +38,7 @@ States = tuple[Tensor, Tensor | None]  # [T, H, d], and the LSE [T, H] where it 
 
 
 class GqaKernel(Protocol):
-    """Attention over pages. prepared: what `prepare` made of the step. with_lse: asks for the LSE, for
-    `merge_states`.
-    """
+    """Attention over pages. prepared: of `prepare`. with_lse: whether to return the LSE, for `merge_states`."""
 
     @property
     def plans(self) -> bool:
@@ -50,7 +49,7 @@ class GqaKernel(Protocol):
         """Whether `decode` can store new tokens."""
 
     def prepare(self, step: StepRows) -> Any:
-        """What all layers of a step share."""
+        """Makes what all layers of a step share."""
 
     def decode(
         self,
@@ -107,7 +106,5 @@ class TritonGqa:
     def ragged(
         self, query_THd: Tensor, kv: KvPlanes, rows: PagedRows, prepared: None, with_lse: bool = False
     ) -> States:
-        scale = self.shape.dim**-0.5
-        if with_lse:
-            return triton.prefill_with_lse(query_THd, kv, rows, scale=scale)
-        return triton.prefill(query_THd, kv, rows, scale=scale), None
+        lse_TH = query_THd.new_empty(query_THd.shape[:2], dtype=torch.float32) if with_lse else None
+        return triton.prefill(query_THd, kv, rows, scale=self.shape.dim**-0.5, lse_TH=lse_TH), lse_TH

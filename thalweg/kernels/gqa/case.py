@@ -22,7 +22,7 @@ from thalweg.kernels.attend.case import (
     starts_of,
 )
 from thalweg.kernels.attend.ref import attend_grouped
-from thalweg.kernels.case import Inputs, KernelCase, Run, TimedCase, draw_tensor, normal, size, tolerance_of
+from thalweg.kernels.case import Inputs, KernelCase, Run, TimedCase, draw_tensor, normal, tolerance_of
 from thalweg.kernels.gqa import fa3
 from thalweg.kernels.launch import triton_available
 
@@ -54,8 +54,6 @@ def cases(generator: torch.Generator) -> Iterator[KernelCase]:
                 inputs={"q_RqHd": q, "key_RSKd": key, "value_RSKd": value, "bias_RqS": bias},
                 exact=(torch.stack(exact),),
                 tolerance=tolerance_of(dtype),
-                flops=4 * heads * dim * int((bias == 0).sum()),
-                bytes=size(q, key, value),
             )
 
 
@@ -67,43 +65,51 @@ BACKENDS = {"ref": run}
 
 
 def paged_cases(generator: torch.Generator, dtype: torch.dtype = torch.bfloat16) -> Iterator[KernelCase]:
-    """Decode with `splits`, prefill where they are 0. exact: out [T, H, d], LSE [T, H]."""
-    for heads, kv_heads, dim, queries, contexts, splits, fp8, fixed in (
-        (28, 4, 128, (1, 1, 1), (1, 65, 1000), 1, False, False),
-        (28, 4, 128, (1, 1, 1), (1, 65, 1000), 4, False, False),
-        (64, 8, 128, (3, 3), (300, 129), 2, False, False),
-        (14, 2, 64, (2, 2), (1500, 129), 32, False, True),
-        (32, 2, 128, (4,), (300,), 2, False, False),
-        (28, 4, 128, (1, 1, 1), (1, 65, 1000), 3, True, False),
-        (28, 4, 128, (200, 1, 64), (200, 70, 190), 0, False, False),
-        (14, 2, 64, (300,), (1000,), 0, False, False),
-        (4, 4, 256, (130,), (130,), 0, False, False),
-        (28, 4, 128, (200, 5), (200, 300), 0, True, False),
+    """Cases with the dims of models."""
+    for shape, queries, contexts, splits, fp8, fixed in (
+        ((28, 4, 128), (1, 1, 1), (1, 65, 1000), 1, False, False),
+        ((28, 4, 128), (1, 1, 1), (1, 65, 1000), 4, False, False),
+        ((64, 8, 128), (3, 3), (300, 129), 2, False, False),
+        ((14, 2, 64), (2, 2), (1500, 129), 32, False, True),
+        ((32, 2, 128), (4,), (300,), 2, False, False),
+        ((28, 4, 128), (1, 1, 1), (1, 65, 1000), 3, True, False),
+        ((28, 4, 128), (200, 1, 64), (200, 70, 190), 0, False, False),
+        ((14, 2, 64), (300,), (1000,), 0, False, False),
+        ((4, 4, 256), (130,), (130,), 0, False, False),
+        ((28, 4, 128), (200, 5), (200, 300), 0, True, False),
     ):
-        lengths, (table, _) = RowLengths(queries, contexts), page_table(generator, contexts)
-        key, value = (paged_plane(generator, table, contexts, kv_heads, dim, dtype=dtype) for _ in range(2))
-        kv = KvPlanes(key, value)
-        if fp8:
-            (key, key_scale), (value, value_scale) = (quantized(x.float()) for x in (key, value))
-            kv = KvPlanes(key, value, key_scale, value_scale)
-            key, value = key.float() * key_scale, value.float() * value_scale
-        q = normal(generator, sum(queries), heads, dim, dtype=dtype)
-        keys, values = (row_tokens(plane, table, contexts) for plane in (key, value))
-        out, lse, pairs = exact_rows(q, keys, values, lengths, dim**-0.5)
-        kind = f"{splits} splits" if splits else "prefill"
-        kind = f"{kind}, {heads}/{kv_heads} heads of {dim}, {queries} of {contexts} tokens"
-        yield KernelCase(
-            name=f"{kind}{', e4m3' * fp8}{', fixed' * fixed}",
-            inputs={
-                "q_THd": q, "kv": kv, "rows": PagedRows(table, last_positions(lengths), starts_of(queries),
-                max(queries)),
-                "splits": splits, "fixed": fixed,
-            },
-            exact=(out, lse),
-            tolerance=tolerance_of(dtype),
-            flops=4 * heads * dim * pairs,
-            bytes=sum(contexts) * kv_heads * dim * (kv.key.itemsize * 2) + size(q),
-        )  # fmt: skip
+        yield paged_case(generator, shape, RowLengths(queries, contexts), splits, fp8, fixed, dtype)
+
+
+def paged_case(
+    generator: torch.Generator,
+    shape: tuple[int, int, int],
+    lengths: RowLengths,
+    splits: int = 0,
+    fp8: bool = False,
+    fixed: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+) -> KernelCase:
+    """Decode with `splits`, prefill where they are 0. exact: out [T, H, d], LSE [T, H]."""
+    (heads, kv_heads, dim), (queries, contexts) = shape, lengths
+    table, _ = page_table(generator, contexts)
+    key, value = (paged_plane(generator, table, contexts, kv_heads, dim, dtype=dtype) for _ in range(2))
+    kv = KvPlanes(key, value)
+    if fp8:
+        (key, key_scale), (value, value_scale) = (quantized(x.float()) for x in (key, value))
+        kv = KvPlanes(key, value, key_scale, value_scale)
+        key, value = key.float() * key_scale, value.float() * value_scale
+    q = normal(generator, sum(queries), heads, dim, dtype=dtype)
+    keys, values = (row_tokens(plane, table, contexts) for plane in (key, value))
+    kind = f"{splits} splits" if splits else "prefill"
+    kind = f"{kind}, {heads}/{kv_heads} heads of {dim}, {queries} of {contexts} tokens"
+    rows = PagedRows(table, last_positions(lengths), starts_of(queries), max(queries))
+    return KernelCase(
+        name=f"{kind}{', e4m3' * fp8}{', fixed' * fixed}",
+        inputs={"q_THd": q, "kv": kv, "rows": rows, "splits": splits, "fixed": fixed},
+        exact=exact_rows(q, keys, values, lengths, dim**-0.5),
+        tolerance=tolerance_of(dtype),
+    )
 
 
 def run_paged(q_THd: Tensor, kv: KvPlanes, rows: PagedRows, splits: int, fixed: bool) -> tuple[Tensor, ...]:
@@ -113,7 +119,8 @@ def run_paged(q_THd: Tensor, kv: KvPlanes, rows: PagedRows, splits: int, fixed: 
 
     scale = q_THd.shape[2] ** -0.5
     if not splits:
-        return triton.prefill_with_lse(q_THd, kv, rows, scale=scale)
+        lse_TH = q_THd.new_empty(q_THd.shape[:2], dtype=torch.float32)
+        return triton.prefill(q_THd, kv, rows, scale=scale, lse_TH=lse_TH), lse_TH
     decoded = DecodeRows(rows.table_RL, rows.positions_T, rows.max_query)
     return merge_with_lse(*triton.decode(q_THd, kv, decoded, scale=scale, splits=splits, fixed=fixed), q_THd.dtype)
 
@@ -160,7 +167,7 @@ def _timed(name: str, shape: tuple[int, int, int], rows: int, context: int, gpu:
         return kernel.decode(q, kv, DecodeRows(paged.table_RL, paged.positions_T, 1, context), None)[:1]
 
     def by_fa3(q: Tensor, kv: KvPlanes, paged: PagedRows) -> tuple[Tensor, ...]:
-        """Of contiguous keys and values, which a prompt without cached context has."""
+        """Reads contiguous keys and values, as a prompt without cached context does."""
         key, value = (x.flatten(0, 1) for x in gathered(kv, paged))
         ragged = RaggedRows(paged.starts_R1, paged.starts_R1, context, context)
         return fa3.prefill(q, key, value, ragged, scale=dim**-0.5)[:1]

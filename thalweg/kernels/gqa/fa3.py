@@ -9,7 +9,6 @@ tokens, 751 at 8,192.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from collections.abc import Callable
 from functools import cache
 
@@ -18,22 +17,20 @@ from torch import Tensor
 
 from thalweg.core.kernels import CheckCase
 from thalweg.kernels.attend.args import RaggedRows, RowLengths
-from thalweg.kernels.attend.check import CUDA_13, check_ragged
+from thalweg.kernels.attend.case import exact_rows, starts_of
+from thalweg.kernels.case import normal
+from thalweg.kernels.check import check_results
+from thalweg.kernels.launch import hopper_has
 
 
 def available() -> bool:
     """Whether fa3-fwd is installed and the current device is a Hopper."""
-    modules = ("fa3_fwd", "fa3_fwd_interface")
-    if any(importlib.util.find_spec(module) is None for module in modules) or not torch.cuda.is_available():
-        return False
-    return torch.cuda.get_device_capability()[0] == 9
+    return hopper_has("fa3_fwd", "fa3_fwd_interface")
 
 
 @cache
 def _operation() -> Callable[..., tuple[Tensor, Tensor, Tensor | None, Tensor | None]]:
-    """What the library's own function calls, which takes ten times as long in Python, for autograd and
-    torch.compile.
-    """
+    """The operator below the library's Python function, which takes ten times as long (autograd, torch.compile)."""
     importlib.import_module("fa3_fwd_interface")  # registers it
     return torch.ops.fa3_fwd.fwd.default
 
@@ -71,13 +68,16 @@ def prefill(
 
 def check(device: torch.device, case: CheckCase) -> None:
     """Compares a small case with its definition; RuntimeError if the library cannot run here or is wrong."""
+    generator, lengths, scale = torch.Generator().manual_seed(1), RowLengths((70, 3), (200, 3)), case.head_dim**-0.5
+    shapes = (73, case.heads, case.head_dim), (203, case.kv_heads, case.head_dim), (203, case.kv_heads, case.value_dim)
+    query, key, value = (normal(generator, *shape, dtype=torch.bfloat16) for shape in shapes)
+    keys, values = (torch.split(x, list(lengths.contexts)) for x in (key, value))
+    exact = exact_rows(query, keys, values, lengths, scale)
 
-    scale = case.head_dim**-0.5
+    def run() -> tuple[Tensor, Tensor]:
+        starts, context_starts = (starts_of(counts).to(device) for counts in lengths)
+        rows = RaggedRows(starts, context_starts, 70, 200)
+        return prefill(query.to(device), key.to(device), value.to(device), rows, scale=scale)
 
-    def run(query: Tensor, key: Tensor, value: Tensor, rows: RowLengths) -> tuple[Tensor, Tensor]:
-        starts, begins = (torch.tensor((0, *x), device=device).cumsum(0).int() for x in rows)
-        return prefill(
-            query, key, value, RaggedRows(starts, begins, max(rows.queries), max(rows.contexts)), scale=scale
-        )
-
-    check_ragged("fa3-fwd", CUDA_13, run, device, case)
+    needs = "it needs Hopper, torch ≥ 2.10 and CUDA 13; or use --attention-backend triton"
+    check_results("fa3-fwd", needs, run, exact, 0.02)

@@ -21,9 +21,10 @@ from torch import Tensor
 
 from thalweg.core.kernels import CheckCase
 from thalweg.kernels.attend.args import DecodeRows, KvPlanes, PagedRows, RowLengths
-from thalweg.kernels.attend.case import last_positions, starts_of
-from thalweg.kernels.attend.check import NVCC, check_ragged
+from thalweg.kernels.attend.case import to_device
+from thalweg.kernels.check import check_results
 from thalweg.kernels.gqa.backends import GqaShape, States, StepRows
+from thalweg.kernels.gqa.case import paged_case
 from thalweg.kernels.gqa.triton import NewTokens
 
 PAGE = 64
@@ -42,26 +43,16 @@ def library() -> ModuleType:
     return importlib.import_module("flashinfer")
 
 
-class RowPages(NamedTuple):
-    """The pages of some rows in FlashInfer's form, int32."""
-
-    starts_R1: Tensor  # on the host: where each row's pages begin in indices_N
-    indices_N: Tensor  # on the device
-    lengths_R: Tensor  # on the host: of each context, in tokens
-
-    def last_R(self) -> Tensor:
-        """Tokens in each row's last page."""
-        return (self.lengths_R - 1) % PAGE + 1
-
-
-def pages(table_RL: Tensor, lengths_R: Tensor) -> RowPages:
-    """lengths_R: int32 on the host, at least 1 each."""
+def pages(table_RL: Tensor, lengths_R: Tensor) -> tuple[Tensor, Tensor]:
+    """The pages of some rows in FlashInfer's form, int32: where each row's begin [R + 1], on the host, and all of them,
+    on the device. lengths_R: int32 context lengths on the host, at least 1 each.
+    """
     counts_R = (lengths_R + PAGE - 1) // PAGE
     starts_R1 = torch.zeros(len(lengths_R) + 1, dtype=torch.int32)
     torch.cumsum(counts_R, 0, dtype=torch.int32, out=starts_R1[1:])
     width = int(counts_R.max())
     is_used = (torch.arange(width) < counts_R.unsqueeze(1)).to(table_RL.device)
-    return RowPages(starts_R1, table_RL[: len(lengths_R), :width][is_used].to(torch.int32), lengths_R)
+    return starts_R1, table_RL[: len(lengths_R), :width][is_used].to(torch.int32)
 
 
 class Wrappers(NamedTuple):
@@ -113,8 +104,8 @@ class FlashInferGqa:
 
     def _plan(self, wrapper: Any, table_RL: Tensor, lengths_R: Tensor, queries: list[int] | None) -> None:
         """queries: of each row; None is one."""
-        row_pages, dtype = pages(table_RL, lengths_R), torch.bfloat16
-        rows = [row_pages.starts_R1, row_pages.indices_N, row_pages.last_R()]
+        dtype, last_R = torch.bfloat16, (lengths_R - 1) % PAGE + 1
+        rows = [*pages(table_RL, lengths_R), last_R]
         options: dict[str, Any] = {"sm_scale": self.shape.dim**-0.5, "q_data_type": dtype, "kv_data_type": dtype}
         if queries is not None:
             rows.insert(0, torch.tensor([0, *queries], dtype=torch.int32).cumsum(0, dtype=torch.int32))
@@ -149,25 +140,17 @@ def check(device: torch.device, case: CheckCase) -> None:
     """Compares a small case with its definition, compiling what is not yet compiled; RuntimeError if the library cannot
     run here or is wrong.
     """
-    heads, kv_heads, dim = case.heads, case.kv_heads, case.head_dim
-    table = torch.tensor([[3, 0, 0, 0], [5, 1, 7, 0], [2, 4, 6, 8]], dtype=torch.int32, device=device)
+    shape, lengths = GqaShape(case.heads, case.kv_heads, case.head_dim), RowLengths((1, 1, 70), (1, 130, 200))
+    small = paged_case(torch.Generator().manual_seed(1), shape, lengths)
+    query, kv, rows = (to_device(small.inputs[name], device) for name in ("q_THd", "kv", "rows"))
 
-    def computed(query: Tensor, key: Tensor, value: Tensor, rows: RowLengths) -> tuple[Tensor, Tensor]:
-        planes = [torch.zeros(9 * PAGE, kv_heads, dim, dtype=torch.bfloat16, device=device) for _ in range(2)]
-        for plane, x in zip(planes, (key, value), strict=True):
-            for row, own in enumerate(torch.split(x, list(rows.contexts))):
-                position = torch.arange(len(own), device=device)
-                plane[table[row, position // PAGE] * PAGE + position % PAGE] = own
-        kv = KvPlanes(*(plane.view(9, PAGE, kv_heads, dim) for plane in planes))
-        kernel = FlashInferGqa(GqaShape(heads, kv_heads, dim))
-        queries, positions = torch.split(query, [2, len(query) - 2]), last_positions(rows).to(device)
-        step = kernel.prepare(StepRows(table, positions, rows.queries, 2))
-        decode = kernel.decode(queries[0], kv, DecodeRows(table, positions[:2]), step, with_lse=True)
-        rest = PagedRows(table[2:], positions[2:], starts_of(rows.queries[2:]).to(device), len(queries[1]))
-        ragged = kernel.ragged(queries[1], kv, rest, step, with_lse=True)
-        assert decode[1] is not None and ragged[1] is not None
-        return torch.cat((decode[0], ragged[0])), torch.cat((decode[1], ragged[1]))
+    def run() -> list[Tensor]:
+        kernel, (table, positions, starts, longest, _) = FlashInferGqa(shape), rows
+        step = kernel.prepare(StepRows(table, positions, lengths.queries, 2))
+        decode = kernel.decode(query[:2], kv, DecodeRows(table, positions[:2]), step, with_lse=True)
+        rest = PagedRows(table[2:], positions[2:], starts[2:] - 2, longest)
+        ragged = kernel.ragged(query[2:], kv, rest, step, with_lse=True)
+        return [torch.cat(parts) for parts in zip(decode, ragged, strict=True)]  # type: ignore[arg-type]
 
-    check_ragged(
-        "FlashInfer", NVCC, computed, device, case._replace(value_dim=dim), RowLengths((1, 1, 70), (1, 130, 200))
-    )
+    needs = "it needs nvcc and ninja; or use --attention-backend triton"
+    check_results("FlashInfer", needs, run, small.exact, 0.02)

@@ -20,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from thalweg.kernels.attend.args import ContextChunk, DecodeRows, KvPlanes, KvWrite, PagedRows
@@ -28,21 +29,20 @@ from thalweg.kernels.attend.triton import (
     SMS,
     TileConfig,
     add_block,
+    add_values,
     empty_softmax,
     first_page,
+    gather_rows,
     largest_of,
-    lse_of,
     mask_scores,
-    mean_of,
     page_after,
     pages_of_split,
     path_rows,
+    store_states,
     wait_for_previous,
     waves,
-    weigh,
     zero_tokens,
 )
-from thalweg.kernels.launch import launch_options
 from thalweg.kernels.rope.triton import QkNorms, encode, normed, rotated
 
 
@@ -67,6 +67,17 @@ def splits_for(tokens: int, heads: int, kv_heads: int, context: int, query: int 
     return waves(programs, context)
 
 
+@triton.jit
+def _scaled(q, scale, key_scale, M: constexpr):
+    """→ queries for keys of this scale, and the scale of each query's scores."""
+    strength = tl.full((M,), scale, tl.float32)
+    if key_scale is not None:
+        largest = largest_of(q)
+        q = (q.to(tl.float32) / largest[:, None]).to(tl.float16)
+        strength *= tl.load(key_scale) * largest
+    return q, strength
+
+
 @triton.jit(
     do_not_specialize=["splits", "table_row"],
     do_not_specialize_on_alignment=["table", "positions", "rows", "tree_mask", "write"],
@@ -74,20 +85,19 @@ def splits_for(tokens: int, heads: int, kv_heads: int, context: int, query: int 
 def _decode(
     query, keys, values, table, positions, rows, tree_mask, out, lse, key_scale, value_scale, scale, heads, splits,
     query_token, query_head, table_row,
-    key, value, key_plane, value_plane, write, cos, sin, query_norm, key_norm, eps, key_token, value_token, key_row,
-    value_row,
-    QUERY: tl.constexpr, TOGETHER: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, M: tl.constexpr,
-    N: tl.constexpr,
-    FIXED: tl.constexpr, FRESH: tl.constexpr, NORM: tl.constexpr, SCALED: tl.constexpr, PDL: tl.constexpr,
+    key, value, key_plane, value_plane, write, cos, sin, query_norm, key_norm, eps,
+    key_token, value_token, plane_row,
+    QUERY: constexpr, TOGETHER: constexpr, GROUP: constexpr, DIM: constexpr, M: constexpr, N: constexpr,
+    FIXED: constexpr, PDL: constexpr,
 ):  # fmt: skip
     """Program (k * blocks + b, s, u): split s of the context of TOGETHER query tokens from u * TOGETHER on, for key
     head k and block b of the rows that those tokens and the GROUP query heads of k make.
 
-    FRESH: queries and the token's key are neither normed nor rotated. The split that has the token's page stores its
-    key and value, and starts from them instead of reading them.
+    With `key` queries and the token's own key are neither normed nor rotated. The split that has the token's page
+    stores its key and value, and starts from them instead of reading them.
     """
     wait_for_previous(PDL)
-    BLOCKS: tl.constexpr = (TOGETHER * GROUP + M - 1) // M
+    BLOCKS: constexpr = (TOGETHER * GROUP + M - 1) // M
     kv_head, split, first_token = tl.program_id(0) // BLOCKS, tl.program_id(1), tl.program_id(2) * TOGETHER
     row_pages, ahead = first_page(table, rows, first_token, table_row, split, QUERY)
     lane = tl.program_id(0) % BLOCKS * M + tl.arange(0, M)
@@ -103,31 +113,27 @@ def _decode(
     dim, lane_key = tl.arange(0, DIM), tl.arange(0, N)
     at_q = query + token[:, None] * query_token + head[:, None] * query_head + dim[None, :]
     q = tl.load(at_q, mask=real[:, None], other=0.0)
-    if FRESH:
+    if key is not None:
         angle = tl.load(positions + first_token) * (DIM // 2) + tl.arange(0, DIM // 2)
         cos_P, sin_P = tl.load(cos + angle), tl.load(sin + angle)
-        rotated_q = rotated(normed(q.to(tl.float32), query_norm, eps, NORM, DIM), cos_P, sin_P, M, DIM)
+        rotated_q = rotated(normed(q.to(tl.float32), query_norm, eps, DIM), cos_P, sin_P, M, DIM)
         q = rotated_q.to(query.dtype.element_ty)
-    strength = tl.full((M,), scale, tl.float32)
-    if SCALED:
-        largest = largest_of(q)
-        q = (q.to(tl.float32) / largest[:, None]).to(tl.float16)
-        strength *= tl.load(key_scale) * largest
+    q, strength = _scaled(q, scale, key_scale, M)
     top, total, sums = empty_softmax(M, DIM)
-    if FRESH:
+    if key is not None:
         if tl.max(position) // 64 % splits == split:
             own, column = first_token.to(tl.int64), kv_head * DIM + dim[None, :]
-            own_k = normed(tl.load(key + own * key_token + column).to(tl.float32), key_norm, eps, NORM, DIM)
-            own_k = encode(rotated(own_k, cos_P, sin_P, 1, DIM), key_scale, SCALED, key_plane.dtype.element_ty)
+            own_k = normed(tl.load(key + own * key_token + column).to(tl.float32), key_norm, eps, DIM)
+            own_k = encode(rotated(own_k, cos_P, sin_P, 1, DIM), key_scale, key_plane.dtype.element_ty)
             own_v = tl.load(value + own * value_token + column).to(tl.float32)
-            own_v = encode(own_v, value_scale, SCALED, value_plane.dtype.element_ty)
+            own_v = encode(own_v, value_scale, value_plane.dtype.element_ty)
             top = tl.sum(q.to(tl.float32) * own_k.to(tl.float32), 1) * strength
             total += 1.0
             sums += own_v.to(tl.float32)
             if tl.program_id(0) % BLOCKS == 0:
                 to = tl.load(write + first_token)
-                tl.store(key_plane + to * key_row + column, own_k)
-                tl.store(value_plane + to * value_row + column, own_v)
+                tl.store(key_plane + to * plane_row + column, own_k)
+                tl.store(value_plane + to * plane_row + column, own_v)
         position -= 1  # of the last token that is read
     if FIXED:
         ahead = tl.load(row_pages + first).to(tl.int32)
@@ -138,15 +144,11 @@ def _decode(
         scores = tl.dot(q, keys.load([start, column]).to(q.dtype).T)
         scores = mask_scores(scores, ordinal * 64 + tile * N % 64 + lane_key, position, tree_mask, token_mask)
         top, total, sums = add_block(scores, values, start, column, q.dtype, strength, top, total, sums)
-    sums = mean_of(total, sums)
-    if SCALED:
-        sums *= tl.load(value_scale)
-    tl.store(lse + at, lse_of(top, total), mask=real)
-    tl.store(out + at[:, None] * DIM + dim[None, :], sums.to(out.dtype.element_ty), mask=real[:, None])
+    store_states(out, lse, at, real, value_scale, top, total, sums, DIM)
 
 
 class NewTokens(NamedTuple):
-    """What `decode` stores first. The queries are then neither normed nor rotated."""
+    """The tokens that `decode` stores first. Their queries are neither normed nor rotated yet."""
 
     key_TKd: Tensor  # views of a projection's output, neither normed nor rotated
     value_TKd: Tensor
@@ -177,9 +179,9 @@ def decode(
     partial = torch.empty(tokens, heads, splits, dim, dtype=query_THd.dtype, device=query_THd.device)
     lse = torch.empty(tokens, heads, splits, dtype=torch.float32, device=query_THd.device)
     grid = (kv_heads * triton.cdiv(together * group, tiles.rows), splits, tokens // together)
-    own: tuple[object, ...] = (None,) * 9 + (0.0, 0, 0, 0, 0)
+    own: tuple[object, ...] = (None,) * 9 + (0.0, 0, 0, 0)
     if new is not None:
-        strides = new.key_TKd.stride(0), new.value_TKd.stride(0), width, width
+        strides = new.key_TKd.stride(0), new.value_TKd.stride(0), width
         turn = new.write.write_T, new.write.cos_SC, new.write.sin_SC
         own = (new.key_TKd, new.value_TKd, kv.key, kv.value, *turn, *new.norms, *strides)
     _decode[grid](
@@ -188,7 +190,6 @@ def decode(
         kv.key_scale, kv.value_scale, scale * LOG2E, heads, splits, *query_THd.stride()[:2], rows.table_RL.stride(0),
         *own,
         QUERY=rows.query, TOGETHER=together, GROUP=group, DIM=dim, M=tiles.rows, N=tiles.keys, FIXED=4 if fixed else 0,
-        FRESH=new is not None, NORM=new is not None and new.norms.query_d is not None, SCALED=kv.is_fp8,
         **tiles.options(query_THd),
     )  # fmt: skip
     return partial, lse
@@ -205,10 +206,8 @@ def _described(kv: KvPlanes, keys: int) -> list[TensorDescriptor]:
 )
 def _prefill(
     query, keys, values, key_plane, value_plane, paths, table, positions, starts, out, lse, key_scale, value_scale,
-    scale,
-    tokens, heads, rows, query_token, query_head, table_row,
-    GROUP: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    SCALED: tl.constexpr, PDL: tl.constexpr,
+    scale, tokens, heads, rows, query_token, query_head, table_row,
+    GROUP: constexpr, WIDTH: constexpr, DIM: constexpr, M: constexpr, N: constexpr, PDL: constexpr,
 ):  # fmt: skip
     """Program (b, h, i): the b-th block from the end of row i's query tokens, for head h; row `rows` is the padding
     after all rows.
@@ -230,28 +229,20 @@ def _prefill(
     last = tl.max(position)
     # every query token of the block sees at least as much as its first one
     plain = tl.load(positions + block).to(tl.int32) + 1
-    strength = tl.full((M,), scale, tl.float32)
-    if SCALED:
-        largest = largest_of(q)
-        q = (q.to(tl.float32) / largest[:, None]).to(tl.float16)
-        strength *= tl.load(key_scale) * largest
+    q, strength = _scaled(q, scale, key_scale, M)
     pages = table + row.to(tl.int64) * table_row
     column = head // GROUP * DIM
     top, total, sums = empty_softmax(M, DIM)
     page = tl.load(pages).to(tl.int32)
-    for start in range(0, plain // N * N, N):
-        at = page * 64
-        page = tl.load(pages + tl.minimum(start + N, last) // 64).to(tl.int32)
-        scores = tl.dot(q, keys.load([at, column]).to(q.dtype).T)
-        top, total, sums = add_block(scores, values, at, column, q.dtype, strength, top, total, sums)
-    if paths is None:
-        for start in range(plain // N * N, last + 1, N):
+    for MASKED in tl.static_range(2 if paths is None else 1):
+        for start in range(plain // N * N if MASKED else 0, last + 1 if MASKED else plain // N * N, N):
             at = page * 64
             page = tl.load(pages + tl.minimum(start + N, last) // 64).to(tl.int32)
             scores = tl.dot(q, keys.load([at, column]).to(q.dtype).T)
-            scores = tl.where((start + key)[None, :] <= position[:, None], scores, -float("inf"))
+            if MASKED:
+                scores = tl.where((start + key)[None, :] <= position[:, None], scores, -float("inf"))
             top, total, sums = add_block(scores, values, at, column, q.dtype, strength, top, total, sums)
-    else:
+    if paths is not None:
         # after the first token each has keys of its own; a tile of which a token sees nothing leaves its sums as they
         # are
         for node in range(block, tl.minimum(block + M, end)):
@@ -261,81 +252,37 @@ def _prefill(
                 scores = tl.dot(q, tl.load(key_plane + at).to(q.dtype).T)
                 seen = (lane == node)[:, None] & (start + key <= own)[None, :]
                 scores = tl.where(seen, scores, -float("inf"))
-                weights, factor, top = weigh(scores, strength, top)
-                total = total * factor + tl.sum(weights, 1)
-                sums = tl.dot(weights.to(q.dtype), tl.load(value_plane + at).to(q.dtype), sums * factor[:, None])
-    sums = sums * (1.0 / total)[:, None] if lse is None else mean_of(total, sums)
-    if SCALED:
-        sums *= tl.load(value_scale)
-    pair = token * heads + head
-    if lse is not None:
-        tl.store(lse + pair, lse_of(top, total), mask=real)
-    tl.store(out + pair[:, None] * DIM + dim[None, :], sums.to(out.dtype.element_ty), mask=real[:, None])
+                value = tl.load(value_plane + at).to(q.dtype)
+                top, total, sums = add_values(scores, value, strength, top, total, sums)
+    store_states(out, lse, token * heads + head, real, value_scale, top, total, sums, DIM)
 
 
-def prefill(query_THd: Tensor, kv: KvPlanes, rows: PagedRows, *, scale: float) -> Tensor:
+def prefill(query_THd: Tensor, kv: KvPlanes, rows: PagedRows, *, scale: float, lse_TH: Tensor | None = None) -> Tensor:
     """Causal attention of ragged rows to their pages, this step's keys among them: → [T, H, d], 0 for padding.
 
     With `rows.paths_TD` the tokens of a row are nodes of a tree, root first, at most a block of them; they share what
-    is before the root. A token's result has the bits that it would have if its path were the whole row.
+    is before the root. A token's result has the bits that it would have if its path were the whole row. lse_TH:
+    receives the LSE, undefined for padding.
     """
-    return _launch_prefill(query_THd, kv, rows, scale, None)
-
-
-def prefill_with_lse(query_THd: Tensor, kv: KvPlanes, rows: PagedRows, *, scale: float) -> tuple[Tensor, Tensor]:
-    """`prefill`, with the LSE of each token and head, undefined for padding: → ([T, H, d], [T, H])."""
-    lse = torch.empty(query_THd.shape[:2], dtype=torch.float32, device=query_THd.device)
-    return _launch_prefill(query_THd, kv, rows, scale, lse), lse
-
-
-def _launch_prefill(query_THd: Tensor, kv: KvPlanes, rows: PagedRows, scale: float, lse: Tensor | None) -> Tensor:
     tokens, heads, dim = query_THd.shape
     tiles, count, kv_heads = prefill_tiles(dim), len(rows.starts_R1) - 1, kv.key.shape[2]
     out = torch.empty(tokens, heads, dim, dtype=query_THd.dtype, device=query_THd.device)
     planes = (None, None) if rows.paths_TD is None else kv[:2]
     _prefill[(triton.cdiv(rows.max_query, tiles.rows), heads, count + 1)](
         query_THd, *_described(kv, tiles.keys), *planes, rows.paths_TD, rows.table_RL, rows.positions_T,
-        rows.starts_R1, out, lse,
-        kv.key_scale, kv.value_scale, scale * LOG2E, tokens, heads, count, *query_THd.stride()[:2],
-        rows.table_RL.stride(0),
-        GROUP=heads // kv_heads, WIDTH=kv_heads * dim, DIM=dim, M=tiles.rows, N=tiles.keys, SCALED=kv.is_fp8,
-        **tiles.options(out),
+        rows.starts_R1, out, lse_TH, kv.key_scale, kv.value_scale, scale * LOG2E, tokens, heads, count,
+        *query_THd.stride()[:2], rows.table_RL.stride(0),
+        GROUP=heads // kv_heads, WIDTH=kv_heads * dim, DIM=dim, M=tiles.rows, N=tiles.keys, **tiles.options(out),
     )  # fmt: skip
     return out
 
 
-@triton.jit(do_not_specialize=["table_row"], do_not_specialize_on_alignment=["table", "starts", "firsts"])
-def _gather(
-    keys, values, table, starts, firsts, out, key_scale, value_scale, table_row,
-    WIDTH: tl.constexpr, N: tl.constexpr, SCALED: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Program (b, i): N tokens of row i."""
-    wait_for_previous(PDL)
-    row, column = tl.program_id(1), tl.arange(0, WIDTH)[None, :]
-    token = tl.load(starts + row) + tl.program_id(0) * N + tl.arange(0, N)
-    real = token < tl.load(starts + row + 1)
-    position = tl.load(firsts + row) + tl.program_id(0) * N + tl.arange(0, N)
-    page = tl.load(table + row.to(tl.int64) * table_row + position // 64, mask=real, other=0).to(tl.int64)
-    source = (page * 64 + position % 64)[:, None] * WIDTH + column
-    target = out + token.to(tl.int64)[:, None] * (2 * WIDTH) + column
-    key = tl.load(keys + source, mask=real[:, None], other=0.0)
-    value = tl.load(values + source, mask=real[:, None], other=0.0)
-    if SCALED:
-        key, value = key.to(tl.float32) * tl.load(key_scale), value.to(tl.float32) * tl.load(value_scale)
-    tl.store(target, key.to(out.dtype.element_ty), mask=real[:, None])
-    tl.store(target + WIDTH, value.to(out.dtype.element_ty), mask=real[:, None])
-
-
 def gather(kv: KvPlanes, table_RL: Tensor, chunk: ContextChunk) -> tuple[Tensor, Tensor]:
-    """Cached keys and values of ragged rows, contiguous and dequantized: → bfloat16 views [tokens, K, d], undefined
-    after the last row. K * d is a power of two.
+    """`gather_rows` of keys and values: → bfloat16 views [tokens, K, d], undefined after the last row. K * d is a power
+    of two.
     """
     kv_heads, dim = kv.key.shape[2:]
-    dtype = torch.bfloat16 if kv.is_fp8 else kv.key.dtype
-    out = torch.empty(chunk.tokens, 2 * kv_heads, dim, dtype=dtype, device=kv.key.device)
-    at_once = max(4096 // (kv_heads * dim), 1)
-    _gather[(triton.cdiv(chunk.max_tokens, at_once), len(chunk.starts_R1) - 1)](
-        *kv[:2], table_RL, chunk.starts_R1, chunk.first_R, out, *kv[2:], table_RL.stride(0),
-        WIDTH=kv_heads * dim, N=at_once, SCALED=kv.is_fp8, num_warps=4, **launch_options(out),
-    )  # fmt: skip
+    width = kv_heads * dim
+    out = gather_rows(kv, table_RL, chunk, (width, width, 0, width), max(4096 // width, 1), False)
+    out = out.view(-1, 2 * kv_heads, dim)
     return out[:, :kv_heads], out[:, kv_heads:]

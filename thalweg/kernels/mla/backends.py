@@ -1,7 +1,7 @@
 """Latent attention behind one interface for all backends: decode rows on latents, ragged rows on expanded latents.
 
-A backend is a file with the classes or functions that `config` names for it. It is chosen when a model is made, and
-prepares once for all layers what it needs to know of a step.
+A backend is a file with the classes or functions that `config` names for it. The model picks it when it is made. Its
+`prepare` runs once a step, for all layers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from thalweg.kernels.mla import triton
 
 
 class MlaShape(NamedTuple):
-    """What a decode kernel must know of a model."""
+    """The facts of a model that a decode kernel needs."""
 
     heads: int
     rank: int
@@ -30,7 +30,7 @@ class MlaDecodeKernel(Protocol):
     """Attention of decode rows."""
 
     def prepare(self, rows: DecodeRows) -> Any:
-        """What all layers of a step share. A CUDA graph captures it."""
+        """Makes what all layers of a step share. A CUDA graph captures it."""
 
     def attend(
         self, query_THD: Tensor, latents: LatentPlane, uv_HRv: Tensor, rows: DecodeRows, prepared: Any

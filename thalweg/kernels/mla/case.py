@@ -25,10 +25,9 @@ from thalweg.kernels.attend.case import (
     row_tokens,
     starts_of,
 )
-from thalweg.kernels.case import Inputs, KernelCase, Run, TimedCase, draw_tensor, normal, size, tolerance_of
+from thalweg.kernels.case import Inputs, KernelCase, Run, TimedCase, draw_tensor, normal, tolerance_of
 from thalweg.kernels.gqa import fa3
 from thalweg.kernels.launch import triton_available
-from thalweg.kernels.mla import flashmla
 
 RANK, ROPE, NOPE, V, SCALE = 512, 64, 128, 128, 192**-0.5  # of the models
 # of models: (name, heads, rows of one token, tokens of context)
@@ -56,8 +55,6 @@ def cases(generator: torch.Generator) -> Iterator[KernelCase]:
                 inputs={"q_NHd": q, "kv_KD": kv, "uk_HnR": uk, "uv_HRv": uv, "bias_NK": bias, "scale": scale},
                 exact=(exact, exact),
                 tolerance=tolerance_of(dtype),
-                flops=2 * heads * int((bias == 0).sum()) * (2 * rank + rope),
-                bytes=size(q, kv, uk, uv),
             )
 
 
@@ -97,7 +94,7 @@ def decode_cases(generator: torch.Generator, dtype: torch.dtype = torch.bfloat16
         q = normal(generator, len(contexts) * query, heads, RANK + ROPE, dtype=dtype)
         uv = (normal(generator, heads, RANK, V) * RANK**-0.5).to(dtype)
         keys = [kv.unsqueeze(1) for kv in row_tokens(plane, table, contexts)]
-        exact, lse, pairs = exact_rows(q, keys, [key[..., :RANK] for key in keys], lengths, SCALE)
+        exact, lse = exact_rows(q, keys, [key[..., :RANK] for key in keys], lengths, SCALE)
         kind = f"{', e4m3' * fp8}{', fixed' * fixed}"
         yield KernelCase(
             name=f"{heads} heads, contexts {contexts}, {query} queries, {splits} splits{kind}",
@@ -107,8 +104,6 @@ def decode_cases(generator: torch.Generator, dtype: torch.dtype = torch.bfloat16
             },
             exact=(exact, lse, torch.einsum("thr,hrv->thv", exact, uv.double()).flatten(1)),
             tolerance=tolerance_of(dtype),
-            flops=2 * heads * pairs * (2 * RANK + ROPE),
-            bytes=sum(contexts) * (RANK + ROPE) * latents.paged_PSD.itemsize + size(q),
         )  # fmt: skip
 
 
@@ -135,17 +130,14 @@ def prefill_cases(generator: torch.Generator, dtype: torch.dtype = torch.bfloat1
         kv, rope = (normal(generator, sum(contexts), *dims, dtype=dtype) for dims in ((heads, NOPE + V), (ROPE,)))
         key, value = torch.cat((kv[..., :NOPE], rope[:, None].expand(-1, heads, -1)), -1), kv[..., NOPE:]
         keys, values = (torch.split(x, list(contexts)) for x in (key, value))
-        out, lse, pairs = exact_rows(q, keys, values, RowLengths(queries, contexts), SCALE, causal)
         yield KernelCase(
             name=f"prefill, {heads} heads, {queries} of {contexts} tokens{', causal' * causal}",
             inputs={
                 "q_THq": q, "key_SHn": kv[..., :NOPE], "rope_Sc": rope, "value_SHv": value,
                 "rows": RaggedRows(starts_of(queries), starts_of(contexts), max(queries), max(contexts), causal),
             },
-            exact=(out, lse),
+            exact=exact_rows(q, keys, values, RowLengths(queries, contexts), SCALE, causal),
             tolerance=tolerance_of(dtype),
-            flops=2 * heads * pairs * (NOPE + ROPE + V),
-            bytes=size(q, kv, rope),
         )  # fmt: skip
 
 
@@ -201,13 +193,19 @@ def _timed_decode(name: str, heads: int, rows: int, context: int, device: torch.
         return (merge(*triton.decode(q, latents, rows, scale=SCALE, rank=rank, splits=splits), q.dtype),)
 
     def by_flashmla(q: Tensor, latents: LatentPlane, rows: DecodeRows) -> tuple[Tensor, ...]:
-        lengths, schedule = (rows.positions_T + 1).to(torch.int32), flashmla.schedule()
-        return flashmla.decode(q, latents.paged_PSD, rows.table_RL, lengths, schedule, scale=SCALE, rank=rank)[:1]
+        from thalweg.kernels.mla.backends import MlaShape
+        from thalweg.kernels.mla.flashmla import FlashMlaDecode
+
+        kernel = FlashMlaDecode(MlaShape(heads, rank, SCALE, False))
+        return kernel.attend_with_lse(q, latents, rows, kernel.prepare(rows))[:1]
 
     backends: dict[str, Run] = {"ref": by_ref}
-    backends |= {"sdpa": by_sdpa} if is_cpu else {"triton": by_triton} if DECODE else {}
-    if not is_cpu and flashmla.available():
-        backends["flashmla"] = by_flashmla
+    if is_cpu:
+        backends["sdpa"] = by_sdpa
+    elif DECODE:
+        from thalweg.kernels.mla import flashmla
+
+        backends |= {"triton": by_triton} | ({"flashmla": by_flashmla} if flashmla.available() else {})
     cost = 2 * rows * heads * context * (2 * rank + rope), dtype.itemsize * rows * (rank + rope) * (context + heads)
     math, tolerance = ("float32", 1e-4) if is_cpu else ("bf16", tolerance_of(dtype))
     return TimedCase(name, draw, backends, lambda inputs: cost, math, tolerance)

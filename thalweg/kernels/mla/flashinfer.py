@@ -16,9 +16,9 @@ from torch import Tensor
 
 from thalweg.core.kernels import CheckCase
 from thalweg.kernels.attend.args import DecodeRows, LatentPlane
-from thalweg.kernels.attend.check import NVCC, SCALE, check_latents
 from thalweg.kernels.gqa.flashinfer import LN2, PAGE, WORKSPACE, library, pages
 from thalweg.kernels.mla.backends import MlaShape, project_values
+from thalweg.kernels.mla.check import check_decode
 
 ROPE = 64
 
@@ -31,12 +31,11 @@ class FlashInferMlaDecode:
 
     def prepare(self, rows: DecodeRows) -> Any:
         lengths_R = (rows.positions_T[rows.query - 1 :: rows.query] + 1).to(torch.int32).cpu()
-        row_pages = pages(rows.table_RL, lengths_R)
         queries_R1 = torch.arange(0, (len(lengths_R) + 1) * rows.query, rows.query, dtype=torch.int32)
         heads, rank, scale, _ = self.shape
         wrapper = _wrapper(rows.positions_T.device)
         dims = (heads, rank, ROPE, PAGE, True, scale, torch.bfloat16, torch.bfloat16)
-        wrapper.plan(queries_R1, row_pages.starts_R1, row_pages.indices_N, lengths_R, *dims)
+        wrapper.plan(queries_R1, *pages(rows.table_RL, lengths_R), lengths_R, *dims)
         return wrapper
 
     def attend(
@@ -66,10 +65,4 @@ def check(device: torch.device, case: CheckCase) -> None:
     """Compares a small case with its definition, compiling what is not yet compiled; RuntimeError if the library cannot
     run here or is wrong.
     """
-    kernel = FlashInferMlaDecode(MlaShape(case.heads, 512, SCALE, False))
-
-    def run(query: Tensor, plane: Tensor, table: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        rows = DecodeRows(table, lengths.long() - 1)
-        return kernel.attend_with_lse(query, LatentPlane(plane), rows, kernel.prepare(rows))
-
-    check_latents("FlashInfer", NVCC, run, device, case.heads)
+    check_decode("FlashInfer", "it needs nvcc and ninja", FlashInferMlaDecode, device, case)

@@ -21,6 +21,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from thalweg.kernels.attend.args import ContextChunk, DecodeRows, LatentPlane, RaggedRows
@@ -31,19 +32,19 @@ from thalweg.kernels.attend.triton import (
     add_values,
     empty_softmax,
     first_page,
+    gather_rows,
     largest_of,
-    lse_of,
     mask_scores,
-    mean_of,
     merge_splits,
     page_after,
     pages_of_split,
     path_rows,
+    store_states,
     wait_for_previous,
     waves,
     zero_tokens,
 )
-from thalweg.kernels.launch import launch_options
+from thalweg.kernels.launch import launch_config
 
 MERGE_UP_TOKENS = 4  # beyond it a batched product is faster
 MERGE_UP_RANKS = 64  # latent dims of a step of `merge_up_many`, which masks none
@@ -67,7 +68,7 @@ def splits_for(tokens: int, heads: int, context: int, query: int = 1) -> int:
 
 
 @triton.jit
-def load_columns(block, plane, place, column, width, DIM: tl.constexpr):
+def load_columns(block, plane, place, column, width, DIM: constexpr):
     """Columns from `column` on of a tile of keys. place: the row of the first key, which the others follow, for the
     descriptor `block`; or the row of each, for `plane`, whose rows are `width` wide.
     """
@@ -85,8 +86,8 @@ def load_columns(block, plane, place, column, width, DIM: tl.constexpr):
 def _decode(
     query, latents, keys, plane, paths, table, positions, rows, tree_mask, out, lse, plane_scale, scale, heads, splits,
     query_token, query_head, table_row,
-    QUERY: tl.constexpr, TOGETHER: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, FIXED: tl.constexpr, SCALED: tl.constexpr, PDL: tl.constexpr,
+    QUERY: constexpr, TOGETHER: constexpr, RANK: constexpr, ROPE: constexpr,
+    M: constexpr, N: constexpr, FIXED: constexpr, PDL: constexpr,
 ):  # fmt: skip
     """Program (b, s, u): split s of the context of TOGETHER query tokens from u * TOGETHER on, for the b-th block of
     their heads.
@@ -103,17 +104,16 @@ def _decode(
     if count <= 0:
         tl.store(lse + at, tl.full((M,), -float("inf"), tl.float32), mask=real)
         return
-    dim, rope, key = tl.arange(0, RANK), tl.arange(0, ROPE), tl.arange(0, N)
+    key = tl.arange(0, N)
     at_q = query + token[:, None] * query_token + head[:, None] * query_head
-    q = tl.load(at_q + dim[None, :], mask=real[:, None], other=0.0)
-    rope_q = tl.load(at_q + RANK + rope[None, :], mask=real[:, None], other=0.0)
+    q = tl.load(at_q + tl.arange(0, RANK)[None, :], mask=real[:, None], other=0.0)
+    rope_q = tl.load(at_q + RANK + tl.arange(0, ROPE)[None, :], mask=real[:, None], other=0.0)
     strength = tl.full((M,), scale, tl.float32)
-    if SCALED:
+    if plane_scale is not None:
         largest = tl.maximum(largest_of(q), largest_of(rope_q))
         q = (q.to(tl.float32) / largest[:, None]).to(tl.float16)
         rope_q = (rope_q.to(tl.float32) / largest[:, None]).to(tl.float16)
-        latent_scale = tl.load(plane_scale)
-        strength *= latent_scale * largest
+        strength *= tl.load(plane_scale) * largest
     top, total, sums = empty_softmax(M, RANK)
     if FIXED:
         ahead = tl.load(row_pages + first).to(tl.int32)
@@ -129,11 +129,7 @@ def _decode(
         scores = tl.dot(rope_q, load_columns(keys, plane, place, RANK, RANK + ROPE, ROPE).to(q.dtype).T, scores)
         scores = mask_scores(scores, ordinal * 64 + tile * N % 64 + key, position, tree_mask, token_mask)
         top, total, sums = add_values(scores, latent, strength, top, total, sums)
-    sums = mean_of(total, sums)
-    if SCALED:
-        sums *= latent_scale
-    tl.store(lse + at, lse_of(top, total), mask=real)
-    tl.store(out + at[:, None] * RANK + dim[None, :], sums.to(out.dtype.element_ty), mask=real[:, None])
+    store_states(out, lse, at, real, plane_scale, top, total, sums, RANK)
 
 
 def decode(
@@ -156,8 +152,8 @@ def decode(
     assert rows.paths_TD is None or (fixed and rows.tree_mask_T is None), "paths: fixed splits, and no tree mask"
     tokens, heads, dim = query_THD.shape
     together = 1 if fixed or rows.rows_T is not None else rows.query
-    is_fp8, plane = latents.scale is not None, latents.paged_PSD.view(-1, dim)
-    tiles = decode_tiles(together * heads, is_fp8)
+    plane = latents.paged_PSD.view(-1, dim)
+    tiles = decode_tiles(together * heads, latents.scale is not None)
     partial = torch.empty(tokens, heads, splits, rank, dtype=query_THD.dtype, device=query_THD.device)
     lse = torch.empty(tokens, heads, splits, dtype=torch.float32, device=query_THD.device)
     _decode[triton.cdiv(together * heads, tiles.rows), splits, tokens // together](
@@ -167,7 +163,7 @@ def decode(
         rows.table_RL, rows.positions_T, rows.rows_T, rows.tree_mask_T, partial, lse, latents.scale,
         scale * LOG2E, heads, splits, *query_THD.stride()[:2], rows.table_RL.stride(0),
         QUERY=rows.query, TOGETHER=together, RANK=rank, ROPE=dim - rank, M=tiles.rows, N=tiles.keys,
-        FIXED=max(tiles.rows // 8, 4) if fixed else 0, SCALED=is_fp8, **tiles.options(query_THD),
+        FIXED=max(tiles.rows // 8, 4) if fixed else 0, **tiles.options(query_THD),
     )  # fmt: skip
     return partial, lse
 
@@ -175,7 +171,7 @@ def decode(
 @triton.jit(do_not_specialize=["splits"])
 def _merge_up(
     partial, lse, up, out, heads, splits, width, up_head, up_rank, up_value,
-    RANK: tl.constexpr, V: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
+    RANK: constexpr, V: constexpr, SPLITS: constexpr, PDL: constexpr,
 ):  # fmt: skip
     """Program (h, b, t): V columns of head h's values of token t. Loads its part of W_UV before the wait for
     `decode`.
@@ -201,18 +197,18 @@ def merge_up(partial: Tensor, lse_THs: Tensor, uv_HRv: Tensor) -> Tensor:
     out = torch.empty(tokens, heads * width, dtype=uv_HRv.dtype, device=partial.device)
     _merge_up[heads, triton.cdiv(width, columns), tokens](
         partial, lse_THs, uv_HRv, out, heads, splits, width, *uv_HRv.stride(),
-        RANK=rank, V=columns, SPLITS=triton.next_power_of_2(splits), num_warps=8, **launch_options(out),
+        RANK=rank, V=columns, SPLITS=triton.next_power_of_2(splits), **launch_config(out, 8),
     )  # fmt: skip
     return out
 
 
 @triton.jit(do_not_specialize=["tokens", "splits"])
 def _merge_up_many(
-    partial, lse, up, out, tokens, heads, splits, width, up_head, up_rank, up_value,
-    RANK: tl.constexpr, V: tl.constexpr, M: tl.constexpr, K: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
+    partial, lse, up, out, tokens, heads, splits, width, token_row, head_row, up_head, up_rank, up_value,
+    RANK: constexpr, V: constexpr, M: constexpr, K: constexpr, SPLITS: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    """Program (h, b, i): V columns of head h's values of the i-th M tokens, whose splits are merged as the product
-    reads them.
+    """Program (h, b, i): V columns of head h's values of the i-th M tokens. Splits are merged as the product reads
+    them; without LSE there is one, whose rows have any strides.
     """
     head, value = tl.program_id(0).to(tl.int64), tl.program_id(1) * V + tl.arange(0, V)
     lane, dim, split = tl.program_id(2) * M + tl.arange(0, M), tl.arange(0, K), tl.arange(0, SPLITS)
@@ -220,19 +216,24 @@ def _merge_up_many(
     live, real = lane < tokens, value < width
     pair = lane.to(tl.int64) * heads + head
     wait_for_previous(PDL)
-    seen = live[:, None] & (split < splits)[None, :]
-    own = tl.load(lse + pair[:, None] * splits + split[None, :], mask=seen, other=-float("inf"))
-    top = tl.max(own, 1)
-    share = tl.exp(own - tl.where(top == -float("inf"), 0.0, top)[:, None])
-    share /= tl.maximum(tl.sum(share, 1), 1e-30)[:, None]
+    if lse is not None:
+        seen = live[:, None] & (split < splits)[None, :]
+        own = tl.load(lse + pair[:, None] * splits + split[None, :], mask=seen, other=-float("inf"))
+        top = tl.max(own, 1)
+        share = tl.exp(own - tl.where(top == -float("inf"), 0.0, top)[:, None])
+        share /= tl.maximum(tl.sum(share, 1), 1e-30)[:, None]
     product = tl.zeros((M, V), tl.float32)
-    for first in tl.range(0, RANK, K, num_stages=3):
+    for first in range(0, RANK, K):
         w = tl.load(weights + first * up_rank, mask=real[:, None], other=0.0)
-        x = tl.zeros((M, K), tl.float32)
-        for s in tl.static_range(SPLITS):
-            mine = tl.sum(tl.where(split[None, :] == s, share, 0.0), 1)
-            at = partial + (pair * splits + s)[:, None] * RANK + first + dim[None, :]
-            x += tl.load(at, mask=(mine > 0.0)[:, None], other=0.0).to(tl.float32) * mine[:, None]
+        if lse is None:
+            at = partial + lane.to(tl.int64)[:, None] * token_row + head * head_row + first + dim[None, :]
+            x = tl.load(at, mask=live[:, None], other=0.0)
+        else:
+            x = tl.zeros((M, K), tl.float32)
+            for s in tl.static_range(SPLITS):
+                mine = tl.sum(tl.where(split[None, :] == s, share, 0.0), 1)
+                at = partial + (pair * splits + s)[:, None] * RANK + first + dim[None, :]
+                x += tl.load(at, mask=(mine > 0.0)[:, None], other=0.0).to(tl.float32) * mine[:, None]
         product = tl.dot(x.to(out.dtype.element_ty), w.T, product)
     to = out + pair[:, None] * width + value[None, :]
     tl.store(to, product.to(out.dtype.element_ty), mask=live[:, None] & real[None, :])
@@ -247,36 +248,8 @@ def merges_many(tokens: int, heads: int, splits: int, rank: int) -> bool:
 
 def merge_up_many(partial: Tensor, lse_THs: Tensor, uv_HRv: Tensor) -> Tensor:
     """`merge_up` for some dozen tokens, with tensor cores, so that W_UV is read once. Where `merges_many`."""
-    tokens, heads, splits, rank = partial.shape
-    width = uv_HRv.shape[2]
-    columns = min(triton.next_power_of_2(width), 128)
-    out = torch.empty(tokens, heads * width, dtype=uv_HRv.dtype, device=partial.device)
-    _merge_up_many[heads, triton.cdiv(width, columns), triton.cdiv(tokens, 32)](
-        partial, lse_THs, uv_HRv, out, tokens, heads, splits, width, *uv_HRv.stride(),
-        RANK=rank, V=columns, M=32, K=MERGE_UP_RANKS, SPLITS=triton.next_power_of_2(splits), num_warps=4,
-        **launch_options(out),
-    )  # fmt: skip
-    return out
-
-
-@triton.jit(do_not_specialize=["tokens"])
-def _up(
-    sums, up, out, tokens, width, sums_token, sums_head, up_head, up_rank, up_value,
-    RANK: tl.constexpr, V: tl.constexpr, M: tl.constexpr, K: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Program (h, b, i): V columns of head h's values of the i-th M tokens."""
-    head, value = tl.program_id(0).to(tl.int64), tl.program_id(1) * V + tl.arange(0, V)
-    lane, dim = tl.program_id(2) * M + tl.arange(0, M), tl.arange(0, K)
-    weights = up + head * up_head + dim[None, :] * up_rank + value[:, None] * up_value
-    wait_for_previous(PDL)
-    at = sums + lane.to(tl.int64)[:, None] * sums_token + head * sums_head + dim[None, :]
-    product = tl.zeros((M, V), tl.float32)
-    for first in range(0, RANK, K):
-        x = tl.load(at + first, mask=(lane < tokens)[:, None], other=0.0)
-        w = tl.load(weights + first * up_rank, mask=(value < width)[:, None], other=0.0)
-        product = tl.dot(x, w.T, product)
-    to = out + (lane.to(tl.int64)[:, None] * tl.num_programs(0) + head) * width + value[None, :]
-    tl.store(to, product.to(out.dtype.element_ty), mask=(lane < tokens)[:, None] & (value < width)[None, :])
+    columns = min(triton.next_power_of_2(uv_HRv.shape[2]), 128)
+    return _product_up(partial, lse_THs, uv_HRv, columns, 32, launch_config(partial, 4, 3))
 
 
 def up(u_THr: Tensor, uv_HRv: Tensor, *, overlap: bool = True) -> Tensor:
@@ -286,77 +259,37 @@ def up(u_THr: Tensor, uv_HRv: Tensor, *, overlap: bool = True) -> Tensor:
     batched product is faster. uv_HRv: bfloat16, a view of any strides. overlap: whether it may start while the kernel
     before it ends.
     """
-    tokens, heads, rank = u_THr.shape
-    width, columns = uv_HRv.shape[2], min(triton.next_power_of_2(uv_HRv.shape[2]), 64)
-    out = torch.empty(tokens, heads * width, dtype=u_THr.dtype, device=u_THr.device)
-    _up[heads, triton.cdiv(width, columns), triton.cdiv(tokens, 64)](
-        u_THr, uv_HRv, out, tokens, width, *u_THr.stride()[:2], *uv_HRv.stride(),
-        RANK=rank, V=columns, M=64, K=64, num_warps=4, num_stages=4,
-        **(launch_options(out) if overlap else {"PDL": False}),
+    options = launch_config(u_THr, 4, 4) if overlap else {"num_warps": 4, "num_stages": 4, "PDL": False}
+    columns = min(triton.next_power_of_2(uv_HRv.shape[2]), 64)
+    return _product_up(u_THr.unsqueeze(2), None, uv_HRv, columns, 64, options)
+
+
+def _product_up(
+    partial: Tensor, lse_THs: Tensor | None, uv_HRv: Tensor, columns: int, rows: int, options: dict[str, int | bool]
+) -> Tensor:
+    tokens, heads, splits, rank = partial.shape
+    width = uv_HRv.shape[2]
+    out = torch.empty(tokens, heads * width, dtype=uv_HRv.dtype, device=partial.device)
+    _merge_up_many[heads, triton.cdiv(width, columns), triton.cdiv(tokens, rows)](
+        partial, lse_THs, uv_HRv, out, tokens, heads, splits, width, *partial.stride()[:2], *uv_HRv.stride(),
+        RANK=rank, V=columns, M=rows, K=MERGE_UP_RANKS, SPLITS=triton.next_power_of_2(splits), **options,
     )  # fmt: skip
     return out
-
-
-@triton.jit(
-    do_not_specialize=["tokens", "rows", "table_row"], do_not_specialize_on_alignment=["table", "starts", "firsts"]
-)
-def _gather(
-    plane, table, starts, firsts, out, plane_scale, tokens, rows, table_row,
-    RANK: tl.constexpr, ROPE: tl.constexpr, N: tl.constexpr, FIRST: tl.constexpr, SCALED: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    """Program (b, i): N tokens of row i; row `rows` is what lies after all rows, shared among the programs of axis
-    0.
-    """
-    wait_for_previous(PDL)
-    row, dim, rope = tl.program_id(1), tl.arange(0, RANK)[None, :], RANK + tl.arange(0, ROPE)[None, :]
-    begin = tl.load(starts + row)
-    if row == rows:
-        for block in range(begin + tl.program_id(0) * N, tokens, tl.num_programs(0) * N):
-            beyond = block + tl.arange(0, N)
-            nothing = out + beyond.to(tl.int64)[:, None] * (RANK + ROPE)
-            tl.store(nothing + dim, tl.zeros((N, RANK), out.dtype.element_ty), mask=(beyond < tokens)[:, None])
-            tl.store(nothing + rope, tl.zeros((N, ROPE), out.dtype.element_ty), mask=(beyond < tokens)[:, None])
-        return
-    end = tl.load(starts + row + 1)
-    token = begin + tl.program_id(0) * N + tl.arange(0, N)
-    real = (token < end)[:, None]
-    position = tl.program_id(0) * N + tl.arange(0, N)
-    if FIRST:
-        position += tl.load(firsts + row)
-    page = tl.load(table + row.to(tl.int64) * table_row + position // 64, mask=token < end, other=0).to(tl.int64)
-    source = plane + (page * 64 + position % 64)[:, None] * (RANK + ROPE)
-    target = out + token.to(tl.int64)[:, None] * (RANK + ROPE)
-    latent = tl.load(source + dim, mask=real, other=0.0)
-    key = tl.load(source + rope, mask=real, other=0.0)
-    if SCALED:
-        scale = tl.load(plane_scale)
-        latent, key = latent.to(tl.float32) * scale, key.to(tl.float32) * scale
-    tl.store(target + dim, latent.to(out.dtype.element_ty), mask=real)
-    tl.store(target + rope, key.to(out.dtype.element_ty), mask=real)
 
 
 def gather(latents: LatentPlane, table_RL: Tensor, chunk: ContextChunk, rank: int) -> Tensor:
-    """Cached latents of ragged rows, contiguous and dequantized: → bfloat16 [tokens, D], zero after the last row so
-    that padded products stay finite.
-    """
-    plane, (dim, at_once) = latents.paged_PSD, (latents.paged_PSD.shape[-1], 8)
-    dtype = torch.bfloat16 if latents.scale is not None else plane.dtype
-    out, rows = torch.empty(chunk.tokens, dim, dtype=dtype, device=plane.device), len(chunk.starts_R1) - 1
-    _gather[triton.cdiv(chunk.max_tokens, at_once), rows + 1](
-        plane, table_RL, chunk.starts_R1, chunk.first_R, out, latents.scale, chunk.tokens, rows, table_RL.stride(0),
-        RANK=rank, ROPE=dim - rank, N=at_once, FIRST=chunk.first_R is not None, SCALED=latents.scale is not None,
-        num_warps=4, **launch_options(out),
-    )  # fmt: skip
-    return out
+    """`gather_rows` of latents: → bfloat16 [tokens, D], zero after the last row so that padded products stay finite."""
+    plane_PSD, scale = latents
+    dim = plane_PSD.shape[2]
+    return gather_rows((plane_PSD, plane_PSD, scale, scale), table_RL, chunk, (rank, dim - rank, rank, dim), 8, True)
 
 
 @triton.jit(do_not_specialize=["tokens", "rows"], do_not_specialize_on_alignment=["query_starts", "context_starts"])
 def _prefill(
     query, keys, rope_keys, values, query_starts, context_starts, out, lse, scale, tokens, heads, rows,
     query_token, query_head, key_head, value_head,
-    NOPE: tl.constexpr, ROPE: tl.constexpr, V: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    CAUSAL: tl.constexpr, PDL: tl.constexpr,
+    NOPE: constexpr, ROPE: constexpr, V: constexpr, M: constexpr, N: constexpr,
+    CAUSAL: constexpr, PDL: constexpr,
 ):  # fmt: skip
     """Program (b, h, i): the b-th block from the end of row i's query tokens, for head h; row `rows` is the padding
     after all rows. The last blocks have the most to do, so they come first.
@@ -375,7 +308,7 @@ def _prefill(
     context_tokens = context_end - context
     lane, key = tl.arange(0, M), tl.arange(0, N)
     token, real = (begin + block + lane).to(tl.int64), begin + block + lane < end
-    nope, rope, dim = tl.arange(0, NOPE), tl.arange(0, ROPE), tl.arange(0, V)
+    nope, rope = tl.arange(0, NOPE), tl.arange(0, ROPE)
     at = query + token[:, None] * query_token + head * query_head
     q = tl.load(at + nope[None, :], mask=real[:, None], other=0.0)
     rope_q = tl.load(at + NOPE + rope[None, :], mask=real[:, None], other=0.0)
@@ -386,21 +319,15 @@ def _prefill(
     plain = tl.maximum(tl.min(limit), 0) // N * N  # keys that every query token of the block sees
     strength = tl.full((M,), scale, tl.float32)
     top, total, sums = empty_softmax(M, V)
-    for start in range(0, plain, N):
-        scores = tl.dot(q, keys.load([context + start, head * key_head]).T)
-        scores = tl.dot(rope_q, rope_keys.load([context + start, 0]).T, scores)
-        column = head * value_head
-        top, total, sums = add_block(scores, values, context + start, column, q.dtype, strength, top, total, sums)
-    for start in range(plain, tl.max(limit), N):
-        scores = tl.dot(q, keys.load([context + start, head * key_head]).T)
-        scores = tl.dot(rope_q, rope_keys.load([context + start, 0]).T, scores)
-        scores = tl.where((start + key)[None, :] < limit[:, None], scores, -float("inf"))
-        column = head * value_head
-        top, total, sums = add_block(scores, values, context + start, column, q.dtype, strength, top, total, sums)
-    sums = mean_of(total, sums)
-    pair = token * heads + head
-    tl.store(lse + pair, lse_of(top, total), mask=real)
-    tl.store(out + pair[:, None] * V + dim[None, :], sums.to(out.dtype.element_ty), mask=real[:, None])
+    for MASKED in tl.static_range(2):
+        for start in range(plain if MASKED else 0, tl.max(limit) if MASKED else plain, N):
+            scores = tl.dot(q, keys.load([context + start, head * key_head]).T)
+            scores = tl.dot(rope_q, rope_keys.load([context + start, 0]).T, scores)
+            if MASKED:
+                scores = tl.where((start + key)[None, :] < limit[:, None], scores, -float("inf"))
+            column = head * value_head
+            top, total, sums = add_block(scores, values, context + start, column, q.dtype, strength, top, total, sums)
+    store_states(out, lse, token * heads + head, real, None, top, total, sums, V)
 
 
 def prefill(

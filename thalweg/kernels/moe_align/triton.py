@@ -19,7 +19,7 @@ from triton.language import constexpr
 
 from thalweg.kernels.launch import launch_config
 from thalweg.kernels.pdl import pdl_launch, pdl_wait
-from thalweg.kernels.quantize.triton import GROUP, scales_like
+from thalweg.kernels.quantize.triton import scales_like
 
 CHUNK = 128  # pairs of one program of the sort, which compares them with one another
 
@@ -78,7 +78,7 @@ def gather(x_TH: Tensor, scales_TG: Tensor | None, by: SortedPairs, columns: int
     _gather[(rows // 16,)](
         a_RH, a_scales, x_TH, scales_TG, by.pair, by.tile_expert, by.end_N, by.tiles,
         0 if a_scales is None else a_scales.stride(1), 0 if scales_TG is None else scales_TG.stride(1),
-        hidden, columns, 1024 // x_TH.itemsize, triton.next_power_of_2(triton.cdiv(hidden, GROUP)), by.block,
+        hidden, columns, 1024 // x_TH.itemsize, by.block,
         **launch_config(x_TH, 4),
     )  # fmt: skip
     return a_RH, a_scales
@@ -205,7 +205,7 @@ def _combine(
 @triton.jit(do_not_specialize=["a_stride", "scales_stride"])
 def _gather(
     a_RH, a_scales_GR, x_TH, scales_GT, order, tile_expert, end_N, total_tiles, a_stride, scales_stride,
-    HIDDEN: constexpr, K: constexpr, BLOCK: constexpr, GROUPS: constexpr, TILE: constexpr, PDL: constexpr,
+    HIDDEN: constexpr, K: constexpr, BLOCK: constexpr, TILE: constexpr, PDL: constexpr,
 ):  # fmt: skip
     """16 rows with their scales. The way to a row is four loads long, so a program copies all of it, some blocks
     ahead.
@@ -217,7 +217,7 @@ def _gather(
         live = row < tl.load(end_N + tl.load(tile_expert + tile))
         token = tl.load(order + row, mask=live, other=0) // K
         if scales_GT is not None:
-            group = tl.arange(0, GROUPS)
+            group = tl.arange(0, triton.next_power_of_2(triton.cdiv(HIDDEN, 128)))
             some = live[:, None] & (group < HIDDEN // 128)[None, :]
             scales = tl.load(scales_GT + group[None, :] * scales_stride + token[:, None], mask=some)
             tl.store(a_scales_GR + group[None, :].to(tl.int64) * a_stride + row[:, None], scales, mask=some)

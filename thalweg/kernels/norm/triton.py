@@ -16,12 +16,14 @@ from triton.language import constexpr
 
 from thalweg.kernels.launch import launch_config
 from thalweg.kernels.pdl import pdl_launch, pdl_wait
-from thalweg.kernels.quantize.triton import GROUP, encode, quantize, scales_like
+from thalweg.kernels.quantize.triton import encode, quantize, scales_like
 
 
-@triton.jit
-def _normed_row(x_TH, weight_H, stride_x, eps, H: constexpr, BLOCK: constexpr, PDL: constexpr):
-    """This program's row, its columns, and the normed numbers in float32."""
+@triton.jit(do_not_specialize=["scales_stride"])
+def _rms_norm(
+    x_TH, weight_H, y_TH, scales_GT, stride_x, stride_y, scales_stride, eps,
+    H: constexpr, BLOCK: constexpr, PDL: constexpr,
+):  # fmt: skip
     pdl_launch(PDL)
     row = tl.program_id(0).to(tl.int64)
     h_B = tl.arange(0, BLOCK)
@@ -29,27 +31,16 @@ def _normed_row(x_TH, weight_H, stride_x, eps, H: constexpr, BLOCK: constexpr, P
     weight = tl.load(weight_H + h_B, mask=inside, other=0.0)
     pdl_wait(PDL)
     x = tl.load(x_TH + row * stride_x + h_B, mask=inside, other=0.0).to(tl.float32)
-    return row, h_B, x * tl.rsqrt(tl.sum(x * x) / H + eps) * weight
-
-
-@triton.jit
-def _rms_norm(x_TH, weight_H, y_TH, stride_x, stride_y, eps, H: constexpr, BLOCK: constexpr, PDL: constexpr):
-    row, h_B, y = _normed_row(x_TH, weight_H, stride_x, eps, H, BLOCK, PDL)
-    tl.store(y_TH + row * stride_y + h_B, y.to(y_TH.dtype.element_ty), mask=h_B < H)
-
-
-@triton.jit(do_not_specialize=["scales_stride"])
-def _rms_norm_quantize(
-    x_TH, weight_H, codes_TH, scales_GT, stride_x, scales_stride, eps,
-    H: constexpr, BLOCK: constexpr, PDL: constexpr,
-):  # fmt: skip
-    row, _, y = _normed_row(x_TH, weight_H, stride_x, eps, H, BLOCK, PDL)
-    y = y.to(x_TH.dtype.element_ty)
-    codes, scale = encode(tl.reshape(y, [BLOCK // 128, 128]).to(tl.float32))
-    group = tl.arange(0, BLOCK // 128)
-    live = group < H // 128
-    tl.store(codes_TH + row * H + group[:, None] * 128 + tl.arange(0, 128)[None, :], codes, mask=live[:, None])
-    tl.store(scales_GT + group.to(tl.int64) * scales_stride + row, scale, mask=live)
+    y = (x * tl.rsqrt(tl.sum(x * x) / H + eps) * weight).to(x_TH.dtype.element_ty)
+    if scales_GT is None:
+        tl.store(y_TH + row * stride_y + h_B, y, mask=inside)
+    else:
+        codes, scale = encode(tl.reshape(y, [BLOCK // 128, 128]).to(tl.float32))
+        group = tl.arange(0, BLOCK // 128)
+        live = group < H // 128
+        at = row * stride_y + group[:, None] * 128 + tl.arange(0, 128)[None, :]
+        tl.store(y_TH + at, codes, mask=live[:, None])
+        tl.store(scales_GT + group.to(tl.int64) * scales_stride + row, scale, mask=live)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,27 +84,25 @@ def deferred_norm(x: Tensor | LazyNorm) -> tuple[Tensor, Tensor | None, float]:
 
 def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x²) + eps) · weight over the last dim, in x's dtype. x: rows with any stride. weight: float32."""
-    rows, width = x_TH.shape
-    y = torch.empty(rows, width, dtype=x_TH.dtype, device=x_TH.device)
-    _rms_norm[(rows,)](x_TH, weight_H, y, x_TH.stride(0), y.stride(0), eps, width, **_config(x_TH))
-    return y
+    y_TH = x_TH.new_empty(x_TH.shape)
+    _launch(x_TH, weight_H, y_TH, None, eps)
+    return y_TH
 
 
 def rms_norm_quantize(x_TH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """`quantize` of `rms_norm`, bit by bit, in one launch: → e4m3 [T, H] and float32 scales [T, H / 128], MN-major. H:
     a multiple of 128.
     """
+    codes_TH = x_TH.new_empty(x_TH.shape, dtype=torch.float8_e4m3fn)
+    scales_TG = scales_like(len(x_TH), x_TH.shape[1], x_TH.device)
+    _launch(x_TH, weight_H, codes_TH, scales_TG, eps)
+    return codes_TH, scales_TG
+
+
+def _launch(x_TH: Tensor, weight_H: Tensor, y_TH: Tensor, scales_TG: Tensor | None, eps: float) -> None:
     rows, width = x_TH.shape
-    if width % GROUP:
-        raise ValueError(f"rms_norm_quantize takes rows of a multiple of {GROUP}, not {width}")
-    codes = torch.empty(rows, width, dtype=torch.float8_e4m3fn, device=x_TH.device)
-    scales = scales_like(rows, width, x_TH.device)
-    _rms_norm_quantize[(rows,)](
-        x_TH, weight_H, codes, scales, x_TH.stride(0), scales.stride(1), eps, width, **_config(x_TH)
+    block, stride = triton.next_power_of_2(width), 0 if scales_TG is None else scales_TG.stride(1)
+    config = launch_config(x_TH, 8 if block >= 4096 else 4, 3)
+    _rms_norm[(rows,)](
+        x_TH, weight_H, y_TH, scales_TG, x_TH.stride(0), y_TH.stride(0), stride, eps, width, block, **config
     )
-    return codes, scales
-
-
-def _config(x_TH: Tensor) -> dict[str, int | bool]:
-    block = triton.next_power_of_2(x_TH.shape[1])
-    return {"BLOCK": block, **launch_config(x_TH, 8 if block >= 4096 else 4, 3)}

@@ -16,13 +16,14 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from thalweg.kernels.attend.args import KvPlanes, KvWrite, LatentPlane
 from thalweg.kernels.attend.triton import wait_for_previous
-from thalweg.kernels.launch import launch_options
+from thalweg.kernels.launch import launch_config
 
-E4M3_MAX = tl.constexpr(448.0)
-BF16_MAX = tl.constexpr(3.3895313892515355e38)
+E4M3_MAX = constexpr(448.0)
+BF16_MAX = constexpr(3.3895313892515355e38)
 MOST_AT_ONCE = 64  # tokens of one program of `mla_absorb`
 HEADS_AT_ONCE = 16  # query heads of one program: of 64 dims, one 16-byte access for each of 128 threads
 
@@ -43,7 +44,7 @@ class LatentNorm(NamedTuple):
 
 
 @triton.jit
-def rotated(x_NC, cos_P, sin_P, ROWS: tl.constexpr, DIM: tl.constexpr):
+def rotated(x_NC, cos_P, sin_P, ROWS: constexpr, DIM: constexpr):
     """Rotates the pairs of the last axis; float32 in, float32 out."""
     even, odd = tl.split(tl.reshape(x_NC, (ROWS, DIM // 2, 2)))
     pairs = tl.join(even * cos_P[None, :] - odd * sin_P[None, :], odd * cos_P[None, :] + even * sin_P[None, :])
@@ -51,8 +52,8 @@ def rotated(x_NC, cos_P, sin_P, ROWS: tl.constexpr, DIM: tl.constexpr):
 
 
 @triton.jit
-def encode(x, scale_pointer, SCALED: tl.constexpr, dtype: tl.constexpr):
-    """x as a plane stores it: the value, or e4m3 of value / scale; saturated, NaN as 0.
+def encode(x, scale, dtype: constexpr):
+    """x as a plane stores it: the value, or e4m3 of value / scale unless that is None; saturated, NaN as 0.
 
     Attention multiplies masked values by 0, and a NaN of one request would reach the next owner of its page. What is
     only attended to may be bf16's largest number, since 0 times that is 0. A latent, which is multiplied first
@@ -60,77 +61,66 @@ def encode(x, scale_pointer, SCALED: tl.constexpr, dtype: tl.constexpr):
     numbers whose squares overflow.
     """
     x = tl.where(x == x, x, 0.0)
-    if SCALED:
-        x = tl.minimum(tl.maximum(x / tl.load(scale_pointer), -E4M3_MAX), E4M3_MAX)
+    if scale is not None:
+        x = tl.minimum(tl.maximum(x / tl.load(scale), -E4M3_MAX), E4M3_MAX)
     else:
         x = tl.minimum(tl.maximum(x, -BF16_MAX), BF16_MAX)
     return x.to(dtype)
 
 
 @triton.jit
-def normed(x_ND, weight, eps, NORM: tl.constexpr, DIM: tl.constexpr):
-    if NORM:
+def normed(x_ND, weight, eps, DIM: constexpr):
+    if weight is not None:
         x_ND = x_ND * (1 / tl.sqrt(tl.sum(x_ND * x_ND, 1) / DIM + eps))[:, None]
         x_ND *= tl.load(weight + tl.arange(0, DIM))[None, :]
     return x_ND
 
 
 @triton.jit
-def _store_latent(
-    latent, norm, cos, sin, positions, write, plane, scale, eps, token, latent_token, plane_row,
-    RANK: tl.constexpr, ROPE: tl.constexpr, SCALED: tl.constexpr, IN_PLACE: tl.constexpr,
+def _store_token(
+    query, out, latent, norm, cos, sin, positions, write, plane, scale, eps, token, block, heads,
+    query_token, query_head, out_token, out_head, latent_token, plane_row,
+    RANK: constexpr, ROPE: constexpr, HEADS: constexpr, IN_PLACE: constexpr,
 ):  # fmt: skip
-    """One token's latent, normed, and its key, rotated, into its row of the plane."""
-    pair, col, dim = tl.arange(0, ROPE // 2), tl.arange(0, ROPE), tl.arange(0, RANK)
-    angle = tl.load(positions + token) * (ROPE // 2) + pair
-    at = latent + token * latent_token
-    x_r = tl.load(at + dim).to(tl.float32)
-    x_r = x_r * (1 / tl.sqrt(tl.sum(x_r * x_r) / RANK + eps)) * tl.load(norm + dim)
-    key = tl.load(at + RANK + col).to(tl.float32)
-    key = tl.reshape(rotated(key[None, :], tl.load(cos + angle), tl.load(sin + angle), 1, ROPE), (ROPE,))
-    if IN_PLACE:
-        tl.store(at + dim, encode(x_r, scale, False, latent.dtype.element_ty))
-        tl.store(at + RANK + col, encode(key, scale, False, latent.dtype.element_ty))
-    row = plane + tl.load(write + token) * plane_row
-    tl.store(row + dim, encode(x_r, scale, SCALED, plane.dtype.element_ty))
-    tl.store(row + RANK + col, encode(key, scale, SCALED, plane.dtype.element_ty))
-
-
-@triton.jit
-def _rotate_queries(
-    query, out, cos, sin, positions, token, block, heads, query_token, query_head, out_token, out_head,
-    ROPE: tl.constexpr, HEADS: tl.constexpr,
-):  # fmt: skip
-    """The `block`-th HEADS queries of one token, rotated."""
-    pair, col, head = tl.arange(0, ROPE // 2), tl.arange(0, ROPE), block * HEADS + tl.arange(0, HEADS)
-    angle = tl.load(positions + token) * (ROPE // 2) + pair
-    real = (head < heads)[:, None]
-    x = tl.load(query + token * query_token + head[:, None] * query_head + col[None, :], mask=real, other=0.0)
-    x = rotated(x.to(tl.float32), tl.load(cos + angle), tl.load(sin + angle), HEADS, ROPE)
-    at = out + token * out_token + head[:, None] * out_head + col[None, :]
-    tl.store(at, x.to(out.dtype.element_ty), mask=real)
+    """Block 0: a token's latent, normed, and its key, rotated, into its row of the plane. Block 1 + b: its b-th HEADS
+    queries, rotated.
+    """
+    col = tl.arange(0, ROPE)
+    angle = tl.load(positions + token) * (ROPE // 2) + tl.arange(0, ROPE // 2)
+    if block == 0:
+        dim, at = tl.arange(0, RANK), latent + token * latent_token
+        x_r = tl.load(at + dim).to(tl.float32)
+        x_r = x_r * (1 / tl.sqrt(tl.sum(x_r * x_r) / RANK + eps)) * tl.load(norm + dim)
+        key = tl.load(at + RANK + col).to(tl.float32)
+        key = tl.reshape(rotated(key[None, :], tl.load(cos + angle), tl.load(sin + angle), 1, ROPE), (ROPE,))
+        if IN_PLACE:
+            tl.store(at + dim, encode(x_r, None, latent.dtype.element_ty))
+            tl.store(at + RANK + col, encode(key, None, latent.dtype.element_ty))
+        row = plane + tl.load(write + token) * plane_row
+        tl.store(row + dim, encode(x_r, scale, plane.dtype.element_ty))
+        tl.store(row + RANK + col, encode(key, scale, plane.dtype.element_ty))
+    else:
+        head = (block - 1) * HEADS + tl.arange(0, HEADS)
+        real = (head < heads)[:, None]
+        x = tl.load(query + token * query_token + head[:, None] * query_head + col[None, :], mask=real, other=0.0)
+        x = rotated(x.to(tl.float32), tl.load(cos + angle), tl.load(sin + angle), HEADS, ROPE)
+        to = out + token * out_token + head[:, None] * out_head + col[None, :]
+        tl.store(to, x.to(out.dtype.element_ty), mask=real)
 
 
 @triton.jit(do_not_specialize_on_alignment=["positions", "write"])
 def _mla_write(
     query, out, latent, norm, cos, sin, positions, write, plane, scale, eps, heads,
     query_token, query_head, out_token, out_head, latent_token, plane_row,
-    RANK: tl.constexpr, ROPE: tl.constexpr, HEADS: tl.constexpr,
-    SCALED: tl.constexpr, IN_PLACE: tl.constexpr, PDL: tl.constexpr,
+    RANK: constexpr, ROPE: constexpr, HEADS: constexpr, IN_PLACE: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    """Program (t, 0): latent and key of token t; (t, 1 + b): the b-th block of its query heads."""
-    token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    """Program (t, b): block b of token t."""
     wait_for_previous(PDL)
-    if block == 0:
-        _store_latent(
-            latent, norm, cos, sin, positions, write, plane, scale, eps, token, latent_token, plane_row,
-            RANK, ROPE, SCALED, IN_PLACE,
-        )  # fmt: skip
-    else:
-        _rotate_queries(
-            query, out, cos, sin, positions, token, block - 1, heads, query_token, query_head, out_token, out_head,
-            ROPE, HEADS,
-        )  # fmt: skip
+    _store_token(
+        query, out, latent, norm, cos, sin, positions, write, plane, scale, eps, tl.program_id(0).to(tl.int64),
+        tl.program_id(1), heads, query_token, query_head, out_token, out_head, latent_token, plane_row,
+        RANK, ROPE, HEADS, IN_PLACE,
+    )  # fmt: skip
 
 
 def mla_write(
@@ -153,8 +143,8 @@ def mla_write(
     _mla_write[tokens, 1 + triton.cdiv(heads, HEADS_AT_ONCE)](
         query_THc, out_THc, latent_TD, norm.weight_r, *write, rows, latents.scale, norm.eps, heads,
         *query_THc.stride()[:2], *out_THc.stride()[:2], latent_TD.stride(0), rows.stride(0),
-        RANK=len(norm.weight_r), ROPE=rope, HEADS=HEADS_AT_ONCE, SCALED=latents.scale is not None, IN_PLACE=in_place,
-        num_warps=4, **launch_options(latent_TD),
+        RANK=len(norm.weight_r), ROPE=rope, HEADS=HEADS_AT_ONCE, IN_PLACE=in_place,
+        **launch_config(latent_TD, 4),
     )  # fmt: skip
 
 
@@ -169,9 +159,9 @@ def _rows_of(latents: LatentPlane) -> Tensor:
 def _mla_absorb(
     query, absorbed, latent, norm, cos, sin, positions, write, plane, uk, scale, eps, tokens, heads,
     query_token, query_head, absorbed_token, absorbed_head, latent_token, plane_row, uk_head, uk_nope,
-    NOPE: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, HEADS: tl.constexpr, M: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    SCALED: tl.constexpr, PDL: tl.constexpr,
+    NOPE: constexpr, RANK: constexpr, ROPE: constexpr, HEADS: constexpr, M: constexpr,
+    COLUMNS: constexpr,
+    PDL: constexpr,
 ):  # fmt: skip
     """First the programs of `_mla_write`, token by token; then those that multiply: a head, a block of latent dims, M
     tokens each. They load their weights before the wait for the queries.
@@ -180,20 +170,14 @@ def _mla_absorb(
     program = tl.program_id(0)
     if program < tokens * parts:
         wait_for_previous(PDL)
-        token, block = (program // parts).to(tl.int64), program % parts
-        if block == 0:
-            _store_latent(
-                latent, norm, cos, sin, positions, write, plane, scale, eps, token, latent_token, plane_row,
-                RANK, ROPE, SCALED, False,
-            )  # fmt: skip
-        else:
-            _rotate_queries(
-                query + NOPE, absorbed + RANK, cos, sin, positions, token, block - 1, heads, query_token, query_head,
-                absorbed_token, absorbed_head, ROPE, HEADS,
-            )  # fmt: skip
+        _store_token(
+            query + NOPE, absorbed + RANK, latent, norm, cos, sin, positions, write, plane, scale, eps,
+            (program // parts).to(tl.int64), program % parts, heads, query_token, query_head, absorbed_token,
+            absorbed_head, latent_token, plane_row, RANK, ROPE, HEADS, False,
+        )  # fmt: skip
     else:
         program -= tokens * parts
-        blocks: tl.constexpr = RANK // COLUMNS
+        blocks: constexpr = RANK // COLUMNS
         head, column = program // blocks % heads, program % blocks * COLUMNS + tl.arange(0, COLUMNS)
         lane, nope = program // (blocks * heads) * M + tl.arange(0, M), tl.arange(0, NOPE)
         weights = tl.load(uk + head.to(tl.int64) * uk_head + nope[:, None] * uk_nope + column[None, :])
@@ -230,8 +214,7 @@ def mla_absorb(
     _mla_absorb[(programs,)](
         query_THq, absorbed, latent_TD, norm.weight_r, *write, rows, uk_HnR, latents.scale, norm.eps, tokens, heads,
         *query_THq.stride()[:2], *absorbed.stride()[:2], latent_TD.stride(0), rows.stride(0), *uk_HnR.stride()[:2],
-        NOPE=nope, RANK=rank, ROPE=rope, HEADS=HEADS_AT_ONCE, M=at_once, COLUMNS=columns,
-        SCALED=latents.scale is not None, num_warps=4, **launch_options(absorbed),
+        NOPE=nope, RANK=rank, ROPE=rope, HEADS=HEADS_AT_ONCE, M=at_once, COLUMNS=columns, **launch_config(absorbed, 4),
     )  # fmt: skip
     return absorbed
 
@@ -240,9 +223,9 @@ def mla_absorb(
 def _mha_write(
     query, wide, key, value, rope_key, cos, sin, positions, write, key_plane, value_plane, key_scale, value_scale,
     heads, queries,
-    query_token, query_head, key_token, value_token, rope_token, key_row, value_row,
-    NOPE: tl.constexpr, ROPE: tl.constexpr, V: tl.constexpr, WIDE: tl.constexpr, HEADS: tl.constexpr,
-    SCALED: tl.constexpr, PDL: tl.constexpr,
+    query_token, query_head, key_token, value_token, rope_token, plane_row,
+    NOPE: constexpr, ROPE: constexpr, V: constexpr, WIDE: constexpr, HEADS: constexpr,
+    PDL: constexpr,
 ):  # fmt: skip
     """Program (t, b): the b-th block of heads of token t."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1) * HEADS + tl.arange(0, HEADS)
@@ -264,11 +247,11 @@ def _mha_write(
     k = tl.load(key + token * key_token + at * NOPE + nope, mask=real, other=0.0).to(tl.float32)
     v = tl.load(value + token * value_token + at * V + dim, mask=real, other=0.0).to(tl.float32)
     row = tl.load(write + token)
-    to_k, to_v = key_plane + row * key_row + at * WIDE, value_plane + row * value_row + at * WIDE
-    shared = encode(own, key_scale, SCALED, key_plane.dtype.element_ty)
-    tl.store(to_k + nope, encode(k, key_scale, SCALED, key_plane.dtype.element_ty), mask=real)
+    to_k, to_v = key_plane + row * plane_row + at * WIDE, value_plane + row * plane_row + at * WIDE
+    shared = encode(own, key_scale, key_plane.dtype.element_ty)
+    tl.store(to_k + nope, encode(k, key_scale, key_plane.dtype.element_ty), mask=real)
     tl.store(to_k + NOPE + turn, tl.broadcast_to(shared, (HEADS, ROPE)), mask=real)
-    tl.store(to_v + dim, encode(v, value_scale, SCALED, value_plane.dtype.element_ty), mask=real)
+    tl.store(to_v + dim, encode(v, value_scale, value_plane.dtype.element_ty), mask=real)
 
 
 def mha_write(
@@ -286,9 +269,8 @@ def mha_write(
     at_once = min(8, triton.next_power_of_2(heads))
     _mha_write[tokens, triton.cdiv(heads, at_once)](
         query_THq, wide, key_THn, value_THv, rope_Tc, *write, *kv, heads, queries, *query_THq.stride()[:2],
-        key_THn.stride(0), value_THv.stride(0), rope_Tc.stride(0), row, row,
-        NOPE=nope, ROPE=rope, V=value_THv.shape[2], WIDE=width, HEADS=at_once, SCALED=kv.is_fp8,
-        num_warps=4, **launch_options(wide),
+        key_THn.stride(0), value_THv.stride(0), rope_Tc.stride(0), row,
+        NOPE=nope, ROPE=rope, V=value_THv.shape[2], WIDE=width, HEADS=at_once, **launch_config(wide, 4),
     )  # fmt: skip
     return wide
 
@@ -297,9 +279,8 @@ def mha_write(
 def _gqa_write(
     query, key, value, query_norm, key_norm, cos, sin, positions, write, key_plane, value_plane, key_scale,
     value_scale, eps,
-    heads, kv_heads, query_token, key_token, value_token, key_row, value_row,
-    DIM: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, NORM: tl.constexpr, SCALED: tl.constexpr,
-    PDL: tl.constexpr,
+    heads, kv_heads, query_token, key_token, value_token, plane_row,
+    DIM: constexpr, HEADS: constexpr, KV_HEADS: constexpr, PDL: constexpr,
 ):  # fmt: skip
     """Program (t, 0): keys and values of token t; (t, 1 + b): the b-th block of its query heads."""
     token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -314,19 +295,19 @@ def _gqa_write(
         x_k = tl.load(k_at, mask=real, other=0.0).to(tl.float32)
         v_at = value + token * value_token + at
         x_v = tl.load(v_at, mask=real, other=0.0).to(tl.float32)
-        x_k = rotated(normed(x_k, key_norm, eps, NORM, DIM), cos_P, sin_P, KV_HEADS, DIM)
+        x_k = rotated(normed(x_k, key_norm, eps, DIM), cos_P, sin_P, KV_HEADS, DIM)
         # back in place, too: an attention to the step's own tokens reads those of the next row beside the last of one,
         # and multiplies them by 0
-        tl.store(k_at, encode(x_k, key_scale, False, key.dtype.element_ty), mask=real)
-        tl.store(v_at, encode(x_v, value_scale, False, value.dtype.element_ty), mask=real)
-        tl.store(key_plane + row * key_row + at, encode(x_k, key_scale, SCALED, key_plane.dtype.element_ty), mask=real)
-        v_to = value_plane + row * value_row + at
-        tl.store(v_to, encode(x_v, value_scale, SCALED, value_plane.dtype.element_ty), mask=real)
+        tl.store(k_at, encode(x_k, None, key.dtype.element_ty), mask=real)
+        tl.store(v_at, encode(x_v, None, value.dtype.element_ty), mask=real)
+        tl.store(key_plane + row * plane_row + at, encode(x_k, key_scale, key_plane.dtype.element_ty), mask=real)
+        v_to = value_plane + row * plane_row + at
+        tl.store(v_to, encode(x_v, value_scale, value_plane.dtype.element_ty), mask=real)
     else:
         head = (block - 1) * HEADS + tl.arange(0, HEADS)
         queries, asks = query + token * query_token + head[:, None] * DIM + col[None, :], (head < heads)[:, None]
         x_q = tl.load(queries, mask=asks, other=0.0).to(tl.float32)
-        x_q = rotated(normed(x_q, query_norm, eps, NORM, DIM), cos_P, sin_P, HEADS, DIM)
+        x_q = rotated(normed(x_q, query_norm, eps, DIM), cos_P, sin_P, HEADS, DIM)
         tl.store(queries, x_q.to(query.dtype.element_ty), mask=asks)
 
 
@@ -348,8 +329,6 @@ def gqa_write(
     at_once = min(2048 // dim, triton.next_power_of_2(heads))
     _gqa_write[tokens, 1 + triton.cdiv(heads, at_once)](
         query_THd, key_TKd, value_TKd, *norms[:2], *write, *kv, norms.eps, heads, kv_heads,
-        query_THd.stride(0), key_TKd.stride(0), value_TKd.stride(0), row, row,
-        DIM=dim, HEADS=at_once, KV_HEADS=triton.next_power_of_2(kv_heads), NORM=norms.query_d is not None,
-        SCALED=kv.is_fp8,
-        num_warps=4, **launch_options(query_THd),
+        query_THd.stride(0), key_TKd.stride(0), value_TKd.stride(0), row,
+        DIM=dim, HEADS=at_once, KV_HEADS=triton.next_power_of_2(kv_heads), **launch_config(query_THd, 4),
     )  # fmt: skip

@@ -1,50 +1,52 @@
-"""Which experts a token goes to, and with which weights (DeepSeek-V2 report §2.2, V3 report §2.1.2).
-
-Everything is float32; ids are int64. Each rule returns weights [T, topk] and ids [T, topk]. renormalize: the weights of
-a token sum to `scale`.
-"""
+"""Which experts a token goes to, and with which weights (DeepSeek-V2 report §2.2, V3 report §2.1.2)."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 
-def greedy(logits_TE: Tensor, topk: int, scale: float, renormalize: bool = False) -> tuple[Tensor, Tensor]:
-    """The largest softmax scores."""
-    weights, ids = logits_TE.softmax(-1).topk(topk, -1, sorted=False)
-    return _scaled(weights, scale, renormalize), ids
+@dataclass(frozen=True, slots=True)
+class RouterConfig:
+    """How a router chooses."""
+
+    experts: int
+    topk: int
+    scale: float  # of the weights
+    groups: int
+    topk_groups: int
+    # greedy: by softmax score; group_limited_greedy (V2): within the groups whose best expert is best;
+    # noaux_tc (V3): by sigmoid score + bias, within the groups whose two best sum highest, weighted by the score alone
+    method: str
+    renormalize: bool  # the weights of a token sum to `scale`
+    shared: int = 0  # experts that every token chooses besides
+
+    @property
+    def is_sigmoid(self) -> bool:
+        return self.method == "noaux_tc"
+
+    @property
+    def limits_groups(self) -> bool:
+        return self.method != "greedy" and self.topk_groups < self.groups
 
 
-def group_limited_greedy(
-    logits_TE: Tensor, topk: int, scale: float, groups: int, topk_groups: int, renormalize: bool = False
-) -> tuple[Tensor, Tensor]:
-    """V2: as `greedy` within the groups whose best expert is best."""
-    scores = logits_TE.softmax(-1)
-    best = scores.view(-1, groups, scores.shape[1] // groups).amax(-1)
-    weights, ids = _within_groups(scores, best, topk_groups).topk(topk, -1, sorted=False)
-    return _scaled(weights, scale, renormalize), ids
-
-
-def noaux_tc(
-    logits_TE: Tensor, bias_E: Tensor, topk: int, scale: float, groups: int, topk_groups: int, renormalize: bool
-) -> tuple[Tensor, Tensor]:
-    """V3: chosen by sigmoid score + bias, within the groups whose two best sum highest; weighted by the score without
-    the bias.
-    """
-    scores = logits_TE.sigmoid()
-    biased = scores + bias_E
-    if topk_groups < groups:
-        best = biased.view(-1, groups, biased.shape[1] // groups).topk(2, -1, sorted=False).values.sum(-1)
-        biased = _within_groups(biased, best, topk_groups)
-    ids = biased.topk(topk, -1, sorted=False).indices
-    return _scaled(scores.gather(1, ids), scale, renormalize), ids
-
-
-def _scaled(weights_TK: Tensor, scale: float, renormalize: bool) -> Tensor:
-    if renormalize:
-        weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True).add_(1e-20)
-    return weights_TK.mul_(scale)
+def choose_experts(logits_TE: Tensor, bias_E: Tensor | None, rule: RouterConfig) -> tuple[Tensor, Tensor]:
+    """Weights float32 [T, topk] and ids int64 [T, topk], of float32 logits. bias_E: of noaux_tc."""
+    scores = choice = logits_TE.sigmoid() if rule.is_sigmoid else logits_TE.softmax(-1)
+    if bias_E is not None:
+        choice = scores + bias_E
+    if rule.limits_groups:
+        members = choice.view(-1, rule.groups, rule.experts // rule.groups)
+        best = members.topk(2, -1, sorted=False).values.sum(-1) if rule.is_sigmoid else members.amax(-1)
+        choice = _within_groups(choice, best, rule.topk_groups)
+    weights, ids = choice.topk(rule.topk, -1, sorted=False)
+    if choice is not scores:
+        weights = scores.gather(1, ids)
+    if rule.renormalize:
+        weights = weights / weights.sum(-1, keepdim=True).add_(1e-20)
+    return weights.mul_(rule.scale), ids
 
 
 def _within_groups(scores_TE: Tensor, best_TG: Tensor, topk_groups: int) -> Tensor:

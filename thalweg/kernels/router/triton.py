@@ -11,7 +11,6 @@ product is a library's where the weight is bf16: 8,192 tokens of V3 are 30 GFLOP
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -24,23 +23,10 @@ from thalweg.kernels.launch import launch_config
 from thalweg.kernels.norm.triton import LazyNorm, deferred_norm, rows_of
 from thalweg.kernels.pdl import pdl_launch, pdl_wait
 from thalweg.kernels.quantize.triton import GROUP, encode, quantize, scales_like
+from thalweg.kernels.router.ref import RouterConfig
 
 FEW, MANY = 4, 1024
 PROGRAMS = 264  # two for each of an H100's multiprocessors: what the splits are to fill
-
-
-@dataclass(frozen=True, slots=True)
-class RouterConfig:
-    """How a router chooses."""
-
-    experts: int
-    topk: int
-    scale: float  # of the weights
-    groups: int
-    topk_groups: int
-    method: str  # greedy, group_limited_greedy or noaux_tc
-    renormalize: bool  # the weights sum to `scale`
-    shared: int  # experts that every token chooses besides
 
 
 class RouterOutput(NamedTuple):
@@ -98,13 +84,11 @@ def route(
     else:
         logits_STE, codes, scales = _score(x, weight_EH, with_codes, deterministic)
     if tokens:
-        groups = 1 if config.method == "greedy" or config.groups <= config.topk_groups else config.groups
-        sigmoid = config.method == "noaux_tc"
         _choose[(tokens,)](
-            weights_TK, ids_TK, logits_STE, bias_E if sigmoid else None, real_T, tokens, config.scale, len(logits_STE),
-            config.experts, config.topk, config.shared, triton.next_power_of_2(columns), groups,
-            triton.next_power_of_2(groups), triton.next_power_of_2(config.experts // groups), config.topk_groups,
-            sigmoid, config.renormalize, not with_codes, **launch_config(weights_TK, 1 if config.experts <= 256 else 4),
+            weights_TK, ids_TK, logits_STE, bias_E if config.is_sigmoid else None, real_T, tokens, config.scale,
+            len(logits_STE), config.experts, config.topk, config.shared, config.groups if config.limits_groups else 1,
+            config.topk_groups, config.renormalize, not with_codes,
+            **launch_config(weights_TK, 1 if config.experts <= 256 else 4),
         )  # fmt: skip
     return RouterOutput(weights_TK, ids_TK, codes, scales, config.shared)
 
@@ -130,7 +114,7 @@ def _score(
     if few:
         _logits_few[(triton.cdiv(experts, 16) + int(with_codes), tokens, splits)](
             logits_STE, codes, scales, x_TH, norm_H, weight_EH, tokens, stride, eps,
-            experts, hidden, 16, columns, triton.next_power_of_2(hidden), **launch_config(x_TH, 4),
+            experts, hidden, 16, columns, **launch_config(x_TH, 4),
         )  # fmt: skip
     else:
         steps = triton.cdiv(triton.cdiv(hidden, GROUP), splits)
@@ -189,8 +173,7 @@ def _logits(
 @triton.jit(do_not_specialize=["tokens", "scales_stride"])
 def _logits_few(
     logits_STE, codes_TH, scales_GT, x_TH, norm_H, weight_EH, tokens, scales_stride, eps,
-    E: constexpr, H: constexpr, BLOCK_E: constexpr, BLOCK_H: constexpr,
-    WHOLE_H: constexpr, PDL: constexpr,
+    E: constexpr, H: constexpr, BLOCK_E: constexpr, BLOCK_H: constexpr, PDL: constexpr,
 ):  # fmt: skip
     """BLOCK_E experts, one token, BLOCK_H columns a program; the last block of programs encodes x. With norm_H of the
     normed x, rounded as the norm's own kernel does.
@@ -206,7 +189,7 @@ def _logits_few(
     pdl_launch(PDL)
     x = tl.load(row + h, mask=h < H, other=0.0).to(tl.float32)
     if norm_H is not None:
-        whole = tl.arange(0, WHOLE_H)
+        whole = tl.arange(0, triton.next_power_of_2(H))
         every = tl.load(row + whole, mask=whole < H, other=0.0).to(tl.float32)
         x = (x * tl.rsqrt(tl.sum(every * every) / H + eps) * norm).to(x_TH.dtype.element_ty).to(tl.float32)
     if block_E * BLOCK_E < E:
@@ -223,8 +206,7 @@ def _logits_few(
 @triton.jit(do_not_specialize=["tokens"])
 def _choose(
     weights_TK, ids_TK, logits_STE, bias_E, real_T, tokens, scale,
-    SPLITS: constexpr, E: constexpr, TOPK: constexpr, SHARED: constexpr, BLOCK_K: constexpr,
-    GROUPS: constexpr, BLOCK_G: constexpr, BLOCK_M: constexpr, TOPK_GROUPS: constexpr, SIGMOID: constexpr,
+    SPLITS: constexpr, E: constexpr, TOPK: constexpr, SHARED: constexpr, GROUPS: constexpr, TOPK_GROUPS: constexpr,
     RENORMALIZE: constexpr, EARLY: constexpr, PDL: constexpr,
 ):  # fmt: skip
     """One token a program: the whole row lies in the registers of a warp, and each of the chosen is one reduction over
@@ -232,6 +214,9 @@ def _choose(
     of the ids: ties go to the lower id. EARLY: the experts' kernel may start as soon as x is there; it may not where
     the kernel of the logits makes x's codes.
     """
+    BLOCK_G: constexpr = triton.next_power_of_2(GROUPS)
+    BLOCK_M: constexpr = triton.next_power_of_2(E // GROUPS)
+    BLOCK_K: constexpr = triton.next_power_of_2(TOPK + SHARED)
     token = tl.program_id(0).to(tl.int64)
     place, column = tl.arange(0, BLOCK_G * BLOCK_M), tl.arange(0, BLOCK_K)
     expert = place // BLOCK_M * (E // GROUPS) + place % BLOCK_M
@@ -244,7 +229,7 @@ def _choose(
     logits = tl.zeros([BLOCK_G * BLOCK_M], tl.float32)
     for split in tl.static_range(SPLITS):
         logits += tl.load(logits_STE + (split * tokens + token) * E + expert, mask=some, other=0.0)
-    if SIGMOID:
+    if bias_E is not None:
         scores = 1.0 / (1.0 + tl.exp(-logits))
         choice = tl.where(some, scores + tl.load(bias_E + expert, mask=some, other=0.0), -float("inf"))
     else:
@@ -253,7 +238,8 @@ def _choose(
         scores = powers / tl.sum(powers, 0)
         choice = tl.where(some, scores, -float("inf"))
     if GROUPS > 1:
-        choice = _within_groups(choice, GROUPS, BLOCK_G, BLOCK_M, TOPK_GROUPS, SIGMOID)
+        choice = _within_groups(tl.reshape(choice, [BLOCK_G, BLOCK_M]), GROUPS, TOPK_GROUPS, bias_E is not None)
+        choice = tl.reshape(choice, [BLOCK_G * BLOCK_M])
     best_K = tl.zeros([BLOCK_K], tl.int32)
     for k in tl.static_range(TOPK):
         best = tl.argmax(choice, 0)
@@ -274,24 +260,17 @@ def _choose(
 
 
 @triton.jit
-def _within_groups(
-    choice,
-    GROUPS: constexpr,
-    BLOCK_G: constexpr,
-    BLOCK_M: constexpr,
-    TOPK_GROUPS: constexpr,
-    TWO: constexpr,
-):
-    """-inf outside the best groups: by their best member, or by the sum of their two best."""
-    group, scores = tl.arange(0, BLOCK_G), tl.reshape(choice, [BLOCK_G, BLOCK_M])
+def _within_groups(scores, GROUPS: constexpr, TOPK_GROUPS: constexpr, TWO: constexpr):
+    """-inf outside the best groups, which are the rows: by their best member, or by the sum of their two best."""
+    group, member = tl.arange(0, scores.shape[0]), tl.arange(0, scores.shape[1])
     worth = tl.max(scores, 1)
     if TWO:
         first = tl.argmax(scores, 1)
-        worth += tl.max(tl.where(tl.arange(0, BLOCK_M)[None, :] == first[:, None], -float("inf"), scores), 1)
+        worth += tl.max(tl.where(member[None, :] == first[:, None], -float("inf"), scores), 1)
     worth = tl.where(group < GROUPS, worth, -float("inf"))
-    kept = tl.zeros([BLOCK_G], tl.int32)
+    kept = tl.zeros_like(group)
     for _ in tl.static_range(TOPK_GROUPS):
         best = tl.argmax(worth, 0)
         kept = tl.where(group == best, 1, kept)
         worth = tl.where(group == best, -float("inf"), worth)
-    return tl.reshape(tl.where(kept[:, None] > 0, scores, -float("inf")), [BLOCK_G * BLOCK_M])
+    return tl.where(kept[:, None] > 0, scores, -float("inf"))

@@ -1,36 +1,34 @@
-"""Cases of steps that verify trees: trees of every form, drawn to their leaves or anywhere before, stop ids, ends and
-what is no token on the way, nodes that were not made, and some that were and are not verified, equal children, slots
-that had ended.
+"""Cases of steps that verify trees or chains: trees of every form, drawn to their leaves or anywhere before, stop ids,
+ends and missing tokens on the way, nodes that were not made, nodes that are not verified, equal children, slots that
+had ended.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from random import Random
-from typing import Any, Iterator, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from thalweg.kernels.build_inputs import ref as build_inputs
 from thalweg.kernels.build_inputs.ref import SlotTensors
-from thalweg.kernels.case import KernelCase, Run
-from thalweg.kernels.launch import triton_available
+from thalweg.kernels.case import KernelCase, with_triton
 from thalweg.kernels.verify import ref
 from thalweg.kernels.verify.ref import AcceptedPaths, Verification
 
-STOPS, COLUMNS, CONTEXT, PAGE, TOKENS = 5, 8, 200, 16, 90
+STOPS, CONTEXT, PAGE, TOKENS = 5, 200, 16, 90
 BEYOND = 3  # nodes that a slot has behind those of a step
 
 
 class Tree(NamedTuple):
-    """Of each node its parent, its depth and its token, the root's any; and what is drawn there: mostly the token of a
-    child.
-    """
+    """By node, the root first."""
 
     parents: list[int]
     depths: list[int]
-    tokens: list[int]
-    drawn: list[int]
+    tokens: list[int]  # the root's is any
+    drawn: list[int]  # mostly the token of a child
 
 
 def cases(generator: torch.Generator) -> Iterator[KernelCase]:
@@ -53,9 +51,8 @@ def _case(rows: int, query: int, deepest: int, generator: torch.Generator, is_ch
         tokens_SL[slot, :length] = torch.randint(TOKENS, (length,), generator=generator)
         room = tokens_SL[slot, length : length + nodes - 1]
         room.copy_(torch.tensor(tree.tokens[1 : 1 + len(room)]))
-    forms = [
-        [tree.parents, tree.depths, [0 if is_chain else rng.randrange(1 << 60) for _ in range(nodes)]] for tree in trees
-    ]
+    masks = [[0 if is_chain else rng.randrange(1 << 60) for _ in range(nodes)] for _ in trees]
+    forms = [(tree.parents, tree.depths, mask) for tree, mask in zip(trees, masks, strict=True)]
     fields = {
         "stop_SK": torch.tensor([[rng.randrange(-1, 8 * TOKENS) for _ in range(STOPS)] for _ in trees]),
         "tokens_SL": tokens_SL,
@@ -65,124 +62,106 @@ def _case(rows: int, query: int, deepest: int, generator: torch.Generator, is_ch
     }
     slot_R = rng.sample(range(slots), rows)
     drawn = [trees[slot].drawn[:query] for slot in slot_R]
-    held = SlotTensors(**{name: tensor.clone() for name, tensor in fields.items()})
-    exact = _exact(slot_R, drawn, 1 + deepest, held, is_chain)
+    before = SlotTensors(**{name: tensor.clone() for name, tensor in fields.items()})
+    exact = _exact(slot_R, drawn, 1 + deepest, before, is_chain)
     if is_chain:
         del fields["nodes_SN3"]
     inputs = {"slot_R": torch.tensor(slot_R), "drawn_RQ": torch.tensor(drawn), "deepest": deepest, **fields}
-    return KernelCase(
-        f"{rows} {'chains' if is_chain else 'trees'} of {query}",
-        inputs,
-        exact,
-        0.0,
-        rows * query * STOPS,
-        rows * query * 150,
-    )
+    name, size = f"{rows} {'chains' if is_chain else 'trees'} of {query}", rows * query
+    return KernelCase(name, inputs, exact, tolerance=0.0, flops=size * STOPS, bytes=size * 150)
 
 
 def _draft(query: int, deepest: int, rng: Random, is_chain: bool) -> Tree:
     parents, depths, tokens = [0], [0], [0]
     for node in range(1, query):
-        parents.append(node - 1 if is_chain else rng.choice([one for one in range(node) if depths[one] < deepest]))
+        parents.append(
+            node - 1 if is_chain else rng.choice([above for above in range(node) if depths[above] < deepest])
+        )
         depths.append(1 + depths[parents[-1]])
-        siblings = [tokens[one] for one in range(1, node) if parents[one] == parents[-1]]
+        siblings = [tokens[other] for other in range(1, node) if parents[other] == parents[-1]]
         alike = siblings and rng.random() < 0.2  # a walk that followed both would have two nodes of a depth
         tokens.append(rng.choice(siblings) if alike else rng.randrange(TOKENS))
     drawn = list[int]()
     for node in range(query):
-        children = [tokens[one] for one in range(1, query) if parents[one] == node]
+        children = [tokens[child] for child in range(1, query) if parents[child] == node]
         other = rng.choice((rng.randrange(TOKENS), rng.randrange(-1, TOKENS)))
         drawn.append(rng.choice(children) if children and rng.random() < 0.85 else other)
     return Tree(parents, depths, tokens, drawn)
 
 
 def _exact(
-    slots: list[int], drawn: list[list[int]], most: int, fields: SlotTensors, is_chain: bool
+    slot_R: list[int], drawn_RQ: list[list[int]], most: int, slots: SlotTensors, is_chain: bool
 ) -> tuple[Tensor, ...]:
-    """Node by node: of each what `build_inputs` says, then of each path what `verify` says, and what the slots are."""
-    assert fields.nodes_SN3 is not None, "also of chains"
-    nodes, paths, rows = list[list[int]](), list[list[int]](), list[list[int]]()
-    ints = list[list[int]]()
-    for row, slot in enumerate(slots):
-        length, at, end, *others, made = fields.ints_SI[slot].tolist()
-        table, forms = fields.table_SP[slot].tolist(), fields.nodes_SN3[slot, : len(drawn[row])].tolist()
-        places, first = [table[at // PAGE] * PAGE + at % PAGE for at in range(CONTEXT)], len(nodes)
-        tokens = fields.tokens_SL[slot].tolist()
+    """Node by node: what `build_inputs` says of each, then what `verify` says of each path, and what the slots are."""
+    assert slots.nodes_SN3 is not None, "also of chains"
+    nodes, ints, rows, paths = (list[list[int]]() for _ in range(4))
+    for slot, drawn in zip(slot_R, drawn_RQ, strict=True):
+        length, at, end, *others, made = slots.ints_SI[slot].tolist()
+        table, forms = slots.table_SP[slot].tolist(), slots.nodes_SN3[slot, : len(drawn)].tolist()
+        places, first = [table[column // PAGE] * PAGE + column % PAGE for column in range(CONTEXT)], len(nodes)
+        tokens, stops = slots.tokens_SL[slot].tolist(), {-1, *slots.stop_SK[slot].tolist()}
         for node, (_, depth, mask) in enumerate(forms):
-            there, behind = at + node, length + depth
-            real = there < end and (is_chain or node <= made)
-            nodes.append([tokens[there], at + depth, there, mask, places[there], 1] if real else [0, 0, 0, mask, 0, 0])
-            ints.append([min(behind, CONTEXT), there, end if behind < end else 0, *others, made])
+            column, known = at + node, length + depth
+            if column < end and (is_chain or node <= made):
+                nodes.append([tokens[column], at + depth, column, mask, places[column], 1])
+            else:
+                nodes.append([0, 0, 0, mask, 0, 0])
+            ints.append([min(known, CONTEXT), column, end if known < end else 0, *others, made])
         path = [0] if end else []
-        while path and len(path) < end - length:
-            token = drawn[row][path[-1]]
-            follows = [
-                node
-                for node, (parent, *_) in enumerate(forms)
-                if 0 < node <= made and parent == path[-1] and nodes[first + node][5]
-            ]
-            going = [node for node in follows if nodes[first + node][0] == token]
-            if not going or token < 0 or token in fields.stop_SK[slot].tolist():
+        while path and len(path) < end - length and drawn[path[-1]] not in stops:
+            children = [node for node in range(1, len(forms)) if node <= made and forms[node][0] == path[-1]]
+            wanted = [drawn[path[-1]], 1]
+            going = [node for node in children if [nodes[first + node][0], nodes[first + node][5]] == wanted]
+            if not going:
                 break
             path.append(going[-1])  # of equal ones the last
         for ahead, node in enumerate(path):
-            fields.tokens_SL[slot, length + ahead] = max(drawn[row][node], 0)
-        count = len(path)
-        last = drawn[row][path[-1]] if path else -1
-        alive = length + count < end and last >= 0 and last not in fields.stop_SK[slot].tolist()
-        fields.ints_SI[slot, :3] = torch.tensor([length + count, length + count - 1, end * alive])
-        rows.append([count, int(not alive)])
-        for ahead, node in enumerate(path):
+            slots.tokens_SL[slot, length + ahead] = max(drawn[node], 0)
             id, position, _, _, place, _ = nodes[first + node]
-            paths.append([drawn[row][node], node, first + node, id, position, 1, place, places[at + ahead]])
-        paths += [[0] * 8] * (most - count)
-    table_RP = fields.table_SP[torch.tensor(slots)]
+            paths.append([drawn[node], node, first + node, id, position, 1, place, places[at + ahead]])
+        paths += [[0] * 8] * (most - len(path))
+        new = length + len(path)
+        alive = bool(path) and new < end and drawn[path[-1]] not in stops
+        slots.ints_SI[slot, :3] = torch.tensor([new, new - 1, end * alive])
+        rows.append([len(path), int(not alive)])
     numbers = (torch.tensor(x) for x in (nodes, ints, rows, paths))
-    return *numbers, table_RP, fields.tokens_SL[:, :CONTEXT], fields.ints_SI
+    return *numbers, slots.table_SP[torch.tensor(slot_R)], slots.tokens_SL[:, :CONTEXT], slots.ints_SI
 
 
 def _run(
-    kernels: Any, inputs: Any, device: str, slot_R: Tensor, drawn_RQ: Tensor, deepest: int, **fields: Tensor
+    kernels: Any, inputs: Any, slot_R: Tensor, drawn_RQ: Tensor, deepest: int, **fields: Any
 ) -> tuple[Tensor, ...]:
     """kernels: has `verify`; inputs: has `build_inputs`. Without `nodes_SN3` drafts are chains."""
-    slot_R, drawn_N, (rows, query) = slot_R.to(device), drawn_RQ.flatten().to(device), drawn_RQ.shape
-    held: dict[str, Any] = {"nodes_SN3": None} | {name: tensor.to(device) for name, tensor in fields.items()}
-    slots = SlotTensors(**held)
-    pages, most = slots.table_SP.shape[1], 1 + deepest
+    slots, (rows, query), most = SlotTensors(**{"nodes_SN3": None} | fields), drawn_RQ.shape, 1 + deepest
+    pages = slots.table_SP.shape[1]
     if slots.nodes_SN3 is None:
-        ahead_N = torch.arange(query, device=device).repeat(rows)
+        ahead_N = torch.arange(query, device=slot_R.device).repeat(rows)
         step = inputs.build_inputs(slot_R.repeat_interleave(query), ahead_N, slots, pages, PAGE)
-        step = step._replace(
-            columns_T=step.positions_T, tree_mask_T=torch.zeros_like(ahead_N), table_RP=step.table_RP[::query]
-        )
+        tree = {"columns_T": step.positions_T, "tree_mask_T": torch.zeros_like(ahead_N)}
+        step = step._replace(table_RP=step.table_RP[::query], **tree)
     else:
         step = inputs.build_inputs(slot_R, None, slots, pages, PAGE, query)
-
-    def empty(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.empty(*shape, dtype=dtype, device=device)
-
-    out = Verification(empty(rows, most), empty(rows, most), empty(rows), empty(rows, dtype=torch.bool))
-    paths = AcceptedPaths(*(empty(rows * most, dtype=torch.bool if i == 3 else torch.int64) for i in range(6)))
-    kernels.verify(drawn_N, step, slots, PAGE, out, paths)
+    new, kinds = slot_R.new_empty, [torch.int64] * 3 + [torch.bool] + [torch.int64] * 2
+    nodes_RD = new(rows, most)
+    out = Verification(new(rows, most), nodes_RD, new(rows), new(rows, dtype=torch.bool))
+    paths = AcceptedPaths(*(new(rows * most, dtype=kind) for kind in kinds))
+    kernels.verify(drawn_RQ.flatten(), step, slots, PAGE, out, paths)
     nodes = torch.stack((step.ids_T, step.positions_T, step.columns_T, step.tree_mask_T, step.write_T, step.real_T), 1)
     on_M = paths.real_M.to(torch.int64)  # behind a path some of these may be any
-    assert out.nodes_RD is not None, "given above"
-    first = out.tokens_RD.flatten() * on_M, out.nodes_RD.flatten() * on_M, paths.token_M * on_M
+    first = out.tokens_RD.flatten() * on_M, nodes_RD.flatten() * on_M, paths.token_M * on_M
     results = nodes, step.ints_TI, torch.stack(out[2:], 1), torch.stack((*first, *paths[1:]), 1), step.table_RP
-    return tuple(tensor.cpu() for tensor in (*results, slots.tokens_SL[:, :CONTEXT], slots.ints_SI))
+    return *results, slots.tokens_SL[:, :CONTEXT], slots.ints_SI
 
 
 def run_ref(**inputs: Any) -> tuple[Tensor, ...]:
-    return _run(ref, build_inputs, "cpu", **inputs)
+    return _run(ref, build_inputs, **inputs)
 
 
-def run_triton(device: str = "cuda", **inputs: Any) -> tuple[Tensor, ...]:
+def run_triton(**inputs: Any) -> tuple[Tensor, ...]:
     from thalweg.kernels.build_inputs import triton as input_kernels
     from thalweg.kernels.verify import triton
 
-    return _run(triton, input_kernels, device, **inputs)
+    return _run(triton, input_kernels, **inputs)
 
 
-BACKENDS: dict[str, Run] = {"ref": run_ref}
-if triton_available():
-    BACKENDS["triton"] = run_triton
+BACKENDS = with_triton(run_ref, run_triton)

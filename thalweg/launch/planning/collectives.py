@@ -41,7 +41,7 @@ def collectives(facts: ModelFacts, shape: StepShape, layout: ParallelLayout) -> 
     inner, found = layout.attention, []
     among = (inner - 1) / inner
     if inner > 1:
-        # behind attention and behind dense MLPs; where all GPUs share one attention, behind experts, too
+        # after attention and after dense MLPs; where all GPUs share one attention, also after experts
         count = 2 * facts.layers - (sparse if layout.dp > 1 else 0)
         found.append(Collective("all-reduce", count, inner, 2 * among * shape.tokens * row))
         logits = shape.rows * facts.vocab * ACTIVATION

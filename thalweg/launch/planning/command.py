@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -37,7 +38,6 @@ examples:
   thalweg plan config.json --machine h100x8 --request-rate 4 --input-len 4000 --output-len 500 --tpot-target 30
   thalweg plan org/name --machine b200x8 --tp-size 8 --dp-size 8 --ep-size 8 --concurrency 1024
   thalweg plan models/tiny --check                           compares the memory of an engine with the forecast
-  thalweg plan models/tiny --check --server http://127.0.0.1:30000
 
 MODEL may be a config.json alone. Machines: {", ".join(CHIPS)}, each with x and a number of GPUs. A floor is what no
 program can be faster than: every weight and the context read once, or every product at the data sheet's rate, whichever
@@ -54,8 +54,6 @@ def main(argv: Sequence[str], notify: Callable[[str], None], check: Check) -> in
         notify(notice)
     asked = parsed.args
     console = Console(width=min(WIDTH, Console().width) if sys.stdout.isatty() else WIDTH, highlight=False)
-    if asked.server and not asked.check:
-        raise UnsupportedConfig("--server: is the engine that --check asks; give --check too")
     if asked.check and asked.machine:
         raise UnsupportedConfig("--check: compares with an engine on this machine; leave --machine out")
     from thalweg.launch.planning.forecast import forecast
@@ -105,33 +103,32 @@ def _parser() -> OptionsParser:
         SECTIONS,
     )
     add = parser.add_argument_group("This command").add_argument
+    positive, amount = _number(int, 1), _number(float, 0)
     add("--json", action="store_true", help="print one JSON object")
     add("--machine", metavar="NAME", help="plan for this machine, such as h200x8 (default: this one)")
-    add("--input-len", type=_positive, default=0, metavar="N", help="tokens of a prompt (default: 1024)")
-    add("--output-len", type=_positive, default=0, metavar="N", help="tokens of an answer (default: 256)")
+    add("--input-len", type=positive, default=0, metavar="N", help="tokens of a prompt (default: 1024)")
+    add("--output-len", type=positive, default=0, metavar="N", help="tokens of an answer (default: 256)")
     load = "requests at a time on the whole machine"
-    add("--concurrency", type=_positive, metavar="N", help=f"{load} (default: {CONCURRENCY})")
-    add("--request-rate", type=_amount, metavar="X", help="requests a second, in place of --concurrency")
+    add("--concurrency", type=positive, metavar="N", help=f"{load} (default: {CONCURRENCY})")
+    add("--request-rate", type=amount, metavar="X", help="requests a second, in place of --concurrency")
     target = "milliseconds that {} may take; alone: as many requests as it allows"
-    add("--tpot-target", type=_amount, metavar="MS", help=target.format("a token of an answer"))
-    add("--ttft-target", type=_amount, metavar="MS", help="milliseconds that the first token of a prompt may take")
+    add("--tpot-target", type=amount, metavar="MS", help=target.format("a token of an answer"))
+    add("--ttft-target", type=amount, metavar="MS", help="milliseconds that the first token of a prompt may take")
     add(
         "--batches",
-        type=_positive,
+        type=positive,
         nargs="+",
         default=[1, 8, 32, 128],
         metavar="N",
         help="requests of the floors (default: 1 8 32 128)",
     )
     contexts = " ".join(map(str, CONTEXTS))
-    add("--contexts", type=_positive, nargs="+", metavar="N", help=f"tokens of the floors (default: {contexts})")
+    add("--contexts", type=positive, nargs="+", metavar="N", help=f"tokens of the floors (default: {contexts})")
     skewed = (
         "popularity of experts: the i-th best is chosen in proportion to i to the power of -X (default: 0, uniform)"
     )
-    add("--expert-skew", type=_amount, default=0.0, metavar="X", help=skewed)
+    add("--expert-skew", type=amount, default=0.0, metavar="X", help=skewed)
     add("--check", action="store_true", help="start an engine here and compare its memory with the forecast")
-    add("--server", metavar="URL", default="", help="with --check: ask this running server instead")
-    add("--api-key", metavar="KEY", default="", help="with --server: its key, where it has one")
     return parser
 
 
@@ -175,15 +172,13 @@ def _layout(config: Options, machine: Hardware) -> ParallelLayout | None:
     return ParallelLayout(one.tp, one.dp, one.ep, one.pp, machine.gpus // one.gpus)
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
-    return value
+def _number(kind: type, least: int) -> Callable[[str], Any]:
+    """An argparse type."""
 
+    def read(text: str) -> Any:
+        value = kind(text)
+        if not least <= value < math.inf:
+            raise argparse.ArgumentTypeError(f"must be at least {least}, got {text}")
+        return value
 
-def _amount(text: str) -> float:
-    value = float(text)
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be a number that is not negative, got {text}")
-    return value
+    return read

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from thalweg.config.engine import EngineConfig
-from thalweg.config.machine import Machine
 from thalweg.config.model import ModelFacts
 from thalweg.core.plan import PAGE
 from thalweg.core.report import AUTO, Decision
@@ -20,10 +19,7 @@ RESERVE = 1 << 30  # as start-up keeps
 # Fitted to starts on an H100 (torch 2.11) of V2-Lite and Qwen2.5-7B in bf16 and of five layers of V3 in FP8. Each sum
 # below is within 3 % of what start-up measured, with the resolver's own settings.
 RUNTIME = 808e6  # bytes of the driver's context, loaded kernels and libraries
-ALLOCATED_DENSE, ALLOCATED_SPARSE = (
-    1.14,
-    1.8,
-)  # torch's allocator over what a step uses: blocks of many sizes leave gaps
+ALLOCATED_DENSE, ALLOCATED_SPARSE = 1.14, 1.8  # torch's allocator over a step's tensors: blocks leave gaps
 ALLOCATED_GRAPHS = 1.28  # the same of captured steps
 GRAPHS = 30e6  # bytes of the driver, once anything is captured
 GRAPH_LAYER = 64e3  # and for each layer of each graph; layers with experts have more kernels
@@ -60,32 +56,23 @@ class GpuMemory:
         return self.pages * PAGE
 
 
-def single_gpu(facts: ModelFacts, resolved: Resolved, machine: Machine) -> GpuMemory:
-    """The one GPU that this version uses."""
-    engine, sizes = resolved.engine, resolved.sizes
-    step, graphs = step_bytes(facts, engine), graph_bytes(facts, engine)
-    page = float(sizes.kv_bytes * PAGE)
-    memory = GpuMemory(machine.gpu_free, RUNTIME, sizes.weight_bytes, step, graphs, 0.0, RESERVE, page)
-    return _with_slots(memory, resolved)
-
-
-def gpu_of_layout(resolved: Resolved, model: PlannedModel, layout: ParallelLayout, single: GpuMemory) -> GpuMemory:
-    """One GPU of a layout: its part of weights and cache, and what an engine takes anyway. single: one GPU alone.
+def gpu_memory(resolved: Resolved, model: PlannedModel, layout: ParallelLayout, free: int) -> GpuMemory:
+    """One GPU of a layout: its part of weights and cache, and what an engine takes anyway. free: bytes of the idle GPU.
 
     Raises UnsupportedConfig where the layers cannot be divided so.
     """
-    if layout.tp == layout.pp == 1:
-        return single
-    facts, rank, alone = model.facts, model.on(layout), model.on(ONE)
+    facts, engine, sizes = model.facts, resolved.engine, resolved.sizes
+    rank, alone = model.on(layout), model.on(ONE)
     rotary = 4 * facts.context * facts.rope.dim
     # most of a drafter's weights are experts
-    drafter = max(0.0, single.weights - rotary - alone.weight_bytes) / layout.tp
-    weights = rank.weight_bytes + rotary + (drafter if resolved.engine.num_drafts else 0.0)
-    cut = rank.kv_bytes() / alone.kv_bytes()
+    drafter = (sizes.weight_bytes - rotary - alone.weight_bytes) / layout.tp
     stage = -(-facts.layers // layout.pp) / facts.layers
-    step, graphs = (count(facts, resolved.engine, layout.tp) for count in (step_bytes, graph_bytes))
-    page = resolved.sizes.kv_bytes * PAGE * stage * cut
-    return _with_slots(replace(single, weights=weights, step=step, graphs=graphs, slots=0.0, page=page), resolved)
+    page = sizes.kv_bytes * PAGE * stage * rank.kv_bytes() / alone.kv_bytes()
+    step, graphs = (count(facts, engine, layout.tp) for count in (step_bytes, graph_bytes))
+    memory = GpuMemory(free, RUNTIME, rank.weight_bytes + rotary + drafter, step, graphs, 0.0, RESERVE, page)
+    # slots are as long as the longest sequence, which is no longer than what the pages hold
+    context = min(engine.context_length, max(memory.tokens, PAGE))
+    return replace(memory, slots=slot_bytes(engine.max_running_requests + 1, context, drafts=sizes.slot_bytes))
 
 
 def with_pages(resolved: Resolved, memory: GpuMemory, layout: ParallelLayout) -> Resolved:
@@ -157,11 +144,3 @@ def _attention_numbers(facts: ModelFacts, cut: int) -> float:
     if facts.mla is None:
         return (2 * heads + 2 * facts.kv_heads / cut) * facts.head_dim
     return heads * (facts.mla.nope + facts.mla.rope + facts.mla.v)
-
-
-def _with_slots(memory: GpuMemory, resolved: Resolved) -> GpuMemory:
-    """Slots are as long as the longest sequence, which is no longer than what the pages hold."""
-    engine = resolved.engine
-    context = min(engine.context_length, max(memory.tokens, PAGE))
-    slots = slot_bytes(engine.max_running_requests + 1, context, drafts=resolved.sizes.slot_bytes)
-    return replace(memory, slots=slots)

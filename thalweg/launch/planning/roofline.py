@@ -36,6 +36,9 @@ class StepPhase:
     def seconds(self, top: Ceilings) -> float:
         return max(self.bytes / top.read, self.bf16 / top.bf16 + self.fp8 / top.fp8)
 
+    def plus(self, other: StepPhase) -> StepPhase:
+        return StepPhase(self.name, self.bytes + other.bytes, self.bf16 + other.bf16, self.fp8 + other.fp8)
+
     def times(self, count: float) -> StepPhase:
         return StepPhase(self.name, self.bytes * count, self.bf16 * count, self.fp8 * count)
 
@@ -75,7 +78,8 @@ def phases(model: RankModel, shape: StepShape) -> list[StepPhase]:
     for group in model.groups:
         if group.phase and not group.is_routed:
             rows = shape.rows if group.phase == "head" and not shape.scored else shape.tokens
-            _add(by_phase, StepPhase(group.phase, group.read, 2.0 * rows * group.high, 2.0 * rows * group.low))
+            phase = StepPhase(group.phase, group.read, 2.0 * rows * group.high, 2.0 * rows * group.low)
+            by_phase[phase.name] = by_phase[phase.name].plus(phase) if phase.name in by_phase else phase
     before = [by_phase.pop(name) for name in ("join", "projections") if name in by_phase]
     parts = [*before, *_attention(model, shape)]
     if "mlp" in by_phase:
@@ -103,17 +107,10 @@ def by_name(phases: Sequence[StepPhase], top: Ceilings) -> dict[str, float]:
     return times
 
 
-def uniform(moe: MoeFacts, tokens: int) -> float:
-    """Distinct routed experts that `tokens` uniform choices are expected to reach."""
-    return moe.experts * (1.0 - (1.0 - moe.topk / moe.experts) ** tokens)
-
-
 def expected(moe: MoeFacts, tokens: int, skew: float = 0.0) -> float:
     """Distinct routed experts that tokens are expected to reach where the i-th expert's popularity is proportional to i
     to the power of -skew (0: uniform). A token chooses an expert with topk times its popularity, at most surely.
     """
-    if not skew:
-        return uniform(moe, tokens)
     popularity = [rank**-skew for rank in range(1, moe.experts + 1)]
     total, reached, left = sum(popularity), 0.0, float(moe.topk)
     for weight in popularity:  # a token chooses each once, so what the first cannot take goes to the others
@@ -121,13 +118,6 @@ def expected(moe: MoeFacts, tokens: int, skew: float = 0.0) -> float:
         total, left = total - weight, left - chance
         reached += 1.0 - (1.0 - chance) ** tokens
     return reached
-
-
-def _add(by_phase: dict[str, StepPhase], phase: StepPhase) -> None:
-    before = by_phase.get(phase.name, StepPhase(phase.name, 0.0))
-    by_phase[phase.name] = StepPhase(
-        phase.name, before.bytes + phase.bytes, before.bf16 + phase.bf16, before.fp8 + phase.fp8
-    )
 
 
 def _experts(
@@ -139,9 +129,9 @@ def _experts(
     coverage = shape.covered or (expected(moe, tokens, shape.skew),)
     parts = []
     for covered in coverage:
-        layers = {"experts": rest}
-        _add(layers, StepPhase("experts", covered / moe.experts * routed.read, flops * routed.high, flops * routed.low))
-        parts.append(layers["experts"].times(1 / len(coverage)))
+        read = covered / moe.experts * routed.read
+        layers = rest.plus(StepPhase("experts", read, flops * routed.high, flops * routed.low))
+        parts.append(layers.times(1 / len(coverage)))
     return parts
 
 

@@ -1,4 +1,4 @@
-"""Which layout serves a load best: the roofline of every layout under it, ranked."""
+"""A load on layouts of a machine: the least times of each, and the layouts ranked."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from functools import cached_property
 from thalweg.config.machines import Hardware
 from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.plan import PAGE
-from thalweg.launch.planning.collectives import collectives
+from thalweg.launch.planning.collectives import Collective, collectives
 from thalweg.launch.planning.gpu_memory import GpuMemory
 from thalweg.launch.planning.layouts import ParallelLayout, layouts
-from thalweg.launch.planning.roofline import Ceilings, StepShape, phases, seconds
+from thalweg.launch.planning.roofline import Ceilings, StepPhase, StepShape, by_name, expected, phases
 from thalweg.launch.planning.weights import PlannedModel
 
 MAX_REQUESTS = 1 << 20  # at a time
+SENDING = "sending"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +33,26 @@ class Workload:
 
 
 @dataclass(frozen=True, slots=True)
-class PlanningTarget:
-    """GPUs, and how they hold this model."""
+class PlanningInput:
+    """A machine, and how it holds a model."""
 
-    hardware: Hardware
-    top: Ceilings
+    hardware: Hardware | None  # None on a CPU, and for GPUs without figures
+    top: Ceilings | None  # None for GPUs without figures
     model: PlannedModel
-    memory: Callable[[ParallelLayout], GpuMemory]  # of one GPU; raises UnsupportedConfig
+    memory: Callable[[ParallelLayout], GpuMemory] | None = None  # of one GPU; raises UnsupportedConfig; None on a CPU
+
+
+@dataclass(frozen=True, slots=True)
+class Floor:
+    """A step at best."""
+
+    batch: int  # requests on the whole machine
+    new: int  # tokens that each computes
+    context: int
+    experts: float  # distinct ones that a layer reads
+    phases: dict[str, float]  # seconds by kind
+    seconds: float
+    rate: float  # tokens a second of the machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,99 +61,132 @@ class LayoutForecast:
 
     layout: ParallelLayout
     room: GpuMemory
-    requests: int  # at a time on the whole machine
-    tpot: float  # seconds between tokens of a request, with the prompts of others between them
-    ttft: float  # seconds of a prompt on an idle machine
-    output: float  # tokens a second of the whole machine
-    total: float
-    holds: int  # tokens of each KV cache
-    sent: float  # seconds of a step for communication
-    trouble: str  # why it does not serve the load; "" where it does
+    trouble: str = ""  # why it does not serve the load; "" where it does
+    requests: int = 0  # at a time on the whole machine
+    tpot: float = 0.0  # seconds between tokens of a request, with the prompts of others between them
+    ttft: float = 0.0  # seconds of a prompt on an idle machine
+    output_throughput: float = 0.0  # tokens a second of the whole machine
+    total_throughput: float = 0.0  # with those of prompts
+    sending: float = 0.0  # seconds of a step for communication
 
     @property
     def fits(self) -> bool:
         return self.requests > 0
 
 
-class ServedLayout:
-    """A layout of a model on a machine. Raises UnsupportedConfig where the model cannot be divided so."""
+class PlannedLayout:
+    """The least times of steps on a layout. Raises UnsupportedConfig where the model cannot be divided so."""
 
-    def __init__(self, target: PlanningTarget, layout: ParallelLayout, load: Workload) -> None:
-        self.target, self.layout, self.load = target, layout, load
-        self.facts, self.model = target.model.facts, target.model.on(layout)
-        self.room = target.memory(layout)
+    def __init__(self, planning: PlanningInput, layout: ParallelLayout, load: Workload) -> None:
+        self.planning, self.layout, self.load = planning, layout, load
+        self.facts, self.model = planning.model.facts, planning.model.on(layout)
+
+    def shape(self, requests: int, new: int, context: int, cohorts: int = 1) -> StepShape:
+        """The step of each attention. requests: on the whole machine. cohorts: that take turns in a pipeline."""
+        on_a_copy = -(-requests // self.layout.copies)
+        rows = -(-on_a_copy // (self.layout.dp * cohorts))
+        return StepShape(rows, new, context, skew=self.load.skew, attentions=min(on_a_copy, self.layout.dp))
+
+    def times(self, work: list[StepPhase], sends: list[Collective]) -> dict[str, float]:
+        """Seconds by kind of work."""
+        assert self.planning.top is not None, "the rates are known"
+        times = by_name(work, self.planning.top)
+        if self.planning.hardware is not None and sends:
+            times[SENDING] = sum(one.seconds(self.planning.hardware) for one in sends)
+        return times
+
+    def step(self, shape: StepShape) -> dict[str, float]:
+        """Seconds by kind of work of a step of each attention."""
+        return self.times(phases(self.model, shape), collectives(self.facts, shape, self.layout))
+
+    def floor(self, requests: int, new: int, context: int) -> Floor:
+        shape = self.shape(requests, new, context)
+        times, moe = self.step(shape), self.facts.moe
+        seconds = sum(times.values())
+        experts = 0.0 if moe is None else expected(moe, shape.tokens * shape.attentions, self.load.skew)
+        return Floor(requests, new, context, experts, times, seconds, requests * new / seconds)
 
     @cached_property
-    def holds(self) -> int:
-        """Tokens of each of its KV caches."""
-        return self.room.tokens
+    def room(self) -> GpuMemory:
+        assert self.planning.memory is not None, "layouts are of GPUs"
+        return self.planning.memory(self.layout)
 
     @cached_property
     def most(self) -> int:
         """Requests of this load that all caches hold at a time."""
         each = -(-(self.load.input + self.load.output) // PAGE) * PAGE
-        return min(self.holds // each * self.layout.caches, MAX_REQUESTS)
-
-    def step(self, requests: int) -> tuple[float, float]:
-        """Seconds of a decode step of so many requests on each copy, and those of them for sending. A pipeline has its
-        rows in as many cohorts as stages, and its slowest stage counts.
-        """
-        active = min(requests, self.layout.dp)
-        cohort = -(-requests // (self.layout.dp * self.layout.pp))
-        context = self.load.input + self.load.output // 2
-        return self._times(StepShape(cohort, 1, context, skew=self.load.skew, attentions=active), is_paced=True)
+        return min(self.room.tokens // each * self.layout.caches, MAX_REQUESTS)
 
     @cached_property
-    def prompt(self) -> float:
+    def ttft(self) -> float:
         """Seconds of one prompt on an idle machine."""
-        return self._times(
-            StepShape(1, self.load.input, self.load.input, skew=self.load.skew, attentions=1), is_paced=False
-        )[0]
+        return sum(self.step(self.shape(1, self.load.input, self.load.input)).values())
 
     @cached_property
     def prompts(self) -> float:
         """Seconds that a prompt takes from others of its copy, when all attentions have one."""
-        shape = StepShape(1, self.load.input, self.load.input, skew=self.load.skew)
-        return self._times(shape, is_paced=False)[0] / (self.layout.dp * self.layout.pp)
-
-    def _times(self, shape: StepShape, is_paced: bool) -> tuple[float, float]:
-        """Seconds, and those of them for communication. is_paced: steps follow one another, so that a pipeline's
-        slowest stage counts.
-        """
-        layout, top = self.layout, self.target.top
-        parts = phases(self.model, shape)
-        computed = seconds(parts, top)
-        sent = sum(one.seconds(self.target.hardware) for one in collectives(self.facts, shape, layout))
-        if not is_paced or layout.pp == 1:
-            return computed + sent, sent
-        head = sum(part.seconds(top) for part in parts if part.name == "head")
-        slowest = (computed - head) * -(-self.facts.layers // layout.pp) / self.facts.layers
-        return max(slowest * layout.pp, computed) + sent, sent
+        attentions, load = self.layout.dp, self.load
+        shape = self.shape(attentions * self.layout.copies, load.input, load.input)
+        return sum(self.step(shape).values()) / (attentions * self.layout.pp)
 
     def tpot(self, requests: int) -> tuple[float, float]:
-        """Seconds between two tokens with so many requests on the whole machine, and those of them for sending."""
+        """Seconds between two tokens with so many requests on the whole machine, and those of them for sending. A
+        pipeline has its rows in as many cohorts as stages, and its slowest stage counts.
+        """
         layout, load = self.layout, self.load
-        a_copy = -(-requests // layout.copies)
-        step, sent = self.step(a_copy)
-        return step + a_copy * self.prompts / load.output, sent
+        times = self.step(self.shape(requests, 1, load.input + load.output // 2, layout.pp))
+        sent = times.pop(SENDING, 0.0)
+        step = sum(times.values())
+        slowest = (step - times["head"]) * -(-self.facts.layers // layout.pp) / self.facts.layers
+        step = max(slowest * layout.pp, step) + sent
+        return step + -(-requests // layout.copies) * self.prompts / load.output, sent
 
     def finished(self, requests: int) -> float:
         """Requests a second."""
-        return requests / (self.prompt + self.load.output * self.tpot(requests)[0])
+        return requests / (self.ttft + self.load.output * self.tpot(requests)[0])
+
+    def forecast(self) -> LayoutForecast:
+        load, tokens = self.load, self.load.input + self.load.output
+        if self.most < 1:
+            reason = "weights do not fit" if self.room.pages < 1 else f"no request of {tokens:,} tokens fits"
+            return LayoutForecast(self.layout, self.room, reason)
+        requests, trouble = self._requests()
+        tpot, sent = self.tpot(requests)
+        for name, seconds, target in (("a token", tpot, load.tpot), ("a first token", self.ttft, load.ttft)):
+            if not trouble and target and seconds > target:
+                trouble = f"{name} takes {_time(seconds)}"
+        output = requests / tpot
+        total = output * tokens / load.output
+        return LayoutForecast(self.layout, self.room, trouble, requests, tpot, self.ttft, output, total, sent)
+
+    def _requests(self) -> tuple[int, str]:
+        """How many at a time this load makes, and why a layout cannot have as many."""
+        load, most = self.load, self.most
+        if load.concurrency > most:
+            return most, f"memory holds {most:,} requests"
+        if load.concurrency:
+            return load.concurrency, ""
+        if load.rate:
+            if self.finished(most) < load.rate:
+                return most, f"at most {self.finished(most):.3g} requests/s"
+            return _first(most, lambda count: self.finished(count) >= load.rate), ""
+        if load.tpot:
+            return max(_first(most + 1, lambda count: count > most or self.tpot(count)[0] > load.tpot) - 1, 1), ""
+        return most, ""
 
 
 def outcomes(
-    target: PlanningTarget, load: Workload, gpus: int, only: ParallelLayout | None = None
+    planning: PlanningInput, load: Workload, gpus: int, only: ParallelLayout | None = None
 ) -> list[LayoutForecast]:
     """Every layout that uses this many GPUs, the best first; or one alone. Layouts that the layers cannot be divided
-    into are left out, but for one that was asked for, which raises UnsupportedConfig.
+    into are left out. `only` one raises UnsupportedConfig instead.
     """
     if only is not None:
-        return [_outcome(ServedLayout(target, only, load))]
+        return [PlannedLayout(planning, only, load).forecast()]
     forecasts = []
-    for layout in layouts(target.model.facts, gpus):
+    for layout in layouts(planning.model.facts, gpus):
         try:
-            forecasts.append(_outcome(ServedLayout(target, layout, load)))
+            forecasts.append(PlannedLayout(planning, layout, load).forecast())
         except UnsupportedConfig:
             continue
     return sorted(forecasts, key=lambda one: _rank(one, load))
@@ -150,25 +197,7 @@ def _rank(one: LayoutForecast, load: Workload) -> tuple[bool, bool, float, float
     tokens come fastest is the best, else the one that makes most of them.
     """
     keeps_up = bool(load.rate) and not one.trouble
-    return not one.fits, bool(one.trouble), one.tpot if keeps_up else -one.output, one.ttft
-
-
-def _outcome(served: ServedLayout) -> LayoutForecast:
-    load, room = served.load, served.room
-    if served.most < 1:
-        reason = "weights do not fit" if room.pages < 1 else f"no request of {load.input + load.output:,} tokens fits"
-        return LayoutForecast(served.layout, room, 0, 0.0, 0.0, 0.0, 0.0, served.holds, 0.0, reason)
-    requests, trouble = _requests(served)
-    tpot, sent = served.tpot(requests)
-    if not trouble and load.tpot and tpot > load.tpot:
-        trouble = f"a token takes {_time(tpot)}"
-    if not trouble and load.ttft and served.prompt > load.ttft:
-        trouble = f"a first token takes {_time(served.prompt)}"
-    output = requests / tpot
-    total = output * (load.input + load.output) / load.output
-    return LayoutForecast(
-        served.layout, room, requests, tpot, served.prompt, output, total, served.holds, sent, trouble
-    )
+    return not one.fits, bool(one.trouble), one.tpot if keeps_up else -one.output_throughput, one.ttft
 
 
 def _time(seconds: float) -> str:
@@ -176,23 +205,6 @@ def _time(seconds: float) -> str:
     if seconds >= 1:
         return f"{seconds:.3g} s"
     return f"{1e3 * seconds:.3g} ms" if seconds >= 5e-5 else f"{1e6 * seconds:.3g} us"
-
-
-def _requests(served: ServedLayout) -> tuple[int, str]:
-    """How many at a time this load makes, and why a layout cannot have as many."""
-    load = served.load
-    if load.concurrency:
-        if load.concurrency > served.most:
-            return served.most, f"memory holds {served.most:,} requests"
-        return load.concurrency, ""
-    if load.rate:
-        if served.finished(served.most) < load.rate:
-            return served.most, f"at most {served.finished(served.most):.3g} requests/s"
-        return _first(served.most, lambda count: served.finished(count) >= load.rate), ""
-    if load.tpot and served.tpot(1)[0] <= load.tpot:
-        over = _first(served.most + 1, lambda count: count > served.most or served.tpot(count)[0] > load.tpot)
-        return max(over - 1, 1), ""
-    return (1, "") if load.tpot else (served.most, "")
 
 
 def _first(most: int, holds: Callable[[int], bool]) -> int:

@@ -1,9 +1,11 @@
-"""The forecast of `thalweg plan` as tables and as plain values."""
+"""The forecast of `thalweg plan` as tables and as plain values, with the command line that starts a layout."""
 
 from __future__ import annotations
 
-import dataclasses
+import shlex
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -11,20 +13,20 @@ from rich.markup import escape
 from rich.table import Table
 
 from thalweg.config.options import Options
+from thalweg.config.tree import command_line, non_defaults, settings
 from thalweg.core.format import format_bytes
 from thalweg.core.plan import PAGE
 from thalweg.core.report import Decision
-from thalweg.core.tree import CHAIN
-from thalweg.launch.planning.commands import command
-from thalweg.launch.planning.forecast import Floor, Forecast, not_yet
+from thalweg.launch.planning.draft_cost import DrafterPlanner
+from thalweg.launch.planning.forecast import Forecast, not_yet
 from thalweg.launch.planning.gpu_memory import GpuMemory
 from thalweg.launch.planning.layouts import ONE
-from thalweg.launch.planning.search import LayoutForecast
-from thalweg.launch.planning.weights import PlannedModel
+from thalweg.launch.planning.search import Floor, LayoutForecast
 from thalweg.launch.report import as_json as resolved_json
-from thalweg.launch.report import choices, sizes
+from thalweg.launch.report import choices, facts_table, sizes
 
 LISTED = 8  # layouts in the table
+DEFAULT_RUNNING = 256  # what the resolver gives a GPU
 MEMORY_DECISIONS = ("max_total_tokens", "context_length")
 
 
@@ -37,57 +39,41 @@ def as_json(made: Forecast, options: Options) -> dict[str, Any]:
             report["decisions"].pop(name, None)
     elif made.gpu is not None:
         report["kv_bytes"] = round(made.laid.pages * made.gpu.page)
+    machine: dict[str, Any] = {"name": name_of(made), "ceilings": made.planning.top and asdict(made.planning.top)}
+    if made.planning.hardware is not None:
+        machine |= asdict(made.planning.hardware)
     drafter = made.drafter
     return report | {
         "fits_one_device": not made.alone,
         "why_not_one_device": made.alone,
-        "machine": _machine(made),
-        "flops_a_token": PlannedModel(made.facts).on(ONE).flops_a_token(),
+        "machine": machine,
+        "flops_a_token": made.planning.model.on(ONE).flops_a_token(),
         "memory": None if made.gpu is None or made.laid is None else _memory(made.gpu),
         "caches": made.layout.caches,
         "holds": [{"length": length, "sequences": count} for length, count in holds(made)],
         "layout_of_floors": made.layout.name,
-        "decode_floors": [dataclasses.asdict(floor) for floor in made.decode],
-        "prefill_floors": [dataclasses.asdict(floor) for floor in made.prefill],
-        "drafts": [dataclasses.asdict(cost) for cost in made.drafts],
+        "decode_floors": list(map(asdict, made.decode)),
+        "prefill_floors": list(map(asdict, made.prefill)),
+        "drafts": list(map(asdict, made.drafts)),
         "drafts_by": "" if drafter is None else drafter.title,
         "drafts_asked": drafter is not None and drafter.is_asked,
-        "load": dataclasses.asdict(made.load),
-        "layouts": [_outcome(outcome) for outcome in made.outcomes],
-        "best": _advice(made.best, options),
-        "best_that_runs": _advice(made.runs, options),
+        "load": asdict(made.load),
+        "layouts": list(map(_outcome, made.outcomes)),
+        "best": _advice(made.best(), options),
+        "best_that_runs": _advice(made.best(only_running=True), options),
     }
-
-
-def _machine(made: Forecast) -> dict[str, Any]:
-    values: dict[str, Any] = {"name": name_of(made), "ceilings": made.top and dataclasses.asdict(made.top)}
-    if made.hardware is not None:
-        chip = dataclasses.asdict(made.hardware.chip)
-        values |= {"gpus": made.hardware.gpus, "chip": chip | {"sources": dict(made.hardware.chip.sources)}}
-    return values
 
 
 def _memory(memory: GpuMemory) -> dict[str, Any]:
     pages = {"kv": memory.pages * memory.page, "pages": memory.pages, "tokens": memory.tokens}
-    return dataclasses.asdict(memory) | pages
+    return asdict(memory) | pages
 
 
 def _outcome(outcome: LayoutForecast) -> dict[str, Any]:
-    return {
-        "name": outcome.layout.name,
-        **dataclasses.asdict(outcome.layout),
-        "not_yet": not_yet(outcome.layout),
-        "trouble": outcome.trouble,
-        "requests": outcome.requests,
-        "tpot": outcome.tpot,
-        "ttft": outcome.ttft,
-        "output_throughput": outcome.output,
-        "total_throughput": outcome.total,
-        "sending": outcome.sent,
-        "memory_of_a_gpu": _memory(outcome.room),
-        "kv_tokens_per_cache": outcome.holds,
-        "caches": outcome.layout.caches,
-    }
+    layout = outcome.layout
+    values = {"name": layout.name, **asdict(layout), "not_yet": not_yet(layout), "caches": layout.caches}
+    values |= {"memory_of_a_gpu": _memory(outcome.room), "kv_tokens_per_cache": outcome.room.tokens}
+    return values | {name: value for name, value in asdict(outcome).items() if name not in ("layout", "room")}
 
 
 def _advice(outcome: LayoutForecast | None, options: Options) -> dict[str, Any] | None:
@@ -98,8 +84,8 @@ def _advice(outcome: LayoutForecast | None, options: Options) -> dict[str, Any] 
 
 
 def name_of(made: Forecast) -> str:
-    if made.hardware is not None:
-        return made.hardware.name
+    if made.planning.hardware is not None:
+        return made.planning.hardware.name
     return made.machine.gpus[0] if made.resolved.engine.device == "cuda" else made.machine.cpu
 
 
@@ -117,9 +103,7 @@ def holds(made: Forecast) -> list[tuple[int, int]]:
 
 def show(made: Forecast, options: Options, console: Console) -> None:
     """Prints it, the advice last."""
-    facts = _table(("", ""), ((name, escape(text)) for name, text in _facts(made, options)), left=2)
-    facts.show_header = False
-    console.print(facts)
+    console.print(facts_table(_facts(made, options)))
     together = " (they go by all GPUs together)" if made.alone else ""
     console.print(f"\n[bold]Choices[/] of one device, each with its reason{together}")
     console.print(choices(_decisions(made)))
@@ -131,11 +115,11 @@ def show(made: Forecast, options: Options, console: Console) -> None:
         _show_advice(made, options, console)
 
 
-def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], left: int = 0, notes: bool = False) -> Table:
-    """left: columns of text before those of numbers. notes: the last column is text, too."""
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """Columns of numbers; a first head "layout" and a last one "" or "mostly ..." are of text."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     for number, head in enumerate(heads):
-        is_text = number < left or (notes and number == len(heads) - 1)
+        is_text = head == "layout" or not head or head.startswith("mostly")
         table.add_column(head, justify="left" if is_text else "right", no_wrap=not is_text or number == 0)
     for row in rows:
         table.add_row(*row)
@@ -186,7 +170,7 @@ def _memory_text(memory: GpuMemory) -> str:
 
 
 def _machine_text(made: Forecast) -> str:
-    top, hardware = made.top, made.hardware
+    top, hardware = made.planning.top, made.planning.hardware
     if top is None:
         return f"{name_of(made)}: its rates are not known, so there are no floors; --machine plans for one that is"
     if hardware is None:
@@ -198,7 +182,7 @@ def _machine_text(made: Forecast) -> str:
 
 
 def _show_floors(made: Forecast, console: Console) -> None:
-    where = f" on {name_of(made)} as {made.layout.name}" if made.hardware is not None else ""
+    where = f" on {name_of(made)} as {made.layout.name}" if made.planning.hardware is not None else ""
     console.print(f"\n[bold]Floors of decoding[/]{where}: ms a step, and tokens/s of all requests together, by context")
     console.print(_decode(made))
     console.print("\n[bold]Floors of a prompt[/] alone: ms to its first token, and prompt tokens/s")
@@ -206,10 +190,9 @@ def _show_floors(made: Forecast, console: Console) -> None:
         (f"{floor.new:,}", f"{1e3 * floor.seconds:,.1f}", f"{floor.rate:,.0f}", _mostly(floor))
         for floor in made.prefill
     )
-    console.print(_table(("tokens", "ms", "tokens/s", "mostly"), prompts, notes=True))
-    if made.drafts:
-        console.print(_drafts_title(made))
-        console.print(_drafts(made))
+    console.print(_table(("tokens", "ms", "tokens/s", "mostly"), prompts))
+    if made.drafts and made.drafter is not None:
+        console.print(*_drafts(made, made.drafter), sep="\n")
     console.print(
         "[dim]No program is faster than a floor: each phase reads its weights and context once, or computes at the"
         " machine's rate.[/]"
@@ -225,7 +208,7 @@ def _decode(made: Forecast) -> Table:
         cells = [f"{1e3 * floor.seconds:.2f} ({floor.rate:,.0f})" for floor in floors]
         rows.append([f"{batch:,}", *(f"{floors[0].experts:.0f}" for _ in experts), *cells, _mostly(floors[-1])])
     heads = ["requests", *experts, *(f"{context:,}" for context in contexts), f"mostly, at {contexts[-1]:,}"]
-    return _table(heads, rows, notes=True)
+    return _table(heads, rows)
 
 
 def _mostly(floor: Floor) -> str:
@@ -234,26 +217,21 @@ def _mostly(floor: Floor) -> str:
     return ", ".join(f"{name} {100 * seconds / floor.seconds:.0f} %" for name, seconds in top if seconds)
 
 
-def _drafts_title(made: Forecast) -> str:
-    drafter = made.drafter
-    assert drafter is not None, "something drafts"
-    begin = f"\n[bold]Drafts[/] by {drafter.title}"
-    if not drafter.has_weights:
-        return f"{begin}, under {_load(made)}: they cost no more than their verification"
-    tree = f", a tree of {drafter.tree.num_drafts}" if drafter.tree.is_tree else ""
-    unasked = "" if drafter.is_asked else " (--speculative-algorithm NEXTN, which was not asked for)"
-    return f"{begin}{tree}, under {_load(made)}: a step verifies them and makes as many anew{unasked}"
-
-
-def _drafts(made: Forecast) -> Table:
-    tree, rows = CHAIN if made.drafter is None else made.drafter.tree, []
-    for cost in made.drafts:
-        most = 1 + (tree.max_depth if tree.is_tree else cost.drafts)
-        pays = f"pays when a step brings a request more than {cost.ratio:.2f} tokens"
+def _drafts(made: Forecast, drafter: DrafterPlanner) -> tuple[str, Table]:
+    tree = drafter.tree
+    title = f"\n[bold]Drafts[/] by {drafter.title}" + (f", a tree of {tree.num_drafts}" if tree.is_tree else "")
+    cost = "a step verifies them and makes as many anew" if drafter.has_weights else "they cost their verification"
+    title += f", under {_load(made)}: {cost}"
+    if not drafter.is_asked:
+        title += " (--speculative-algorithm NEXTN, which was not asked for)"
+    rows = []
+    for one in made.drafts:
+        most = 1 + (tree.max_depth if tree.is_tree else one.drafts)
+        pays = f"pays when a step brings a request more than {one.ratio:.2f} tokens"
         never = f"pays never: a step brings a request {most} tokens at most"
-        times = f"{1e3 * cost.seconds:.2f}", f"{cost.ratio:.2f}"
-        rows.append((str(cost.drafts), *times, never if cost.ratio >= most else pays))
-    return _table(("drafts", "ms a step", "a plain step takes 1", ""), rows, notes=True)
+        note = never if one.ratio >= most else pays
+        rows.append((str(one.drafts), f"{1e3 * one.seconds:.2f}", f"{one.ratio:.2f}", note))
+    return title, _table(("drafts", "ms a step", "a plain step takes 1", ""), rows)
 
 
 def _layouts(made: Forecast) -> Table:
@@ -261,17 +239,17 @@ def _layouts(made: Forecast) -> Table:
     rows = [_layout_row(outcome) for outcome in made.outcomes[:LISTED]]
     if len(made.outcomes) > LISTED:
         rows.append([f"... {len(made.outcomes) - LISTED} more: --json", *[""] * 8])
-    return _table(heads, rows, left=1, notes=True)
+    return _table(heads, rows)
 
 
 def _layout_row(outcome: LayoutForecast) -> list[str]:
     layout, times = outcome.layout, [""] * 5
     notes = "; ".join(note for note in (outcome.trouble, "not built yet" if not_yet(layout) else "") if note)
     if outcome.fits:
-        sent = f"{100 * outcome.sent / outcome.tpot:.0f} %" if outcome.sent else ""
+        sent = f"{100 * outcome.sending / outcome.tpot:.0f} %" if outcome.sending else ""
         latencies = f"{1e3 * outcome.tpot:.2f}", f"{1e3 * outcome.ttft:.1f}"
-        times = [f"{outcome.requests:,}", *latencies, f"{outcome.output:,.0f}", sent]
-    return [layout.name, f"{outcome.room.weights / 1e9:.1f}", f"{outcome.holds * layout.caches:,}", *times, notes]
+        times = [f"{outcome.requests:,}", *latencies, f"{outcome.output_throughput:,.0f}", sent]
+    return [layout.name, f"{outcome.room.weights / 1e9:.1f}", f"{outcome.room.tokens * layout.caches:,}", *times, notes]
 
 
 def _load(made: Forecast) -> str:
@@ -281,13 +259,12 @@ def _load(made: Forecast) -> str:
         requests = f"{load.concurrency:,} at a time"
     targets = {"TPOT": load.tpot, "TTFT": load.ttft}
     wished = ", ".join(f"{name} {1e3 * seconds:g} ms" for name, seconds in targets.items() if seconds)
-    return f"requests of {load.input:,} tokens in and {load.output:,} out, {requests}" + (
-        f" (targets: {wished})" if wished else ""
-    )
+    lengths = f"requests of {load.input:,} tokens in and {load.output:,} out"
+    return f"{lengths}, {requests}" + (f" (targets: {wished})" if wished else "")
 
 
 def _show_advice(made: Forecast, options: Options, console: Console) -> None:
-    best, runs = made.best, made.runs
+    best, runs = made.best(), made.best(only_running=True)
     if best is None:
         console.print(f"\nNo layout of {name_of(made)} serves this: {made.outcomes[0].trouble}.")
         return
@@ -298,11 +275,43 @@ def _show_advice(made: Forecast, options: Options, console: Console) -> None:
         text = "# " + text.replace("\n", "\n# ")
     console.print(title)
     console.print(text, soft_wrap=True, markup=False)
-    if not reason:
-        return
-    if runs is None:
+    if reason and runs is None:
         console.print("Nothing that this version runs has the memory for this model and load.")
-        return
-    trouble = f"; {runs.trouble}" if runs.trouble else ""
-    console.print(f"\n[bold]Best of what runs today:[/] {runs.layout.name}, {runs.output:,.0f} tok/s{trouble}")
-    console.print(command(options, runs), soft_wrap=True, markup=False)
+    elif reason and runs is not None:
+        trouble = f"; {runs.trouble}" if runs.trouble else ""
+        rate = f"{runs.output_throughput:,.0f} tok/s"
+        console.print(f"\n[bold]Best of what runs today:[/] {runs.layout.name}, {rate}{trouble}")
+        console.print(command(options, runs), soft_wrap=True, markup=False)
+
+
+def command(config: Options, one: LayoutForecast) -> str:
+    """What starts it: one server, or one for each copy, on GPUs and ports of their own. Settings that the user gave
+    stay.
+    """
+    layout = one.layout
+    words = ["thalweg", "serve", _folder(config.model.model), *layout.flags()]
+    own = {
+        name: value
+        for name, value in non_defaults(config).items()
+        if name != "model" and settings()[name].section != "parallel"
+    }
+    running = -(-one.requests // layout.copies)
+    if "max_running_requests" not in own and running > DEFAULT_RUNNING:
+        words += ["--max-running-requests", str(-(-running // PAGE) * PAGE)]
+    words += command_line(own)
+    if layout.copies == 1:
+        return shlex.join(words)
+    each = layout.tp * layout.pp
+    first = "$i" if each == 1 else f"$(seq -s, $(({each}*i)) $(({each}*i+{each - 1})))"
+    return (
+        f"for i in $(seq 0 {layout.copies - 1}); do\n"
+        f"  CUDA_VISIBLE_DEVICES={first} {shlex.join(words)} --port $((30000+i)) &\ndone"
+    )
+
+
+def _folder(model: str) -> str:
+    """What can be served: of a config.json its folder, of a configuration by another name nothing yet."""
+    path = Path(model)
+    if path.suffix != ".json":
+        return model
+    return str(path.parent) if path.name == "config.json" else "MODEL"

@@ -22,7 +22,7 @@ from thalweg.launch.planning.layouts import ONE, ParallelLayout
 from thalweg.layers.reference import ReferenceLayers
 from thalweg.memory.planes import PlaneSpec
 from thalweg.models import catalog
-from thalweg.models.decoder import Stage
+from thalweg.models.stages import Stage
 from thalweg.parallel.layout import Layout
 from thalweg.quant.catalog import Declared
 from thalweg.quant.scheme import Quantized, Take
@@ -116,15 +116,16 @@ class PlannedModel:
         self,
         facts: ModelFacts,
         dtype: str = "bfloat16",
-        is_dequantized: bool = False,
+        is_reference: bool = False,
         kernels: KernelConfig | None = None,
         kv: KVBytes | None = None,
     ) -> None:
-        """dtype: of weights that are not quantized. is_dequantized: quantized weights become that, too. kv: replaces
-        what the layers keep.
+        """dtype: of weights that are not quantized. is_reference: plain torch computes, with all weights
+        dequantized. kv: replaces what the layers keep.
         """
         self.facts, self.dtype, self.kernels, self.kv = facts, DTYPES[dtype], kernels or KernelConfig(), kv
-        self.schemes = Declared({} if is_dequantized else facts.quantization_config)
+        self.is_reference = is_reference
+        self.schemes = Declared({} if is_reference else facts.quantization_config)
         self._by_layout: dict[ParallelLayout, RankModel] = {}
 
     def on(self, layout: ParallelLayout) -> RankModel:
@@ -171,19 +172,20 @@ class PlannedModel:
         parameters = dict(module.named_parameters())
         for rule in table_of(module).rules:
             layer = re.match(r"model\.layers\.(\d+)\.", rule.source.name)
-            # several rules may read one tensor, each some of it
-            count = prod(_cut(rule.source.shape, rule.take)) if rule.into else parameters[rule.target].numel()
-            group = self._group(rule, count, schemes or self.schemes, layer is not None)
+            group = self._group(rule, parameters[rule.target], schemes or self.schemes, layer is not None)
             key = group.phase, group.is_routed, group.is_in_layers
             found[key] = found.get(key, WeightGroup(*key)).plus(group, times[int(layer[1])] if layer and times else 1)
         return tuple(found.values())
 
-    def _group(self, rule: WeightRule, count: int, schemes: Declared, is_in_layers: bool) -> WeightGroup:
+    def _group(self, rule: WeightRule, target: Tensor, schemes: Declared, is_in_layers: bool) -> WeightGroup:
         name, shape = rule.source.name, _cut(rule.source.shape, rule.take)
+        # several rules may read one tensor, each some of it
+        count = prod(shape) if rule.into else target.numel()
         is_matrix, share = len(shape) > 1, count / prod(shape)
         phase = next((phase for phase, pattern in PHASES if re.search(pattern, name)), "")
         phase = "head" if self.facts.tied and "embed_tokens" in name else phase if is_matrix else ""
-        size = self.dtype.itemsize if is_matrix else torch.float32.itemsize
+        kernels = self.dtype.itemsize if is_matrix else torch.float32.itemsize
+        size = target.itemsize if self.is_reference else kernels
         scheme, read, held, is_low = schemes.of(rule.source), float(count * size), float(count * size), False
         if isinstance(scheme, Quantized):
             parts = scheme.parameters(shape)

@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from thalweg.server.protocol import RefusedFields
+
 Status = Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]
 
 
@@ -33,8 +35,10 @@ class ResponsesTool(msgspec.Struct, kw_only=True):
     strict: bool | None = None
 
 
-class ResponsesRequest(msgspec.Struct, kw_only=True):
+class ResponsesRequest(RefusedFields, kw_only=True):
     """POST /v1/responses."""
+
+    REFUSED = ("background", "conversation", "prompt")
 
     input: str | list[dict[str, Any]]  # a text, or items
     model: str | None = None
@@ -167,27 +171,28 @@ class ResponsesResponse(msgspec.Struct, kw_only=True):
     id: str
     object: Literal["response"] = "response"
     created_at: int
-    status: Status
+    status: Status = "in_progress"
     error: ResponsesError | None = None
     incomplete_details: IncompleteDetails | None = None
-    instructions: str | None
-    max_output_tokens: int | None
     model: str
-    output: list[ResponsesOutput]
-    parallel_tool_calls: bool
-    previous_response_id: str | None
-    reasoning: Reasoning
-    store: bool
+    output: list[ResponsesOutput] = []
     temperature: float
-    text: TextOptions
-    tool_choice: str | dict[str, Any]
-    tools: list[ResponsesTool]
     top_p: float
-    truncation: str
     usage: ResponsesUsage | None = None
-    user: str | None
-    metadata: dict[str, Any]
     background: Literal[False] = False
+    # as in the request, else the default
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    parallel_tool_calls: bool = True
+    previous_response_id: str | None = None
+    reasoning: Reasoning = msgspec.field(default_factory=Reasoning)
+    store: bool = True
+    text: TextOptions = msgspec.field(default_factory=lambda: TextOptions(format=TextFormat(type="text")))
+    tool_choice: str | dict[str, Any] = "auto"
+    tools: list[ResponsesTool] = []
+    truncation: str = "disabled"
+    user: str | None = None
+    metadata: dict[str, Any] = {}
 
 
 class DeletedResponse(msgspec.Struct):

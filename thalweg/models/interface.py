@@ -1,0 +1,62 @@
+"""What a runner and drafters ask of a model, and a model of its layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from thalweg.attention.selection import SelectedContexts
+from thalweg.batch.batch import Batch
+from thalweg.config.model import ModelFacts
+from thalweg.layers.factory import LayerFactory
+from thalweg.layers.interface import MetadataBuilder, ResidualStream
+from thalweg.memory.planes import Planes, PlaneSpec
+from thalweg.weights.table import WeightTable
+
+
+class Model(Protocol):
+    """What the runner asks of a model. It is an nn.Module too; everything runs under torch.inference_mode."""
+
+    facts: ModelFacts
+    factory: LayerFactory
+    metadata: MetadataBuilder
+
+    def planes(self) -> tuple[PlaneSpec, ...]:
+        """What it keeps of each token."""
+
+    def forward(self, batch: Batch, planes: Planes) -> Tensor:
+        """Hidden states [T, X] of every token of the step: first the H numbers that `logits` reads, then the watched
+        streams (`Target.watch`).
+
+        Writes the step's KV into the planes.
+        """
+
+    def logits(self, hidden_NX: Tensor) -> Tensor:
+        """float32 [N, vocabulary]."""
+
+    def table(self) -> WeightTable:
+        """How the published tensors map onto its parameters."""
+
+
+class Target(Model, Protocol):
+    """A model that others can draft for."""
+
+    def embed(self, ids_T: Tensor) -> Tensor:
+        """[T, H]: the embeddings of tokens."""
+
+    def watch(self, layers: Sequence[int]) -> None:
+        """From now on `forward` returns, behind the H numbers of the final hidden state, the residual streams that
+        enter these layers (number `facts.layers` is behind the last): [T, H · (1 + watched)].
+        """
+
+
+class DecoderLayer(Protocol):
+    """One layer of a family. `layers.factory` makes its parts."""
+
+    def __call__(self, h: ResidualStream, metadata: Any, selections: SelectedContexts) -> SelectedContexts:
+        """Adds to the stream. Returns the selection of context that later layers may share."""
+
+    def planes(self) -> tuple[PlaneSpec, ...]:
+        """What its attention keeps of each token."""
