@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Sequence
 
 EPSILON = 1e-3  # in logits
-RARE = 1e-4  # of the compared positions; DESIGN §6
+RARE = 1e-4  # of the compared positions
 
 
 @dataclass(slots=True)

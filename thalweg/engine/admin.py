@@ -41,10 +41,10 @@ class ProfiledRunner(Runner):
             return super().forward(plan, agreed)
 
     def sample(
-        self, forwarded: ForwardResult | None, masks: GrammarMasks | None = None, width: int = 0
+        self, forwarded: ForwardResult | None, masks: GrammarMasks | None = None, num_drafts: int = 0
     ) -> StepResult | None:
         with record_function(f"B {_name(forwarded.plan)}" if forwarded else "B"):
-            return super().sample(forwarded, masks, width)
+            return super().sample(forwarded, masks, num_drafts)
 
 
 def _name(plan: StepPlan) -> str:

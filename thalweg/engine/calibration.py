@@ -94,7 +94,7 @@ def planning_clock(config: EngineConfig) -> Callable[[], float]:
 
 def run_step(runner: Runner, plan: StepPlan, num_drafts: int = 0) -> None:
     """Runs a whole step. Its results stay on the device."""
-    runner.sample(runner.forward(plan), width=num_drafts)
+    runner.sample(runner.forward(plan), num_drafts=num_drafts)
 
 
 class Calibrator:

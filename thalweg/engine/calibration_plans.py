@@ -85,8 +85,8 @@ def prompts(tokens: int, context: int) -> list[RowSpec]:
     return [(0, min(context, tokens - first), True) for first in range(0, tokens, context)]
 
 
-def all_steps(slots: int, budget: int, context: int, width: int = 0, trees: bool = False) -> Iterator[StepPlan]:
-    """All kinds of steps within these limits. width: most drafts; trees: drafts may branch."""
+def all_steps(slots: int, budget: int, context: int, num_drafts: int = 0, trees: bool = False) -> Iterator[StepPlan]:
+    """All kinds of steps within these limits. num_drafts: most drafts; trees: drafts may branch."""
     most = min(budget, slots * context)
     for tokens in token_counts(most):
         yield plan(prompts(tokens, context))
@@ -112,10 +112,10 @@ def all_steps(slots: int, budget: int, context: int, width: int = 0, trees: bool
             yield plan([(context - 1, 1, True)] * rows + [(start, n, False)])
     if min(most, context) > 1:
         yield from scored_prompts(min(most, context))
-    for rows, reach in product(decoding if width else (), context_lengths(context)):
-        yield from _verification([reach] * rows, 1 + width, most)
+    for rows, reach in product(decoding if num_drafts else (), context_lengths(context)):
+        yield from _verification([reach] * rows, 1 + num_drafts, most)
     if trees:
-        yield from _trees(decoding, most, context, width)
+        yield from _trees(decoding, most, context, num_drafts)
 
 
 def _verification(contexts: Sequence[int], n: int, most: int) -> Iterator[StepPlan]:
@@ -124,9 +124,11 @@ def _verification(contexts: Sequence[int], n: int, most: int) -> Iterator[StepPl
         yield plan([(reach - n, n, True) for reach in contexts], drafts=n - 1)
 
 
-def _trees(decoding: Sequence[int], most: int, context: int, width: int) -> Iterator[StepPlan]:
+def _trees(decoding: Sequence[int], most: int, context: int, num_drafts: int) -> Iterator[StepPlan]:
     """Steps with each number of drafts that may be chosen, of all rows or of some: they use other kernels."""
-    for rows, reach, drafts in product({1, 2, decoding[-1]}, context_lengths(context), draft_length_choices(width)[1:]):
+    for rows, reach, drafts in product(
+        {1, 2, decoding[-1]}, context_lengths(context), draft_length_choices(num_drafts)[1:]
+    ):
         yield from _verification([reach] * rows, 1 + drafts, most)
         if rows == 2 and 3 + drafts <= min(most, reach):
             yield plan([(reach - 2, 2, True), (reach - 1 - drafts, 1 + drafts, True)], drafts=drafts)
@@ -150,13 +152,13 @@ def sampling_steps(rows: int, context: int) -> Iterator[StepPlan]:
         yield plan([(min(PAGE, context) - 1, 1, True)] * emitting, needs)
 
 
-def largest_steps(slots: int, budget: int, context: int, width: int = 0) -> Iterator[StepPlan]:
+def largest_steps(slots: int, budget: int, context: int, num_drafts: int = 0) -> Iterator[StepPlan]:
     """The steps that take most memory: a budget of fresh prompts, and the end of a prompt with as many decoding rows as
     possible, their drafts and all sampling features. `cached_prompts` gather the longest context.
     """
     most = min(budget, slots * context)
     yield plan(prompts(most, context))
-    each = min(1 + width, context)
+    each = min(1 + num_drafts, context)
     decoding = min(slots - 1, (most - 1) // each)
     n = min(most - decoding * each, context)
     yield plan([(context - each, each, True)] * decoding + [(context - n, n, True)], ALL_NEEDS, drafts=each - 1)

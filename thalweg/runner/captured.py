@@ -261,29 +261,31 @@ class CompactedPaths:
             torch.index_select(held.slots.table_SP[:, : held.pages], 0, slot_M, out=self.batch.table_RP)
 
 
-def chain_shapes(steps: Sequence[int], widths: Sequence[int]) -> list[tuple[int, int]]:
+def chain_shapes(steps: Sequence[int], draft_counts: Sequence[int]) -> list[tuple[int, int]]:
     """Rows and tokens of a row for which verifications of chains are captured. steps: tokens of the captured passes.
-    widths: drafts that rows may have. Of each width as many numbers of rows as there are such steps up to MOST, and as
-    many rows as the largest step has room for.
+    draft_counts: drafts that rows may have. Of each there are as many numbers of rows as there are such steps up to
+    MOST, and as many rows as the largest step has room for.
     """
     largest = max(steps)
     shapes = {
-        (rows, 1 + width)
-        for width in widths
-        if 0 < width <= WIDEST
-        for rows in {*steps, min(largest // (1 + width), MOST)}
-        if 0 < rows <= MOST and rows * (1 + width) <= largest
+        (rows, 1 + num_drafts)
+        for num_drafts in draft_counts
+        if 0 < num_drafts <= WIDEST
+        for rows in {*steps, min(largest // (1 + num_drafts), MOST)}
+        if 0 < rows <= MOST and rows * (1 + num_drafts) <= largest
     }
     return sorted(shapes)
 
 
-def tree_shapes(steps: Sequence[int], widths: Sequence[int], tree: TreeShape, requests: int) -> list[tuple[int, int]]:
-    """As `chain_shapes`, for trees of `tree`, the largest first. Of each width as many rows as have no more tokens than
-    the largest step, or FEW, but no more than there may be requests; and each number that is half of the one before or
-    less.
+def tree_shapes(
+    steps: Sequence[int], draft_counts: Sequence[int], tree: TreeShape, requests: int
+) -> list[tuple[int, int]]:
+    """As `chain_shapes`, for trees, the largest first. Of each number of drafts there are as many rows as have no more
+    tokens than the largest step, or FEW, but no more than there may be requests; and each number that is half
+    of the one before or less.
     """
     shapes, largest = list[tuple[int, int]](), max(steps, default=0)
-    for query in sorted(1 + width for width in widths if tree.is_tree_step(1 + width)):
+    for query in sorted(1 + num_drafts for num_drafts in draft_counts if tree.is_tree_step(1 + num_drafts)):
         most = min(max(largest // query, min(largest, FEW)), requests)
         shapes += [(rows, query) for rows in halving([most, *(rows for rows in steps if rows <= most)]) if rows]
     return sorted(shapes, key=lambda shape: (shape[0] * shape[1], shape), reverse=True)

@@ -68,10 +68,10 @@ class DraftExtendGraph:
 
 
 class DraftGraph(ABC):
-    """Drafts for up to `rows` rows, which have up to `width`: a graph for each kind of draw."""
+    """Drafts for up to `rows` rows, which have up to `num_drafts`: a graph for each kind of draw."""
 
-    def __init__(self, held: CaptureContext, rows: int, width: int) -> None:
-        self.held, self.rows, self.width = held, rows, width
+    def __init__(self, held: CaptureContext, rows: int, num_drafts: int) -> None:
+        self.held, self.rows, self.num_drafts = held, rows, num_drafts
         self.begun_2R = torch.tensor([held.spare] * rows + [0] * rows, device=held.planes.device)  # padding
         self.rows_2R = self.begun_2R.clone()
         self.slot_R, self.ahead_R = self.rows_2R.view(2, rows)
@@ -90,11 +90,11 @@ class DraftGraph(ABC):
         """What is captured."""
 
     @abstractmethod
-    def fits(self, rows: int, width: int) -> bool:
+    def fits(self, rows: int, num_drafts: int) -> bool:
         """Whether it can draft so many tokens for so many rows."""
 
     @abstractmethod
-    def replay(self, request: DraftRequest, width: int) -> DraftOutput:
+    def replay(self, request: DraftRequest, num_drafts: int) -> DraftOutput:
         """As `Drafter.propose`."""
 
     def _graph(self, request: DraftRequest) -> torch.cuda.CUDAGraph:
@@ -106,14 +106,14 @@ class DraftGraph(ABC):
 class DraftStepGraph(DraftGraph):
     """One more draft of each row."""
 
-    def __init__(self, drafter: AutoregressiveDrafter, held: CaptureContext, rows: int, width: int) -> None:
-        super().__init__(held, rows, width)
+    def __init__(self, drafter: AutoregressiveDrafter, held: CaptureContext, rows: int, num_drafts: int) -> None:
+        super().__init__(held, rows, num_drafts)
         self.drafter, self.kept_SW, device = drafter, held.slots.extra[HIDDEN], held.planes.device
         state_RW = torch.zeros(rows, self.kept_SW.shape[1], dtype=self.kept_SW.dtype, device=device)
-        drafts_RK = torch.zeros(rows, width, dtype=torch.int64, device=device)
+        drafts_RK = torch.zeros(rows, num_drafts, dtype=torch.int64, device=device)
         sound_R = torch.ones(rows, dtype=torch.bool, device=device)
         self.chain = DraftChain(self.slot_R, self.ahead_R, state_RW, drafts_RK, sound_R)
-        self.made_KR = torch.arange(width + 1, device=device).unsqueeze(1).repeat(1, rows)
+        self.made_KR = torch.arange(num_drafts + 1, device=device).unsqueeze(1).repeat(1, rows)
 
     def _begin(self, slot_E: Tensor) -> None:
         super()._begin(slot_E)
@@ -122,36 +122,36 @@ class DraftStepGraph(DraftGraph):
     def _draft(self, needs: SamplingNeeds) -> None:
         self.drafter.draft(self.chain, needs, self.held.max_kv_len, self.held.slots, self.held.planes)
 
-    def fits(self, rows: int, width: int) -> bool:
-        return rows <= self.rows and 0 < width <= self.width
+    def fits(self, rows: int, num_drafts: int) -> bool:
+        return rows <= self.rows and 0 < num_drafts <= self.num_drafts
 
-    def replay(self, request: DraftRequest, width: int) -> DraftOutput:
+    def replay(self, request: DraftRequest, num_drafts: int) -> DraftOutput:
         rows, graph, chain = len(request.slot_E), self._graph(request), self.chain
-        for _ in range(width):
+        for _ in range(num_drafts):
             graph.replay()
-        return DraftOutput(chain.drafts_EK[:rows, :width], self.made_KR[width, :rows], chain.sound_E[:rows])
+        return DraftOutput(chain.drafts_EK[:rows, :num_drafts], self.made_KR[num_drafts, :rows], chain.sound_E[:rows])
 
 
 class TreeBuildGraph(DraftGraph):
-    """Dynamic trees of `width` drafts."""
+    """Dynamic trees of `num_drafts` drafts."""
 
-    def __init__(self, drafter: TreeDrafter, held: CaptureContext, rows: int, width: int) -> None:
-        super().__init__(held, rows, width)
+    def __init__(self, drafter: TreeDrafter, held: CaptureContext, rows: int, num_drafts: int) -> None:
+        super().__init__(held, rows, num_drafts)
         self.drafter = drafter
         # outside the pool, see `captured.VerifyStep`
-        token_RK = torch.zeros(rows, width, dtype=torch.int64, device=held.planes.device)
+        token_RK = torch.zeros(rows, num_drafts, dtype=torch.int64, device=held.planes.device)
         sound_R = torch.ones(rows, dtype=torch.bool, device=held.planes.device)
         self.out = BuiltTree(token_RK, torch.zeros_like(token_RK), sound_R)
-        self.made_R = torch.full_like(self.slot_R, width)
+        self.made_R = torch.full_like(self.slot_R, num_drafts)
 
     def _draft(self, needs: SamplingNeeds) -> None:
         request = DraftRequest(self.slot_R, self.held.max_kv_len, needs)
-        self.drafter.grow(request, self.width, self.held.slots, self.held.planes, self.out)
+        self.drafter.grow(request, self.num_drafts, self.held.slots, self.held.planes, self.out)
 
-    def fits(self, rows: int, width: int) -> bool:
-        return rows <= self.rows and width == self.width
+    def fits(self, rows: int, num_drafts: int) -> bool:
+        return rows <= self.rows and num_drafts == self.num_drafts
 
-    def replay(self, request: DraftRequest, width: int) -> DraftOutput:
+    def replay(self, request: DraftRequest, num_drafts: int) -> DraftOutput:
         self._graph(request).replay()
         out = self.out
         return DraftOutput(out.token_EK, self.made_R, out.sound_E, out.parent_EK).first(len(request.slot_E))
@@ -172,11 +172,11 @@ class DraftGraphs:
         graph.replay(seen)
         return True
 
-    def propose(self, request: DraftRequest, width: int) -> DraftOutput | None:
+    def propose(self, request: DraftRequest, num_drafts: int) -> DraftOutput | None:
         """As `Drafter.propose`; None for what was not captured."""
         rows = len(request.slot_E)
-        graph = next((graph for graph in self.proposes if graph.fits(rows, width)), None)
-        return None if graph is None else graph.replay(request, width)
+        graph = next((graph for graph in self.proposes if graph.fits(rows, num_drafts)), None)
+        return None if graph is None else graph.replay(request, num_drafts)
 
 
 NO_DRAFT_GRAPHS = DraftGraphs((), ())

@@ -107,7 +107,7 @@ class Drafting:
         self,
         seen: DraftExtendInput | None,
         request: DraftRequest | None,
-        width: int,
+        num_drafts: int,
         captured: DraftGraphs = NO_DRAFT_GRAPHS,
         agreed: AgreedStep | None = None,
     ) -> DraftOutput | None:
@@ -116,22 +116,22 @@ class Drafting:
         If nothing is drafted, the draft KV of single tokens is deferred and written for many steps at once.
         """
         if seen is not None and (self.learns or agreed):
-            self._extend(seen, width, captured, agreed)
+            self._extend(seen, num_drafts, captured, agreed)
         if agreed is not None and agreed.num_drafts:
             return self._draft_padded(request, captured, agreed)
         if request is None:
             return None
-        return self._run(lambda: self._propose(request, width, captured))
+        return self._run(lambda: self._propose(request, num_drafts, captured))
 
-    def _propose(self, request: DraftRequest, width: int, captured: DraftGraphs) -> DraftOutput | None:
-        drafts = None if self.lost else captured.propose(request, width)
-        return drafts or self.drafter.propose(request, width, self.slots, self.planes)
+    def _propose(self, request: DraftRequest, num_drafts: int, captured: DraftGraphs) -> DraftOutput | None:
+        drafts = None if self.lost else captured.propose(request, num_drafts)
+        return drafts or self.drafter.propose(request, num_drafts, self.slots, self.planes)
 
     def _draft_padded(
         self, request: DraftRequest | None, captured: DraftGraphs, agreed: AgreedStep
     ) -> DraftOutput | None:
         """Drafts for as many rows as the busiest rank has; the missing ones are of the spare slot."""
-        width, spare = agreed.num_drafts, len(self.slots.length) - 1
+        num_drafts, spare = agreed.num_drafts, len(self.slots.length) - 1
         spare_E = torch.full((agreed.emitting,), spare, dtype=torch.int64, device=self.planes.device)
         padding = DraftRequest(spare_E, 1, SamplingNeeds())
         if request is None:
@@ -140,15 +140,17 @@ class Drafting:
             own = len(request.slot_E)
             padded = replace(request, slot_E=torch.cat((request.slot_E, spare_E[own:])))
         drafts = self._run(
-            lambda: self._propose(padded, width, captured),
-            lambda: self.original.propose(padding, width, self.slots, self.planes),
+            lambda: self._propose(padded, num_drafts, captured),
+            lambda: self.original.propose(padding, num_drafts, self.slots, self.planes),
         )
         return None if drafts is None or not own else drafts.first(own)
 
-    def _extend(self, seen: DraftExtendInput, width: int, captured: DraftGraphs, agreed: AgreedStep | None) -> None:
+    def _extend(
+        self, seen: DraftExtendInput, num_drafts: int, captured: DraftGraphs, agreed: AgreedStep | None
+    ) -> None:
         self.hidden_TX, rows, batch = seen.hidden_TH, seen.plan.rows, seen.batch
         can_split = agreed is None and len(batch.table_RP) == len(rows)  # a captured step has a row for each token
-        plan = self._plan(rows, width > 0, can_split, set(), None if agreed is None else not agreed.extends)
+        plan = self._plan(rows, num_drafts > 0, can_split, set(), None if agreed is None else not agreed.extends)
         if plan.kept:
             self.deferred.keep(seen, plan.kept)
         size, tokens = agreed.deferred if agreed else 0, len(batch.ids_T)

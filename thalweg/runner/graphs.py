@@ -132,11 +132,11 @@ class Capture:
             if isinstance(self.drafter, TreeDrafter) and self.held.slots.tree.dynamic:
                 self._propose(TreeBuildGraph(self.drafter, self.held, rows, query - 1))
 
-    def drafts(self, rows: int, width: int) -> None:
-        """Up to `width` drafts of a chain."""
+    def drafts(self, rows: int, num_drafts: int) -> None:
+        """Up to `num_drafts` drafts of a chain."""
         assert self.drafter is not None, "only drafters of one head are captured"
         with self.pool.running(f"drafts of {rows} rows"), blamed_on_drafter():
-            self._propose(DraftStepGraph(self.drafter, self.held, rows, width))
+            self._propose(DraftStepGraph(self.drafter, self.held, rows, num_drafts))
 
     def pieces(self, runner: Runner, tokens: Sequence[int], beside: Sequence[int], report: Callable[[], None]) -> None:
         """Steps of so many tokens in pieces, and the attention of so many decode rows beside prompts."""
@@ -179,20 +179,20 @@ def record(
     context: int,
     spare: int,
     progress: Progress,
-    widths: Sequence[int] = (),
+    draft_counts: Sequence[int] = (),
 ) -> None:
     """Captures whole steps for these numbers of rows, and the static parts of other steps for these numbers of tokens;
     the runner replays them from now on. mixed: whole steps may have prompt tokens, too. context, spare: as of
-    `Capture`. widths: numbers of drafts that the rows of a step may have. Raises UnsupportedConfig, and DrafterError if
-    only the drafter's part fails.
+    `Capture`. draft_counts: numbers of drafts that the rows of a step may have. Raises UnsupportedConfig, and
+    DrafterError if only the drafter's part fails.
     """
     capture, done, tree = Capture(runner, context, spare, GraphPool()), itertools.count(1), runner.slots.tree
     beside = halving([bucket for bucket in rows if bucket <= max(tokens)]) if tokens else []
-    widths_of_chains = [width for width in widths if rows and not tree.is_tree_step(1 + width)]
-    has_drafts = bool(widths_of_chains) and capture.drafter is not None
-    chains = chain_shapes(rows, widths_of_chains) if widths_of_chains else []
+    chain_counts = [num_drafts for num_drafts in draft_counts if rows and not tree.is_tree_step(1 + num_drafts)]
+    has_drafts = bool(chain_counts) and capture.drafter is not None
+    chains = chain_shapes(rows, chain_counts) if chain_counts else []
     trees, drafting = (
-        tree_shapes(rows, widths, tree, spare),
+        tree_shapes(rows, draft_counts, tree, spare),
         halving([min(n, MOST) for n in rows]) if has_drafts else [],
     )
     count = len(rows) + len(tokens) + len(beside) + len(drafting) + len(trees)
@@ -210,7 +210,7 @@ def record(
         capture.trees(*shape)
         report()
     for bucket in drafting:
-        capture.drafts(bucket, max(widths_of_chains))
+        capture.drafts(bucket, max(chain_counts))
         report()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()  # the memory of the eager runs belongs to the pool's stream, and nobody else can have it

@@ -131,9 +131,9 @@ class Runner:
 
     @torch.inference_mode()
     def sample(
-        self, forwarded: ForwardResult | None, masks: GrammarMasks | None = None, width: int = 0
+        self, forwarded: ForwardResult | None, masks: GrammarMasks | None = None, num_drafts: int = 0
     ) -> StepResult | None:
-        """The second half. masks: of the rows with a grammar. width: drafts to make for the next step."""
+        """The second half. masks: of the rows with a grammar. num_drafts: drafts to make for the next step."""
         if forwarded is None:
             return None
         plan, logits_NV, graph, sampled = forwarded.plan, forwarded.logits_NV, forwarded.graph, None
@@ -154,7 +154,7 @@ class Runner:
             )
         if agreed is None and self.drafting.is_off:
             return StepResult(forwarded, sampled, None, self.drafting.lost)
-        proposed = self.drafting.draft(seen, request, width, self.graphs.drafts, agreed)
+        proposed = self.drafting.draft(seen, request, num_drafts, self.graphs.drafts, agreed)
         return StepResult(forwarded, sampled, proposed, self.drafting.lost)
 
     def _logits(self, hidden_NH: Tensor, rows: int) -> Tensor | None:

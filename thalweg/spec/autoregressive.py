@@ -91,17 +91,17 @@ class AutoregressiveDrafter:
         before_TW = shift_hidden_states(state_TW, rows, places, kept_SW, self._ends(planes), slots.ints_SI, PAGE)
         self.steps.write_kv(batch.ids_T, before_TW, batch, planes)
 
-    def propose(self, asked: DraftRequest, width: int, slots: Slots, planes: Planes) -> DraftOutput | None:
+    def propose(self, asked: DraftRequest, num_drafts: int, slots: Slots, planes: Planes) -> DraftOutput | None:
         slot_E, device = asked.slot_E.contiguous(), asked.slot_E.device
-        if not width:
+        if not num_drafts:
             slots.made.index_fill_(0, slot_E, 0)
             return None
-        drafts_EK = torch.empty(len(slot_E), width, dtype=torch.int64, device=device)
+        drafts_EK = torch.empty(len(slot_E), num_drafts, dtype=torch.int64, device=device)
         sound_E = torch.empty(len(slot_E), dtype=torch.bool, device=device)
         state_EW = slots.extra[HIDDEN].index_select(0, slot_E)
         chain = DraftChain(slot_E, torch.zeros_like(slot_E), state_EW, drafts_EK, sound_E)
-        for _ in range(width):
-            self.draft(chain, asked.needs, asked.max_kv_len + width, slots, planes)
+        for _ in range(num_drafts):
+            self.draft(chain, asked.needs, asked.max_kv_len + num_drafts, slots, planes)
         return DraftOutput(drafts_EK, chain.ahead_E, sound_E)
 
     def draft(self, chain: DraftChain, needs: SamplingNeeds, max_kv_len: int, slots: Slots, planes: Planes) -> None:

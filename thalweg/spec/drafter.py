@@ -94,8 +94,8 @@ class Drafter(Protocol):
     def extend(self, seen: DraftExtendInput, slots: Slots, planes: Planes) -> None:
         """Learns from a step, whose accepted tokens are in the slots."""
 
-    def propose(self, asked: DraftRequest, width: int, slots: Slots, planes: Planes) -> DraftOutput | None:
-        """Puts up to `width` drafts, which may be 0, behind the known tokens of each slot, and their number into
+    def propose(self, asked: DraftRequest, num_drafts: int, slots: Slots, planes: Planes) -> DraftOutput | None:
+        """Puts up to `num_drafts` drafts, which may be 0, behind the known tokens of each slot, and their number into
         `made`. None: there are none. Whatever was computed, what is put there are ids of the target, whose embeddings
         the next step reads.
         """
@@ -129,7 +129,7 @@ class StatelessDrafter:
 class NoDrafter(StatelessDrafter):
     """Off is a value: to accept without drafts is to sample."""
 
-    def propose(self, asked: DraftRequest, width: int, slots: Slots, planes: Planes) -> None:
+    def propose(self, asked: DraftRequest, num_drafts: int, slots: Slots, planes: Planes) -> None:
         return
 
 

@@ -26,18 +26,18 @@ LEAST, MOST = 2, 5  # last tokens that must, and that may, have stood there befo
 class NgramDrafter(StatelessDrafter):
     """The longest of these that is found counts, and of its places the last."""
 
-    def propose(self, asked: DraftRequest, width: int, slots: Slots, planes: Planes) -> DraftOutput | None:
+    def propose(self, asked: DraftRequest, num_drafts: int, slots: Slots, planes: Planes) -> DraftOutput | None:
         slot_E, columns = asked.slot_E, min(asked.max_kv_len + 1, slots.context)
-        if not width:
+        if not num_drafts:
             slots.made.index_fill_(0, slot_E, 0)
             return None
         tokens_EC = slots.tokens_SL[:, :columns].index_select(0, slot_E)
         length_E = slots.length.index_select(0, slot_E)
         at_E, found_E = lookup(tokens_EC, length_E)
-        made_E = found_E * width
+        made_E = found_E * num_drafts
         slots.made.index_copy_(0, slot_E, made_E)
         # what stands there may end with the sequence itself, and goes round then
-        ahead_K = torch.arange(width, device=slot_E.device)
+        ahead_K = torch.arange(num_drafts, device=slot_E.device)
         place_EK = at_E.unsqueeze(1) + ahead_K % (length_E - at_E).clamp(min=1).unsqueeze(1)
         drafts_EK = tokens_EC.gather(1, place_EK.clamp(max=columns - 1))
         column_EK = (length_E.unsqueeze(1) + ahead_K).clamp(max=slots.context)

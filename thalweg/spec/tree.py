@@ -98,22 +98,22 @@ class TreeDrafter(AutoregressiveDrafter):
         self.shape = shape
         self.order = () if shape.dynamic else static(shape)
 
-    def propose(self, asked: DraftRequest, width: int, slots: Slots, planes: Planes) -> DraftOutput | None:
-        if not self.shape.is_tree_step(1 + width):
-            return super().propose(asked, width, slots, planes)
+    def propose(self, asked: DraftRequest, num_drafts: int, slots: Slots, planes: Planes) -> DraftOutput | None:
+        if not self.shape.is_tree_step(1 + num_drafts):
+            return super().propose(asked, num_drafts, slots, planes)
         if not self.shape.dynamic:
-            return self._static(asked, width, slots, planes)
-        slot_E, nodes = asked.slot_E, min(width, first_candidate(self._levels(width), self.shape.branching))
+            return self._static(asked, num_drafts, slots, planes)
+        slot_E, nodes = asked.slot_E, min(num_drafts, first_candidate(self._levels(num_drafts), self.shape.branching))
         token_EK, parent_EK = (slot_E.new_empty(len(slot_E), nodes) for _ in range(2))
         out = BuiltTree(token_EK, parent_EK, torch.empty_like(slot_E, dtype=torch.bool))
-        self.grow(asked, width, slots, planes, out)
+        self.grow(asked, num_drafts, slots, planes, out)
         return DraftOutput(token_EK, slots.made.index_select(0, slot_E), out.sound_E, parent_EK)
 
-    def _levels(self, width: int) -> int:
-        return min(self.shape.max_depth, width)
+    def _levels(self, num_drafts: int) -> int:
+        return min(self.shape.max_depth, num_drafts)
 
-    def _static(self, asked: DraftRequest, width: int, slots: Slots, planes: Planes) -> DraftOutput:
-        slot_E, order, device, many = asked.slot_E, self.order[:width], asked.slot_E.device, len(asked.slot_E)
+    def _static(self, asked: DraftRequest, num_drafts: int, slots: Slots, planes: Planes) -> DraftOutput:
+        slot_E, order, device, many = asked.slot_E, self.order[:num_drafts], asked.slot_E.device, len(asked.slot_E)
         ints_EI, state_EW = slots.ints_SI.index_select(0, slot_E), slots.extra[HIDDEN].index_select(0, slot_E)
         rows = Rows(slot_E, ints_EI, state_EW, asked.max_kv_len, asked.needs)
         forms = [node.parent for node in order], [node.depth for node in order]
@@ -140,7 +140,7 @@ class TreeDrafter(AutoregressiveDrafter):
         sound_E = numbers_E & state_EMW.isfinite().flatten(1).all(1) | ~state_EW.isfinite().all(1)
         return DraftOutput(token_EK, slots.made.index_select(0, slot_E), sound_E, parent_EK)
 
-    def grow(self, asked: DraftRequest, width: int, slots: Slots, planes: Planes, out: BuiltTree) -> None:
+    def grow(self, asked: DraftRequest, num_drafts: int, slots: Slots, planes: Planes, out: BuiltTree) -> None:
         """A dynamic tree behind the known tokens of each slot. Asks the host for nothing."""
         slot_E, many, device, branches = asked.slot_E, len(asked.slot_E), asked.slot_E.device, self.shape.branching
         max_kv_len = min(asked.max_kv_len + 1 + self.shape.reserved_columns(slots.tree.num_drafts), slots.context)
@@ -156,7 +156,7 @@ class TreeDrafter(AutoregressiveDrafter):
         rows = Rows(slot_E, ints_EI, given_EW, asked.max_kv_len, asked.needs)
         group, extent = Group(0, many, 0, 1, max_kv_len), RowExtent(1, max_kv_len)
         batch = Batch(*root[:3], table_EP, root.real_T, slot_E, (group,), (extent,) * many)
-        deepest = self._levels(width)
+        deepest = self._levels(num_drafts)
         token_EC = torch.empty(many, first_candidate(deepest, branches), dtype=torch.int64, device=device)
         made = TreeCandidates(torch.empty_like(token_EC, dtype=torch.float32), token_EC, torch.empty_like(token_EC))
         for depth in range(deepest):
