@@ -334,7 +334,7 @@ def test_a_plan_on_a_gpu_is_an_estimate() -> None:
     told = as_json(resolved)
     assert told["pages_measured_at_start"] and told["pages"] == resolved.pages > 0 and resolved.context == 4096
     with Console(file=io.StringIO(), width=200) as console:
-        show(resolved, console)
+        show(told, console)
     assert f"about {resolved.pages:,} pages" in console.file.getvalue()  # type: ignore[attr-defined]
 
 

@@ -6,12 +6,13 @@ import json
 import logging
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from tests.configs import config
@@ -103,7 +104,7 @@ def test_parts_of_different_schemes_give_what_packed_ones_give(full: tuple[bool,
     """
     of = read_facts(FOLDER)
     assert of.indexer is not None
-    of = replace(of, indexer=replace(of.indexer, full=full))
+    of = structs.replace(of, indexer=structs.replace(of.indexer, full=full))
     models = [catalog.assemble(of, kind(torch.float32, torch.device("cpu"))) for kind in (ReferenceLayers, SplitLayers)]
     for model in models:
         zoo.fill(model)

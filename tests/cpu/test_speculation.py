@@ -6,12 +6,12 @@ import json
 import logging
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from tests.compose.matrix import MODEL, settings
@@ -299,7 +299,7 @@ def test_partial_drafts_of_a_failing_drafter_do_no_harm(plain: list[list[int]]) 
 def test_a_checkpoint_without_the_layer_says_so() -> None:
     model = engine(0).runner.model
     assert isinstance(model, Decoder)
-    model.facts = replace(model.facts, nextn=0)
+    model.facts = structs.replace(model.facts, nextn=0)
     with pytest.raises(CheckpointError, match="num_nextn_predict_layers is 0"):
         build_drafter("NEXTN", model)
 

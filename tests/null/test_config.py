@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from thalweg.config import backends
 from thalweg.config.args import TITLES, ParsedOptions, options_parser, parse_options
-from thalweg.config.document import document
 from thalweg.config.foreign import NO_EFFECT_FLAGS
 from thalweg.config.machine import Machine
 from thalweg.config.options import ListenOptions, MemoryOptions, ModelOptions, Options
@@ -31,6 +30,7 @@ from thalweg.config.tree import (
     spellings,
 )
 from thalweg.core.errors import UnsupportedConfig
+from tools.configuration_page import document
 
 ROOT = Path(__file__).parents[2]
 

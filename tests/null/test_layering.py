@@ -1,4 +1,4 @@
-"""The import order of rooms: imports go down this table, lazy and type-only ones included; rooms on one floor do not
+"""The import order of rooms: imports go down this table, lazy and type-only ones included; rooms on one level do not
 import each other.
 """
 
@@ -17,7 +17,7 @@ PACKAGE = ROOT / "thalweg"
 MAX_LINES = 600
 VAGUE = {"utils", "util", "helpers", "helper", "common", "misc"}
 
-FLOORS: tuple[tuple[str, ...], ...] = (
+LEVELS: tuple[tuple[str, ...], ...] = (
     ("core",),
     ("config", "cache", "kernels"),
     ("scheduler", "text", "parallel", "batch", "quant", "memory"),
@@ -33,7 +33,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("cli",),
     ("__main__",),
 )
-FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 NO_TORCH = ("core", "config", "cache", "scheduler", "text")
 TORCHLIKE = {"torch", "triton", "transformers", "safetensors"}
 
@@ -66,10 +66,10 @@ def broken(importer: str, name: str) -> str:
     if top != "thalweg" or rest in ("", "__version__"):
         return ""
     room = rest.partition(".")[0]
-    if room not in FLOOR:
-        return f"{room} is no room of the table: give it a floor"
-    if importer != room and FLOOR[room] >= FLOOR.get(importer, -1):
-        return f"{importer} is on floor {FLOOR.get(importer, -1) + 1}, {room} on {FLOOR[room] + 1}"
+    if room not in LEVEL:
+        return f"{room} is no room of the table: give it a level"
+    if importer != room and LEVEL[room] >= LEVEL.get(importer, -1):
+        return f"{importer} is on level {LEVEL.get(importer, -1) + 1}, {room} on {LEVEL[room] + 1}"
     return ""
 
 
@@ -102,9 +102,9 @@ def test_the_rule_itself(importer: str, name: str, allowed: bool) -> None:
     assert (broken(importer, name) == "") == allowed
 
 
-def test_every_room_has_a_floor() -> None:
+def test_every_room_has_a_level() -> None:
     rooms = {room_of(path) for path in sources()} - {""}
-    assert rooms <= set(FLOOR), rooms - set(FLOOR)
+    assert rooms <= set(LEVEL), rooms - set(LEVEL)
 
 
 def test_files_are_short_and_have_names() -> None:

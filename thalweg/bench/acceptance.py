@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 from rich.table import Table
 
 from thalweg.bench.command import OUTPUT, add_flags, exit_status
-from thalweg.bench.display import make_table
 from thalweg.bench.draft_shapes import CHAIN, DraftShape, Row, draft_shapes, measure_engines, tree_shape
 from thalweg.bench.eval_prompts import EvalPrompt, PromptFormat
 from thalweg.bench.in_process import ENGINE_FLAGS, Generation, run_all
@@ -24,6 +23,7 @@ from thalweg.config.speculative import RULES
 from thalweg.config.tree import replace
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.local import LocalEngine
+from thalweg.launch.report import make_table
 from thalweg.launch.resolved import Resolved
 from thalweg.scheduler.draft_length import FixedDraftLength
 

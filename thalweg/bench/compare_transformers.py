@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from thalweg.bench.command import OUTPUT, PartialRun, add_flags, command
-from thalweg.bench.display import make_table, progress_bar, show
+from thalweg.bench.display import progress_bar, show
 from thalweg.bench.in_process import (
     BENCH_SEED,
     ENGINE_FLAGS,
@@ -37,6 +37,7 @@ from thalweg.bench.results import provenance, write
 from thalweg.bench.statistics import common_length, median
 from thalweg.config.args import options_parser, parse_options
 from thalweg.core.errors import CheckpointError, UnsupportedConfig
+from thalweg.launch.report import make_table
 
 CACHES = ("dynamic", "static")
 OURS = "thalweg"

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -22,19 +21,6 @@ from rich.table import Table
 
 Row = Mapping[str, Any]
 WIDTH = 140  # characters, where neither a terminal nor COLUMNS gives the width
-
-
-def make_table(title: str, columns: Mapping[str, object], rows: Sequence[Row], left: int = 0) -> Table:
-    """columns: by heading, format strings of the row's fields or functions of the row. left: the first so many hold
-    text, the others numbers.
-    """
-    table = Table(title=title, title_justify="left")
-    for place, head in enumerate(columns):
-        table.add_column(head, justify="left" if place < left else "right", overflow="fold", no_wrap=place >= left)
-    for row in rows:
-        cells = (column(row) if callable(column) else str(column).format_map(row) for column in columns.values())
-        table.add_row(*map(escape, cells))
-    return table
 
 
 def show(table: Table, width: int = WIDTH) -> None:

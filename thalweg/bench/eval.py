@@ -16,7 +16,7 @@ from rich.table import Table
 from thalweg.bench import harness
 from thalweg.bench.answering import EngineAnswerer, ServerAnswerer
 from thalweg.bench.command import OUTPUT, PartialRun, add_flags, exit_status
-from thalweg.bench.display import make_table, show
+from thalweg.bench.display import show
 from thalweg.bench.eval_prompts import Answerer, PromptFormat
 from thalweg.bench.evaluation import (
     CHOICE,
@@ -36,6 +36,7 @@ from thalweg.config.args import options_parser, parse_options
 from thalweg.config.options import Options
 from thalweg.config.tree import non_defaults
 from thalweg.core.errors import UnsupportedConfig
+from thalweg.launch.report import make_table
 from thalweg.llm import LLM
 
 FLAGS = f"""

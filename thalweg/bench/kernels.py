@@ -18,11 +18,12 @@ from torch import Tensor
 
 from thalweg.bench import ceilings, stopwatch
 from thalweg.bench.command import OUTPUT, CommandParser, PartialRun, add_flags, exit_status
-from thalweg.bench.display import make_table, progress_bar, show
+from thalweg.bench.display import progress_bar, show
 from thalweg.bench.results import provenance, write
 from thalweg.core.errors import UnsupportedConfig
 from thalweg.kernels.case import Inputs, KernelCase, Run, TimedCase
 from thalweg.kernels.catalog import OPERATIONS
+from thalweg.launch.report import make_table
 
 RESIDENT = {"cuda": 300e6, "cpu": 128e6}  # bytes that calls in a row read together: several times the last cache
 MOST_COPIES = 64

@@ -12,7 +12,7 @@ import torch
 
 from thalweg.bench import ceilings, coverage
 from thalweg.bench.command import OUTPUT, PartialRun, add_flags, command
-from thalweg.bench.display import make_table, progress_bar, show
+from thalweg.bench.display import progress_bar, show
 from thalweg.bench.in_process import (
     BATCHES,
     BENCH_SEED,
@@ -33,6 +33,7 @@ from thalweg.launch.planning import roofline
 from thalweg.launch.planning.layouts import ONE
 from thalweg.launch.planning.roofline import Ceilings
 from thalweg.launch.planning.weights import PlannedModel
+from thalweg.launch.report import make_table
 from thalweg.launch.resolved import Resolved
 from thalweg.models.catalog import read_facts
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.console import Console
 
-from thalweg.bench.display import make_table
 from thalweg.core.format import format_bytes
 from thalweg.core.plan import PAGE
+from thalweg.launch.report import make_table
 
 if TYPE_CHECKING:
     from thalweg.launch.planning.forecast import Forecast
@@ -72,8 +72,8 @@ def compare(made: Forecast, measured: Mapping[str, Any]) -> list[MemoryPart]:
     """Part by part, their sum last. measured: values of an engine's report by name."""
     pages = (made.resolved.pages + 1) * made.resolved.sizes.kv_bytes * PAGE
     forecast = {"weights": float(made.resolved.sizes.weight_bytes), "kv": float(pages), "slots": made.slots}
-    if made.room is not None:
-        forecast |= {"step": made.room.step, "graphs": made.room.graphs, "beside": made.room.beside}
+    if made.memory is not None:
+        forecast |= {"step": made.memory.step, "graphs": made.memory.graphs, "beside": made.memory.beside}
     parts = [MemoryPart(name, value, float(measured[f"memory_{name}"])) for name, value in forecast.items()]
     return [*parts, MemoryPart("total", sum(part.forecast for part in parts), sum(part.measured for part in parts))]
 

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from thalweg.bench import ceilings, coverage, step_profile
 from thalweg.bench.command import OUTPUT, PartialRun, add_flags, exit_status
-from thalweg.bench.display import make_table, show
+from thalweg.bench.display import show
 from thalweg.bench.in_process import (
     BENCH_SEED,
     ENGINE_FLAGS,
@@ -43,6 +43,7 @@ from thalweg.launch.planning import roofline
 from thalweg.launch.planning.layouts import ONE
 from thalweg.launch.planning.roofline import Ceilings, StepShape
 from thalweg.launch.planning.weights import PlannedModel
+from thalweg.launch.report import make_table
 from thalweg.models.catalog import read_facts
 
 TOP = 5  # losses in words

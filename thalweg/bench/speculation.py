@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 from rich.table import Table
 
 from thalweg.bench.command import OUTPUT, add_flags, exit_status
-from thalweg.bench.display import make_table
 from thalweg.bench.draft_shapes import ADAPTIVE, DraftShape, Row, draft_shapes, measure_engines, tree_shape
 from thalweg.bench.in_process import (
     BATCHES,
@@ -28,6 +27,7 @@ from thalweg.bench.in_process import (
 from thalweg.config.args import options_parser, parse_options
 from thalweg.engine.calibration import planning_clock, step_clock
 from thalweg.engine.local import LocalEngine
+from thalweg.launch.report import make_table
 from thalweg.launch.resolved import Resolved
 from thalweg.scheduler.draft_length import DraftLengthPolicy, FixedDraftLength, MeasuredDraftLength
 

@@ -24,7 +24,7 @@ from torch import nn
 
 from thalweg.bench import stopwatch
 from thalweg.bench.command import OUTPUT, PartialRun, add_flags, exit_status, report_interruption
-from thalweg.bench.display import make_table, progress_bar, show
+from thalweg.bench.display import progress_bar, show
 from thalweg.bench.errors import ResultError
 from thalweg.bench.kernels import RESIDENT, SEED, difference, last_line, matches
 from thalweg.bench.results import provenance, write
@@ -40,6 +40,7 @@ from thalweg.kernels.gemm import tuning_cpu
 from thalweg.kernels.search import TuningSearch
 from thalweg.kernels.tuned import TUNED, digest, flat
 from thalweg.launch import tuned
+from thalweg.launch.report import make_table
 from thalweg.launch.resolve import resolve
 from thalweg.launch.resolved import Resolved
 from thalweg.models import catalog

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import msgspec
 
 from thalweg.config.model import ModelFacts, facts_of, read_config
 from thalweg.core.errors import CheckpointError
@@ -154,7 +156,9 @@ def eagle_of(config: Mapping[str, Any], where: str, target: ModelFacts) -> Eagle
     if is_eagle3 and facts.layers != 1:
         raise CheckpointError(f"{where}: an EAGLE-3 head has one layer; num_hidden_layers is {facts.layers}")
     return EagleFacts(
-        facts=replace(facts, context=target.context, qkv_bias=bool(config.get("qkv_bias", facts.qkv_bias))),
+        facts=msgspec.structs.replace(
+            facts, context=target.context, qkv_bias=bool(config.get("qkv_bias", facts.qkv_bias))
+        ),
         is_eagle3=is_eagle3,
         target_hidden=target_hidden,
         draft_vocab=vocab,

@@ -1,85 +1,124 @@
 """What a checkpoint's config.json says, as one frozen value: `ModelFacts`. No torch.
 
-Field names follow Thalweg, not the file: every family is read into the same record. Both spellings of the rotary fields
-are understood (`rope_scaling` + `rope_theta`, and transformers ≥ 5's `rope_parameters`). Nonsense is a CheckpointError
-that names the field.
+The records of this module are the table of the fields that are read: each field has its type, bounds and default, and
+the class says its published name. Field names follow Thalweg, not the file: every family is read into the same records.
+Both spellings of the rotary fields are understood (`rope_scaling` + `rope_theta`, and transformers ≥ 5's
+`rope_parameters`). Nonsense is a CheckpointError that names the field.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import math
-from dataclasses import dataclass, field
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Mapping
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
 
 from thalweg.core.errors import CheckpointError
 
 NO_FIELDS: Mapping[str, Any] = MappingProxyType({})
+Size = Annotated[int, Meta(ge=1)]
+Count = Annotated[int, Meta(ge=0)]
+Positive = Annotated[float, Meta(gt=0, le=1e300)]
+Finite = Annotated[float, Meta(ge=-1e300, le=1e300)]
+R = TypeVar("R", bound=msgspec.Struct)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RopeFacts:
-    """Rotary embedding. dim: how many dims of a head rotate; theta: base. kind: "default", "linear", "yarn" or
-    "llama3".
+class RopeFacts(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    rename={"theta": "rope_theta", "kind": "rope_type", "original": "original_max_position_embeddings"},
+):
+    """Rotary embedding. YaRN: arXiv 2309.00071."""
 
-    YaRN (arXiv 2309.00071): factor, beta_fast, beta_slow, original (the context of pre-training), mscale and
-    mscale_all_dim (0 is absent). attention_factor multiplies cos and sin; 0 is "derive it". llama3: low_freq_factor and
-    high_freq_factor.
-    """
-
-    dim: int
-    theta: float
-    kind: str = "default"
-    factor: float = 1.0
-    original: int = 0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    mscale: float = 0.0
-    mscale_all_dim: float = 0.0
-    attention_factor: float = 0.0
+    dim: int  # dims of a head that rotate
+    theta: Positive = 10000.0  # base
+    kind: Literal["default", "linear", "yarn", "llama3"] = "default"
+    factor: Positive = 1.0
+    original: Count = 0  # context of pre-training
+    beta_fast: Positive = 32.0
+    beta_slow: Positive = 1.0
+    mscale: Finite = 0.0  # 0: absent
+    mscale_all_dim: Finite = 0.0
+    attention_factor: Finite = 0.0  # multiplies cos and sin; 0: derived
     truncate: bool = True
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
+    low_freq_factor: Positive = 1.0  # of llama3
+    high_freq_factor: Positive = 4.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MlaFacts:
+class MlaFacts(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    rename={
+        "q_lora": "q_lora_rank",
+        "kv_lora": "kv_lora_rank",
+        "nope": "qk_nope_head_dim",
+        "rope": "qk_rope_head_dim",
+        "v": "v_head_dim",
+    },
+):
     """Multi-head latent attention (DeepSeek-V2 §2.1)."""
 
-    q_lora: int  # 0: queries come from the hidden state directly
-    kv_lora: int
-    nope: int
-    rope: int
-    v: int
+    q_lora: Count = 0  # 0: queries come from the hidden state directly
+    kv_lora: Size
+    nope: Size
+    rope: Size
+    v: Size
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IndexerFacts:
+class IndexerFacts(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    rename={
+        "heads": "index_n_heads",
+        "dim": "index_head_dim",
+        "topk": "index_topk",
+        "interleaved": "indexer_rope_interleave",
+    },
+):
     """DSA's lightning indexer."""
 
-    heads: int
-    dim: int
-    topk: int
+    heads: Size
+    dim: Size
+    topk: Size
     interleaved: bool  # the published weights rotate neighbouring dims (GLM-5), not halves (V3.2)
     full: tuple[bool, ...]  # layers with their own indexer; others use the selection of the last one before
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MoeFacts:
+class MoeFacts(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    rename={
+        "experts": "n_routed_experts",
+        "shared": "n_shared_experts",
+        "topk": "num_experts_per_tok",
+        "intermediate": "moe_intermediate_size",
+        "method": "topk_method",
+        "groups": "n_group",
+        "topk_groups": "topk_group",
+        "renormalize": "norm_topk_prob",
+        "scale": "routed_scaling_factor",
+    },
+):
     """Mixture of experts."""
 
-    experts: int
-    shared: int
-    topk: int
-    intermediate: int
-    method: str  # "greedy", "group_limited_greedy" (softmax scores) or "noaux_tc" (sigmoid scores and a bias)
-    groups: int
-    topk_groups: int
+    experts: Size
+    shared: Count = 0
+    topk: Size
+    intermediate: Size
+    method: Literal["greedy", "group_limited_greedy", "noaux_tc"]  # softmax scores; the last: sigmoid and a bias
+    groups: Size = 1
+    topk_groups: Size = 1
     renormalize: bool
-    scale: float
+    scale: Positive = 1.0
     sparse: tuple[bool, ...]  # which layers have experts
 
     def in_layer(self, layer: int) -> bool:
@@ -87,33 +126,73 @@ class MoeFacts:
         return layer >= len(self.sparse) or self.sparse[layer]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelFacts:
+class ModelFacts(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    rename={
+        "vocab": "vocab_size",
+        "hidden": "hidden_size",
+        "layers": "num_hidden_layers",
+        "heads": "num_attention_heads",
+        "kv_heads": "num_key_value_heads",
+        "intermediate": "intermediate_size",
+        "norm_eps": "rms_norm_eps",
+        "context": "max_position_embeddings",
+        "tied": "tie_word_embeddings",
+        "nextn": "num_nextn_predict_layers",
+        "dtype": "torch_dtype",
+        "bos": "bos_token_id",
+        "eos": "eos_token_id",
+    },
+):
     """A model's config.json, under one set of names."""
 
     architecture: str
-    vocab: int
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int  # of dense attention, as `head_dim`
-    head_dim: int
-    intermediate: int
-    norm_eps: float
-    context: int  # longest sequence in tokens
+    vocab: Size
+    hidden: Size
+    layers: Size
+    heads: Size
+    kv_heads: Size  # of dense attention, as `head_dim`
+    head_dim: Size
+    intermediate: Size
+    norm_eps: Positive = 1e-6
+    context: Size  # longest sequence in tokens
     rope: RopeFacts
-    tied: bool
+    tied: bool = False
     qkv_bias: bool
-    attention_bias: bool
-    mlp_bias: bool
+    attention_bias: bool = False
+    mlp_bias: bool = False
     mla: MlaFacts | None
     indexer: IndexerFacts | None
     moe: MoeFacts | None
-    nextn: int  # NextN layers stored after the main layers
-    quantization_config: dict[str, Any]  # as published, see `quant.catalog`; empty: none
+    nextn: Count = 0  # NextN layers stored after the main layers
+    quantization_config: dict[str, Any] = {}  # as published, see `quant.catalog`; empty: none
     dtype: str  # as published ("bfloat16")
-    bos: int | None
-    eos: tuple[int, ...]  # ids that end a generation by default
+    bos: Count | None
+    eos: tuple[Count, ...]  # ids that end a generation by default
+
+
+class OtherFields(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields that other facts are made of, and fields that have one value here."""
+
+    hidden_act: Literal["silu"] = "silu"
+    use_sliding_window: bool = False
+    model_type: str = ""
+    num_hidden_layers: Size
+    scoring_func: str = ""
+    # layers with an indexer of their own (IndexCache, arXiv 2603.12201): a list or pattern, else every `freq`-th layer
+    # from `offset` on
+    indexer_types: list[str] = []
+    index_topk_pattern: str = ""
+    index_topk_freq: Count = 1
+    index_skip_topk_offset: Count = 2
+    # layers with experts. DeepSeek: every `freq`-th from `first` on, or a list; Qwen: every `step`-th, without a list
+    mlp_layer_types: list[Literal["dense", "sparse"]] = []
+    first_k_dense_replace: Count = 0
+    moe_layer_freq: Count = 1
+    decoder_sparse_step: Count = 1
+    mlp_only_layers: list[int] = []
 
 
 def read_config(folder: Path, whose: str) -> dict[str, Any]:
@@ -148,249 +227,153 @@ def facts_of(
     fields: Mapping[str, tuple[str, ...]] = NO_FIELDS,
     defaults: Mapping[str, Any] = NO_FIELDS,
 ) -> ModelFacts:
-    """The facts of a config.json's content. where: names it in errors. fields: other names of fields, by the name that
-    is read here. defaults: of fields that are absent. Raises CheckpointError naming the first bad field.
+    """The facts of a config.json's content. JSON null counts as absent. where: names it in errors. fields: other names
+    of fields, by the name that is read here. defaults: of fields that are absent. Raises CheckpointError naming the
+    first bad field.
     """
-    read = _Reader(config, where, fields, defaults)
-    architecture = architecture_of(config, where)
-    heads = read.count("num_attention_heads")
-    mla = _mla(read)
-    head_dim = read.count("head_dim", 0) or read.count("hidden_size") // heads
-    facts = ModelFacts(
-        architecture=architecture,
-        vocab=read.count("vocab_size"),
-        hidden=read.count("hidden_size"),
-        layers=read.count("num_hidden_layers"),
-        heads=heads,
-        kv_heads=heads if mla else read.count("num_key_value_heads", heads),
-        head_dim=head_dim,
-        intermediate=read.count("intermediate_size"),
-        norm_eps=read.number("rms_norm_eps", 1e-6, above=0.0),
-        context=read.count("max_position_embeddings"),
-        rope=_rope(read, mla.rope if mla else head_dim),
-        tied=read.flag("tie_word_embeddings", False),
-        qkv_bias=read.flag("qkv_bias", read.flag("attention_bias", False)),
-        attention_bias=read.flag("attention_bias", False),
-        mlp_bias=read.flag("mlp_bias", False),
-        mla=mla,
-        indexer=_indexer(read),
-        moe=_moe(read),
-        nextn=read.count("num_nextn_predict_layers", 0),
-        quantization_config=_quantization(read),
-        dtype=str(read.get("torch_dtype", read.get("dtype", "bfloat16"))).removeprefix("torch."),
-        bos=next(iter(read.tokens("bos_token_id")), None),
-        eos=read.tokens("eos_token_id"),
-    )
-    _check(facts, read)
+    given = {name: value for name, value in config.items() if value is not None}
+    for name, others in fields.items():
+        for alias in others:
+            if alias in given:
+                given.setdefault(name, given[alias])
+    given = {
+        "qkv_bias": given.get("attention_bias", False),
+        "torch_dtype": given.get("dtype", "bfloat16"),
+        "indexer_rope_interleave": given.get("model_type") == "glm_moe_dsa",
+        "eos_token_id": (),
+        **defaults,
+        **given,
+        "architecture": architecture_of(config, where),
+    }
+    other = _record(OtherFields, given, where)
+    mla = _record(MlaFacts, given, where) if "kv_lora_rank" in given else None
+    heads = given.get("num_attention_heads")
+    if type(heads) is int and type(given.get("hidden_size")) is int and heads > 0:
+        given["head_dim"] = given.get("head_dim") or given["hidden_size"] // heads
+        given["num_key_value_heads"] = heads if mla else given.get("num_key_value_heads", heads)
+    bos, eos = given.get("bos_token_id"), given["eos_token_id"]
+    given |= {
+        "torch_dtype": str(given["torch_dtype"]).removeprefix("torch."),
+        "bos_token_id": next(iter(bos), None) if isinstance(bos, list) else bos,
+        "eos_token_id": [eos] if isinstance(eos, int) else eos,
+        "mla": mla,
+        "indexer": _indexer(given, other, where) if "index_topk" in given else None,
+        "moe": _moe(given, other, where) if given.get("n_routed_experts") else None,
+        "rope": _rope(given, mla.rope if mla else given.get("head_dim", 0), where),
+    }
+    facts = _record(ModelFacts, given, where)
+    for is_wrong, field, message in _conditions(facts, other):
+        if is_wrong:
+            raise CheckpointError(f"{where}: {field} {message}, got {given.get(field)!r}")
     return facts
 
 
-@dataclass(frozen=True, slots=True)
-class _Reader:
-    """Typed access to the fields, with errors that name them. JSON null counts as absent. Fields as of `facts_of`."""
-
-    config: Mapping[str, Any]
-    where: str
-    fields: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-
-    def error(self, field: str, message: str) -> CheckpointError:
-        return CheckpointError(f"{self.where}: {field} {message}")
-
-    def get(self, field: str, default: Any = None) -> Any:
-        for name in (field, *self.fields.get(field, ())):
-            if self.config.get(name) is not None:
-                return self.config[name]
-        return self.defaults.get(field, default)
-
-    def count(self, field: str, default: int | None = None) -> int:
-        """A non-negative integer; without a default it is required and positive."""
-        value = self.get(field, default)
-        least, kind = (1, "positive") if default is None else (0, "non-negative")
-        if value is None:
-            raise self.error(field, "is missing")
-        if type(value) is not int or value < least:
-            raise self.error(field, f"must be a {kind} integer, got {value!r}")
-        return value
-
-    def number(self, field: str, default: float, above: float) -> float:
-        value = self.get(field, default)
-        if type(value) not in (int, float) or not math.isfinite(value) or value <= above:
-            raise self.error(field, f"must be a number above {above:g}, got {value!r}")
-        return float(value)
-
-    def flag(self, field: str, default: bool) -> bool:
-        value = self.get(field, default)
-        if not isinstance(value, bool):
-            raise self.error(field, f"must be true or false, got {value!r}")
-        return value
-
-    def tokens(self, field: str) -> tuple[int, ...]:
-        value = self.get(field, [])
-        values = value if isinstance(value, list) else [value]
-        if any(type(v) is not int or v < 0 for v in values):
-            raise self.error(field, f"must be a token id or a list of them, got {value!r}")
-        return tuple(values)
+def _record(kind: type[R], given: Mapping[str, Any], where: str) -> R:
+    """A record of the fields that it reads. Raises CheckpointError naming the first that is wrong."""
+    try:
+        return msgspec.convert(given, kind)
+    except msgspec.ValidationError as error:
+        if missing := re.search("missing required field `(.*?)`", str(error)):
+            raise CheckpointError(f"{where}: {missing[1]} is missing") from None
+        message, _, place = str(error).partition(" - at ")
+        name = re.findall(r"\w+", place)[0]
+        raise CheckpointError(f"{where}: {name}: {message}; it is {given.get(name)!r}") from None
 
 
-def _rope(read: _Reader, dim: int) -> RopeFacts:
-    parameters = read.get("rope_parameters") or read.get("rope_scaling") or {}
+def _rope(given: Mapping[str, Any], dim: int, where: str) -> RopeFacts:
+    parameters = given.get("rope_parameters") or given.get("rope_scaling") or {}
     if not isinstance(parameters, dict):
-        raise read.error("rope_scaling", f"must be an object, got {parameters!r}")
-    where, required = f"{read.where}: rope_scaling", {"factor": 0.0}
-    of = _Reader({"rope_theta": read.get("rope_theta"), **parameters}, where, defaults=required)
-    kind = of.get("rope_type", of.get("type", "default"))
-    if kind not in ("default", "linear", "yarn", "llama3"):
-        raise of.error("rope_type", f"{kind!r} is unknown; there is default, linear, yarn, llama3")
-    theta = of.number("rope_theta", 10000.0, above=0.0)
+        raise CheckpointError(f"{where}: rope_scaling must be an object, got {parameters!r}")
+    where = f"{where}: rope_scaling"
+    parameters = {name: value for name, value in parameters.items() if value is not None}
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    basis = {"rope_theta": given.get("rope_theta", 10000.0), **parameters, "dim": dim, "rope_type": kind}
     if kind == "default":
-        return RopeFacts(dim=dim, theta=theta)
-    numbers = {}
-    for one in dataclasses.fields(RopeFacts):
-        if isinstance(one.default, float):  # those that are off by default may have any value
-            numbers[one.name] = of.number(one.name, one.default, 0.0 if one.default else -math.inf)
-    original = of.count("original_max_position_embeddings", read.count("max_position_embeddings"))
-    truncate = of.flag("truncate", True)
-    return RopeFacts(dim=dim, theta=theta, kind=kind, original=original, truncate=truncate, **numbers)
+        return _record(RopeFacts, {name: basis[name] for name in ("dim", "rope_theta")}, where)
+    if "factor" not in parameters:
+        raise CheckpointError(f"{where}: factor is missing")
+    context = {"original_max_position_embeddings": given.get("max_position_embeddings", 0)}
+    return _record(RopeFacts, context | basis, where)
 
 
-def _mla(read: _Reader) -> MlaFacts | None:
-    if read.get("kv_lora_rank") is None:
-        return None
-    return MlaFacts(
-        q_lora=read.count("q_lora_rank", 0),
-        kv_lora=read.count("kv_lora_rank"),
-        nope=read.count("qk_nope_head_dim"),
-        rope=read.count("qk_rope_head_dim"),
-        v=read.count("v_head_dim"),
-    )
-
-
-def _indexer(read: _Reader) -> IndexerFacts | None:
-    if read.get("index_topk") is None:
-        return None
-    layers = read.count("num_hidden_layers")
-    return IndexerFacts(
-        heads=read.count("index_n_heads"),
-        dim=read.count("index_head_dim"),
-        topk=read.count("index_topk"),
-        interleaved=read.flag("indexer_rope_interleave", read.get("model_type") == "glm_moe_dsa"),
-        full=_indexer_layers(read, layers),
-    )
-
-
-def _indexer_layers(read: _Reader, layers: int) -> tuple[bool, ...]:
-    """IndexCache's schedule (arXiv 2603.12201): an explicit list or pattern, else every `freq`-th layer from `offset`
-    on.
-    """
-    given = read.get("indexer_types") or read.get("index_topk_pattern")
-    if given is not None:
-        full = tuple(kind in ("full", "F") for kind in given)
+def _indexer(given: Mapping[str, Any], other: OtherFields, where: str) -> IndexerFacts:
+    layers, kinds = other.num_hidden_layers, other.indexer_types or other.index_topk_pattern
+    every, offset = max(other.index_topk_freq, 1), other.index_skip_topk_offset
+    full = [max(layer - offset + 1, 0) % every == 0 for layer in range(layers)]
+    if kinds:
+        full = [kind in ("full", "F") for kind in kinds]
         if len(full) != layers or not full[0]:
-            raise read.error(
-                "indexer_types", f"must name a kind for each of {layers} layers, the first one full, got {given!r}"
+            raise CheckpointError(
+                f"{where}: indexer_types must name a kind for each of {layers} layers, the first one full, got"
+                f" {kinds!r}"
             )
-        return full
-    every, offset = max(read.count("index_topk_freq", 1), 1), read.count("index_skip_topk_offset", 2)
-    return tuple(max(layer - offset + 1, 0) % every == 0 for layer in range(layers))
+    return _record(IndexerFacts, {**given, "full": full}, where)
 
 
-def _moe(read: _Reader) -> MoeFacts | None:
-    experts = read.count("n_routed_experts", 0)
-    if not experts:
-        return None
-    softmax = read.get("scoring_func", "softmax" if read.get("model_type") == "deepseek_v2" else "sigmoid") == "softmax"
-    method = read.get("topk_method", "greedy" if softmax else "noaux_tc")
-    if method not in ("greedy", "group_limited_greedy", "noaux_tc") or softmax == (method == "noaux_tc"):
-        raise read.error(
-            "topk_method", f"{method!r} with scoring_func {read.get('scoring_func')!r} is not a router of DeepSeek's"
+def _moe(given: Mapping[str, Any], other: OtherFields, where: str) -> MoeFacts:
+    """A number of groups may be published as 0."""
+    is_v2 = other.model_type == "deepseek_v2"
+    is_softmax = (other.scoring_func or ("softmax" if is_v2 else "sigmoid")) == "softmax"
+    routing = {
+        "topk_method": "greedy" if is_softmax else "noaux_tc",
+        "norm_topk_prob": not is_softmax,
+        **given,
+        "n_group": given.get("n_group") or 1,
+        "topk_group": given.get("topk_group") or 1,
+        "sparse": _sparse_layers(other, where),
+    }
+    moe = _record(MoeFacts, routing, where)
+    if is_softmax == (moe.method == "noaux_tc"):
+        raise CheckpointError(
+            f"{where}: topk_method {moe.method!r} with scoring_func {other.scoring_func!r} is not a router of"
+            " DeepSeek's"
         )
-    return MoeFacts(
-        experts=experts,
-        shared=read.count("n_shared_experts", 0),
-        topk=read.count("num_experts_per_tok"),
-        intermediate=read.count("moe_intermediate_size"),
-        method=method,
-        groups=read.count("n_group", 1) or 1,
-        topk_groups=read.count("topk_group", 1) or 1,
-        renormalize=read.flag("norm_topk_prob", not softmax),
-        scale=read.number("routed_scaling_factor", 1.0, above=0.0),
-        sparse=_sparse_layers(read),
-    )
+    return moe
 
 
-def _sparse_layers(read: _Reader) -> tuple[bool, ...]:
-    """DeepSeek: every `moe_layer_freq`-th layer from `first_k_dense_replace` on, or `mlp_layer_types`. Qwen: every
-    `decoder_sparse_step`-th layer, but for `mlp_only_layers`.
-    """
-    layers = read.count("num_hidden_layers")
-    kinds = read.get("mlp_layer_types")
-    if kinds is not None:
-        if not isinstance(kinds, list) or len(kinds) != layers or not set(kinds) <= {"dense", "sparse"}:
-            raise read.error("mlp_layer_types", f"must be dense or sparse for each of {layers} layers, got {kinds!r}")
-        return tuple(kind == "sparse" for kind in kinds)
-    first, every = read.count("first_k_dense_replace", 0), read.count("moe_layer_freq", 1) or 1
-    step, dense = read.count("decoder_sparse_step", 1) or 1, read.get("mlp_only_layers", [])
-    if not isinstance(dense, list) or any(type(layer) is not int for layer in dense):
-        raise read.error("mlp_only_layers", f"must be a list of layer numbers, got {dense!r}")
-    return tuple(
-        layer >= first and layer % every == 0 and (layer + 1) % step == 0 and layer not in dense
+def _sparse_layers(other: OtherFields, where: str) -> list[bool]:
+    layers, kinds = other.num_hidden_layers, other.mlp_layer_types
+    if kinds:
+        if len(kinds) != layers:
+            raise CheckpointError(
+                f"{where}: mlp_layer_types must have a kind for each of {layers} layers, got {kinds!r}"
+            )
+        return [kind == "sparse" for kind in kinds]
+    every, step = other.moe_layer_freq or 1, other.decoder_sparse_step or 1
+    return [
+        layer >= other.first_k_dense_replace
+        and layer % every == 0
+        and (layer + 1) % step == 0
+        and layer not in other.mlp_only_layers
         for layer in range(layers)
-    )
+    ]
 
 
-def _quantization(read: _Reader) -> dict[str, Any]:
-    config = read.get("quantization_config", {})
-    if not isinstance(config, dict):
-        raise read.error("quantization_config", f"must be an object, got {config!r}")
-    return config
-
-
-def _check(facts: ModelFacts, read: _Reader) -> None:
-    """What must hold between fields."""
-    if not facts.kv_heads or facts.heads % facts.kv_heads:
-        raise read.error(
-            "num_key_value_heads", f"must divide num_attention_heads ({facts.heads}), got {facts.kv_heads}"
-        )
-    if facts.rope.dim % 2:
-        raise read.error(
-            "qk_rope_head_dim" if facts.mla else "head_dim", f"must be even to rotate, got {facts.rope.dim}"
-        )
-    if facts.mla is not None:
-        for field in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim"):
-            if read.count(field, 0) % 2:
-                raise read.error(
-                    field, f"must be even (pairs of dims rotate in place after it), got {read.count(field, 0)}"
-                )
-    if read.get("hidden_act", "silu") != "silu":
-        raise read.error("hidden_act", f"must be silu, got {read.get('hidden_act')!r}")
-    if read.get("use_sliding_window", False):
-        raise read.error("use_sliding_window", "true is not supported: attention would need a window")
-    if facts.moe is not None:
-        _check_moe(facts.moe, read)
-    if facts.indexer is not None:
-        if facts.mla is None or not facts.mla.q_lora:
-            raise read.error("index_topk", "needs MLA with q_lora_rank: the indexer reads the query latent")
-        if facts.indexer.dim < facts.mla.rope:
-            raise read.error(
-                "index_head_dim", f"must be at least qk_rope_head_dim ({facts.mla.rope}), got {facts.indexer.dim}"
-            )
-
-
-def _check_moe(moe: MoeFacts, read: _Reader) -> None:
-    if moe.renormalize and moe.method != "noaux_tc" and moe.scale != 1.0:
-        # DeepSeek-V2's code would then drop the scaling factor, transformers applies it; no published model asks
-        raise read.error("norm_topk_prob", "true with softmax scores and a routed_scaling_factor is ambiguous")
-    if moe.experts % moe.groups:
-        raise read.error("n_group", f"must divide n_routed_experts ({moe.experts}), got {moe.groups}")
-    if moe.topk_groups > moe.groups:
-        raise read.error("topk_group", f"must be at most n_group ({moe.groups}), got {moe.topk_groups}")
-    reachable = moe.experts // moe.groups * (moe.topk_groups if moe.method != "greedy" else moe.groups)
-    if moe.topk > reachable:
-        raise read.error(
-            "num_experts_per_tok", f"must be at most the {reachable} experts of the chosen groups, got {moe.topk}"
-        )
-    if moe.method == "noaux_tc" and moe.groups > 1 and moe.experts // moe.groups < 2:
-        raise read.error(
-            "n_group", f"leaves one expert a group ({moe.experts} experts): a group scores by its best two"
-        )
+def _conditions(facts: ModelFacts, other: OtherFields) -> Iterator[tuple[object, str, str]]:
+    """What must hold between fields: (whether it does not, the field to blame, the rule)."""
+    mla, moe, indexer = facts.mla, facts.moe, facts.indexer
+    yield facts.heads % facts.kv_heads, "num_key_value_heads", f"must divide num_attention_heads ({facts.heads})"
+    yield facts.rope.dim % 2, "qk_rope_head_dim" if mla else "head_dim", "must be even to rotate"
+    yield other.use_sliding_window, "use_sliding_window", "is not supported: attention would need a window"
+    if mla is not None:
+        ranks = {"q_lora_rank": mla.q_lora, "kv_lora_rank": mla.kv_lora, "qk_nope_head_dim": mla.nope}
+        for field, rank in ranks.items():
+            yield rank % 2, field, "must be even (pairs of dims rotate in place after it)"
+    if indexer is not None:
+        no_latent = mla is None or not mla.q_lora
+        yield no_latent, "index_topk", "needs MLA with q_lora_rank: the indexer reads the query latent"
+        rope = 0 if mla is None else mla.rope
+        yield indexer.dim < rope, "index_head_dim", f"must be at least qk_rope_head_dim ({rope})"
+    if moe is None:
+        return
+    # DeepSeek-V2's code would then drop the scaling factor, transformers applies it; no published model asks
+    is_ambiguous = moe.renormalize and moe.method != "noaux_tc" and moe.scale != 1.0
+    yield is_ambiguous, "norm_topk_prob", "with softmax scores and a routed_scaling_factor is ambiguous"
+    yield moe.experts % moe.groups, "n_group", f"must divide n_routed_experts ({moe.experts})"
+    yield moe.topk_groups > moe.groups, "topk_group", f"must be at most n_group ({moe.groups})"
+    each = moe.experts // moe.groups
+    reachable = each * (moe.groups if moe.method == "greedy" else moe.topk_groups)
+    rule = f"must be at most the {reachable} experts of the chosen groups"
+    yield moe.topk > reachable, "num_experts_per_tok", rule
+    is_single = moe.method == "noaux_tc" and moe.groups > 1 and each < 2
+    yield is_single, "n_group", f"leaves one expert a group ({moe.experts} experts): a group scores by its best two"

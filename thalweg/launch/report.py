@@ -1,9 +1,9 @@
-"""The resolver's report: `thalweg plan`, the start-up log, `/server_info`."""
+"""The resolver's report as plain values, and its tables: `thalweg plan`, the start-up log."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -13,13 +13,17 @@ from rich.table import Table
 
 from thalweg.core.format import format_bytes
 from thalweg.core.plan import PAGE
-from thalweg.core.report import Decision, Value
-from thalweg.launch.resolved import Resolved, Sizes
+from thalweg.launch.resolved import Resolved
+
+ONE_GPU = "1 GPU"  # the name of the layout without parallelism
+CHOICES = {"setting": "{name}", "value": lambda choice: _shown(choice["value"]), "": "{source}", "why": "{reason}"}
 
 
 def as_json(resolved: Resolved) -> dict[str, Any]:
     """The whole report as plain values."""
-    sizes, pages = resolved.sizes, resolved.pages
+    sizes, pages, slots = resolved.sizes, resolved.pages, resolved.engine.max_running_requests
+    tokens = pages * PAGE
+    each = min(tokens // slots, resolved.context)
     return {
         "model": str(resolved.path),
         "served_as": list(resolved.names),
@@ -31,65 +35,69 @@ def as_json(resolved: Resolved) -> dict[str, Any]:
         "pages": pages,
         "pages_measured_at_start": resolved.engine.num_pages == 0,
         "page_tokens": PAGE,
-        "kv_tokens": pages * PAGE,
-        "kv_bytes": pages * PAGE * sizes.kv_bytes,
-        "concurrent_full_contexts": pages * PAGE // resolved.context,
+        "kv_tokens": tokens,
+        "kv_bytes": tokens * sizes.kv_bytes,
+        "concurrent_full_contexts": tokens // resolved.context,
+        "holds": [holding(resolved.context, tokens // resolved.context), holding(each, slots)],
         "eos_ids": list(resolved.engine.eos_ids),
         "sampling_defaults": msgspec.to_builtins(resolved.sampling),
         "decisions": resolved.engine.report.as_tree(),
     }
 
 
-def wide_console(stderr: bool) -> Console:
-    """A console that does not fold the report in files and pipes, which have no width of their own."""
-    stream = sys.stderr if stderr else sys.stdout
-    return Console(file=stream, width=None if stream.isatty() else 200)
+def holding(length: int, sequences: int) -> dict[str, int]:
+    """How many sequences of this many tokens the KV caches hold together."""
+    return {"length": length, "sequences": sequences}
 
 
-def show(resolved: Resolved, console: Console) -> None:
-    """Prints the report as two tables."""
-    model = ("model", f"{resolved.path} ({resolved.architecture})")
-    console.print(facts_table([model, *sizes(resolved.sizes), *_cache(resolved)]))
-    console.print()
-    console.print(choices(resolved.decisions))
+def wide_console() -> Console:
+    """On stderr; it does not fold the report in files and pipes, which have no width of their own."""
+    return Console(file=sys.stderr, width=None if sys.stderr.isatty() else 200)
 
 
-def facts_table(rows: Iterable[tuple[str, str]]) -> Table:
-    """Each name with its text."""
+def show(report: Mapping[str, Any], console: Console, facts: Iterable[tuple[str, str]] = ()) -> None:
+    """Prints the facts and the choices of a report. facts: more of them, by name."""
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    for name, text in rows:
+    for name, text in (*_model(report), *facts, *_cache(report)):
         table.add_row(name, escape(text))
+    console.print(table, "")
+    console.print(make_table("", CHOICES, list(report["decisions"].values()), left=4))
+
+
+def make_table(
+    title: str, columns: Mapping[str, object], rows: Sequence[Mapping[str, Any]], left: int = 0, notes: int = 0
+) -> Table:
+    """columns: by heading, format strings of the row's fields or functions of the row. left, notes: the first and the
+    last so many hold text, the others numbers.
+    """
+    table = Table(title=title, title_justify="left")
+    for place, head in enumerate(columns):
+        is_text = place < left or place >= len(columns) - notes
+        table.add_column(head, justify="left" if is_text else "right", overflow="fold", no_wrap=not is_text)
+    for row in rows:
+        cells = (column(row) if callable(column) else str(column).format_map(row) for column in columns.values())
+        table.add_row(*map(escape, cells))
     return table
 
 
-def choices(decisions: Iterable[Decision]) -> Table:
-    """Each with its source and reason."""
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for heading in ("setting", "value", "", "why"):
-        table.add_column(heading, overflow="fold")
-    for one in decisions:
-        table.add_row(one.name, _shown(one.value), one.source, one.reason)
-    return table
+def _model(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    yield "model", f"{report['model']} ({report['architecture']})"
+    yield "weights", f"{report['parameters']:,} parameters, {format_bytes(report['weight_bytes'])} in memory"
+    for plane in report["planes"]:
+        count, layers = plane["bytes_per_token"], plane["layers"]
+        yield f"kv: {plane['name']}", f"{count:,} B a token: {layers} layers x {count // layers:,}"
 
 
-def sizes(of: Sizes) -> Iterator[tuple[str, str]]:
-    """Rows of weights and planes: what it is, and how much."""
-    yield "weights", f"{of.parameters:,} parameters, {format_bytes(of.weight_bytes)} in memory"
-    for plane in of.planes:
-        each = plane.bytes_per_token // plane.layers
-        yield f"kv: {plane.name}", f"{plane.bytes_per_token:,} B a token: {plane.layers} layers x {each:,}"
+def _cache(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    if not (tokens := report["kv_tokens"]):
+        return
+    size, about = report["kv_bytes"], "about " if report["pages_measured_at_start"] else ""
+    pages = f"{about}{report['pages']:,} pages x {PAGE} tokens x {size / tokens:,.0f} B = {format_bytes(size)}"
+    layout, caches = report.get("layout_of_floors", ONE_GPU), report.get("caches", 1)
+    yield "kv cache", pages + (f" on each GPU of {layout}: {caches} caches" if layout != ONE_GPU else "")
+    lengths = "; ".join("{sequences:,} of {length:,}".format_map(one) for one in report["holds"])
+    yield "holds", f"{tokens * caches:,} tokens: sequences of so many: {lengths}"
 
 
-def _cache(resolved: Resolved) -> Iterator[tuple[str, str]]:
-    slots, context, kv = resolved.engine.max_running_requests, resolved.context, resolved.sizes.kv_bytes
-    tokens, about = resolved.pages * PAGE, "" if resolved.engine.num_pages else "about "
-    yield "kv cache", f"{about}{resolved.pages:,} pages x {PAGE} tokens x {kv:,} B = {format_bytes(tokens * kv)}"
-    each = min(tokens // slots, context)
-    yield (
-        "holds",
-        f"{tokens:,} tokens: {tokens // context:,} sequences of {context:,}, or {slots:,} of {each:,}",
-    )
-
-
-def _shown(value: Value | None) -> str:
+def _shown(value: object) -> str:
     return ("on" if value else "off") if isinstance(value, bool) else str(value)

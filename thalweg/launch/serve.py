@@ -1,7 +1,7 @@
 """`thalweg serve`: binds the port, starts the engine, speaks HTTP, says how to reach it, and drains on SIGTERM or
 Ctrl-C.
 
-The server is on this floor too, so the application comes as an argument: `cli.py` brings the two together.
+The server is on this level too, so the application comes as an argument: `cli.py` brings the two together.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def serve(config: Options, make_app: MakeApp, make_connection: MakeConnection) -
     if config.server.log_requests_level and not config.server.log_requests:
         log.warning("--log-requests-level %d says nothing without --log-requests", config.server.log_requests_level)
     _allow_files(config.server.max_connections + OTHER_FILES)
-    with _listen(config.listen) as sock:
+    with listen(config.listen) as sock:
         tls = _tls(config.listen)
         resolved = resolve(config, progress=config.server.log_format == "text")
         _report(resolved, config.server.log_format)
@@ -156,7 +156,7 @@ def _report(resolved: Resolved, log_format: str) -> None:
     if log_format == "json":
         log.info("resolved", extra=logs.fields(resolved=as_json(resolved)))
     else:
-        show(resolved, wide_console(stderr=True))
+        show(as_json(resolved), wide_console())
 
 
 def _url(listen: ListenOptions, port: int) -> str:
@@ -201,7 +201,7 @@ def _allow_files(needed: int) -> None:
         log.warning("only %d files may be open (ulimit -n), so fewer connections than --max-connections", wanted)
 
 
-def _listen(wish: ListenOptions) -> socket.socket:
+def listen(wish: ListenOptions) -> socket.socket:
     """A bound socket, before anything slow happens. Raises UnsupportedConfig."""
     try:
         infos = socket.getaddrinfo(wish.host, wish.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)

@@ -1,5 +1,5 @@
-"""Libraries that `thalweg doctor` knows: their use, and which release loads on which torch, which pip's markers cannot
-say.
+"""Optional libraries that `thalweg doctor` knows: their use, and which release loads on which torch, which pip's
+markers cannot say.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ class Wheel:
     """A library that is never required."""
 
     title: str
-    names: tuple[str, ...]  # distributions that bring it, the one to install first
-    pins: tuple[tuple[str, str], ...]  # (torch versions, requirement), the first that fits counts
+    name: str  # of the distribution
     use: str
-    gpu: bool = True  # of use on an NVIDIA GPU only
-    cuda: int = 0  # CUDA major that its binary needs; 0: any
+    pins: tuple[tuple[str, str], ...]  # (torch versions, requirement), the first that fits counts
+    cuda: int = 0  # CUDA major that its binary needs; 0: it needs no GPU
     loose_below: str = ""  # below this torch its metadata asks for more than it needs, so pip must not check it
 
     def requirement(self, torch: str) -> str:
@@ -34,39 +33,29 @@ class Wheel:
 WHEELS = (
     Wheel(
         "flash-mla",
-        ("sgl-flash-mla",),
-        ((">=2.10,<2.16", "sgl-flash-mla==1.0.0"),),
+        "sgl-flash-mla",
         "MLA decode and sparse attention on Hopper",
+        ((">=2.10,<2.16", "sgl-flash-mla==1.0.0"),),
         cuda=13,
         loose_below="2.14.1",
     ),
-    Wheel("fa3", ("fa3-fwd",), ((">=2.11,<2.16", "fa3-fwd==0.0.3"),), "prefill attention on Hopper", cuda=13),
+    Wheel("fa3", "fa3-fwd", "prefill attention on Hopper", ((">=2.11,<2.16", "fa3-fwd==0.0.3"),), cuda=13),
     Wheel(
         "deep-gemm",
-        ("sgl-deep-gemm",),
+        "sgl-deep-gemm",
+        "FP8 products on Hopper",
         (
             (">=2.11,<2.13", "sgl-deep-gemm==0.1.5.post1"),
             (">=2.13,<2.14", "sgl-deep-gemm==0.1.7"),
             (">=2.14,<2.16", "sgl-deep-gemm==0.2.5"),
         ),
-        "FP8 products on Hopper",
-        cuda=13,
-    ),
-    Wheel("humming", ("humming-kernels",), ((">=2.11,<2.16", "humming-kernels==0.1.19"),), "4- and 8-bit weights"),
-    Wheel("nixl", ("nixl-cu13", "nixl"), ((">=2.11", "nixl-cu13==1.5.1"),), "KV transfer between nodes", cuda=13),
-    Wheel(
-        "mooncake",
-        ("mooncake-transfer-engine-cuda13", "mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine"),
-        ((">=2.11", "mooncake-transfer-engine-cuda13==0.3.14"),),
-        "a KV store outside the engine",
         cuda=13,
     ),
     Wheel(
         "opentelemetry",
-        ("opentelemetry-exporter-otlp-proto-http",),
-        ((">=2.11", "thalweg[otel]"),),
+        "opentelemetry-exporter-otlp-proto-http",
         "traces: --otlp-traces-endpoint",
-        gpu=False,
+        ((">=2.11", "thalweg[otel]"),),
     ),
 )
 

@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from thalweg.batch.batch import Batch
@@ -79,7 +80,7 @@ def draft_model_facts(folder: Path, target: ModelFacts) -> ModelFacts:
             f"{folder} holds an {held} head, which reads what the model to draft for computes and is no model of its"
             f" own; use --speculative-algorithm {held}, or leave that flag out"
         )
-    return replace(read_facts(folder), context=target.context)
+    return structs.replace(read_facts(folder), context=target.context)
 
 
 def build(target: Target, folder: Path, draft_sampling: DraftSampling) -> Drafter:

@@ -8,12 +8,13 @@ same call with `is_partial`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
+from msgspec import structs
 from torch import Tensor, nn
 
 from thalweg.config.model import ModelFacts
@@ -92,7 +93,7 @@ def quantization_of(folder: Path, facts: ModelFacts, read: Callable[[Path], Mode
     if not (folder / "config.json").exists():
         return facts.quantization_config
     theirs = read(folder)
-    ours, other = asdict(facts), asdict(theirs)
+    ours, other = structs.asdict(facts), structs.asdict(theirs)
     differing = [name for name in ours if name not in FREE and ours[name] != other[name]]
     if differing:
         raise CheckpointError(

@@ -18,7 +18,6 @@ from rich.console import Console
 from thalweg.config.args import OptionsParser, options_parser, parse_options
 from thalweg.config.machines import CHIPS, Hardware, hardware
 from thalweg.config.options import Options
-from thalweg.config.tree import replace
 from thalweg.core.errors import CheckpointError, UnsupportedConfig
 
 if TYPE_CHECKING:
@@ -44,6 +43,43 @@ program can be faster than: every weight and the context read once, or every pro
 takes longer. docs/plan.md has the formulas."""
 
 
+def _number(kind: type, least: int) -> Callable[[str], Any]:
+    """An argparse type: a number that is at least this."""
+
+    def read(text: str) -> Any:
+        value = kind(text)
+        if not least <= value < math.inf:
+            raise argparse.ArgumentTypeError(f"must be at least {least}, got {text}")
+        return value
+
+    return read
+
+
+_count, _amount = _number(int, 1), _number(float, 0)
+FLAGS: dict[str, tuple[str, Callable[[str], Any], Any, str]] = {  # metavar, type, default, help
+    "--machine": ("NAME", str, "", "plan for this machine, such as h200x8 (default: this one)"),
+    "--input-len": ("N", _count, 0, "tokens of a prompt (default: 1024)"),
+    "--output-len": ("N", _count, 0, "tokens of an answer (default: 256)"),
+    "--concurrency": ("N", _count, 0, f"requests at a time on the whole machine (default: {CONCURRENCY})"),
+    "--request-rate": ("X", _amount, 0.0, "requests a second, in place of --concurrency"),
+    "--tpot-target": (
+        "MS",
+        _amount,
+        0.0,
+        "milliseconds that a token of an answer may take; alone: as many requests as it allows",
+    ),
+    "--ttft-target": ("MS", _amount, 0.0, "milliseconds that the first token of a prompt may take"),
+    "--batches": ("N", _count, (1, 8, 32, 128), "requests of the floors (default: 1 8 32 128)"),
+    "--contexts": ("N", _count, (), "tokens of the floors (default: 1024 4096 16384)"),
+    "--expert-skew": (
+        "X",
+        _amount,
+        0.0,
+        "popularity of experts: the i-th best is chosen in proportion to i to the power of -X (default: 0, uniform)",
+    ),
+}
+
+
 def main(argv: Sequence[str], notify: Callable[[str], None], check: Check) -> int:
     """Prints the plan, or what `check` makes of it; returns the exit status. Raises UnsupportedConfig,
     CheckpointError.
@@ -57,41 +93,37 @@ def main(argv: Sequence[str], notify: Callable[[str], None], check: Check) -> in
     if asked.check and asked.machine:
         raise UnsupportedConfig("--check: compares with an engine on this machine; leave --machine out")
     from thalweg.launch.planning.forecast import forecast
-    from thalweg.launch.planning.show import as_json, show
+    from thalweg.launch.planning.show import show
 
-    with _in_a_folder(parsed.options) as config:
-        made = forecast(config, wanted(config, asked))
-        if over := [f"{one:,}" for one in asked.contexts or () if one > made.facts.context]:
-            notify(
-                f"--contexts {', '.join(over)}: the model has {made.facts.context:,} tokens; what is longer is left out"
-            )
+    options = parsed.options
+    with _folder(options.model.model) as folder:
+        made = forecast(options, _request(options, asked), folder)
+        longest = made.report["model_context"]
+        if over := [f"{context:,}" for context in asked.contexts or () if context > longest]:
+            notify(f"--contexts {', '.join(over)}: the model has {longest:,} tokens; what is longer is left out")
         if asked.check:
             return check(made, argv, asked, console)
     if asked.json:
-        print(json.dumps(as_json(made, parsed.options), indent=2))
+        print(json.dumps(made.report, indent=2))
     else:
-        show(made, parsed.options, console)
+        show(made.report, console)
     return 0
 
 
 @contextmanager
-def _in_a_folder(config: Options) -> Iterator[Options]:
-    """The same with a model that is a folder where it was a config.json alone. Raises UnsupportedConfig where that
-    cannot be read.
-    """
-    path = Path(config.model.model).expanduser()
+def _folder(model: str) -> Iterator[str]:
+    """The model, or a folder with its config.json where it is such a file alone."""
+    path = Path(model).expanduser()
     if path.suffix != ".json" or not path.is_file():
-        yield config
+        yield model
         return
     with TemporaryDirectory(prefix="thalweg-plan-") as folder:
+        copy = Path(folder, "config.json")
+        shutil.copyfile(path, copy)
         try:
-            shutil.copyfile(path, Path(folder, "config.json"))
-        except OSError as error:
-            raise UnsupportedConfig(f"model: {path}: {error.strerror}") from error
-        try:
-            yield replace(config, model=folder)
+            yield folder
         except CheckpointError as error:
-            raise CheckpointError(str(error).replace(str(Path(folder, "config.json")), str(path))) from error
+            raise CheckpointError(str(error).replace(str(copy), str(path))) from error
 
 
 def _parser() -> OptionsParser:
@@ -102,37 +134,18 @@ def _parser() -> OptionsParser:
         EPILOG,
         SECTIONS,
     )
-    add = parser.add_argument_group("This command").add_argument
-    positive, amount = _number(int, 1), _number(float, 0)
-    add("--json", action="store_true", help="print one JSON object")
-    add("--machine", metavar="NAME", help="plan for this machine, such as h200x8 (default: this one)")
-    add("--input-len", type=positive, default=0, metavar="N", help="tokens of a prompt (default: 1024)")
-    add("--output-len", type=positive, default=0, metavar="N", help="tokens of an answer (default: 256)")
-    load = "requests at a time on the whole machine"
-    add("--concurrency", type=positive, metavar="N", help=f"{load} (default: {CONCURRENCY})")
-    add("--request-rate", type=amount, metavar="X", help="requests a second, in place of --concurrency")
-    target = "milliseconds that {} may take; alone: as many requests as it allows"
-    add("--tpot-target", type=amount, metavar="MS", help=target.format("a token of an answer"))
-    add("--ttft-target", type=amount, metavar="MS", help="milliseconds that the first token of a prompt may take")
-    add(
-        "--batches",
-        type=positive,
-        nargs="+",
-        default=[1, 8, 32, 128],
-        metavar="N",
-        help="requests of the floors (default: 1 8 32 128)",
+    group = parser.add_argument_group("This command")
+    group.add_argument("--json", action="store_true", help="print one JSON object")
+    group.add_argument(
+        "--check", action="store_true", help="start an engine here and compare its memory with the forecast"
     )
-    contexts = " ".join(map(str, CONTEXTS))
-    add("--contexts", type=positive, nargs="+", metavar="N", help=f"tokens of the floors (default: {contexts})")
-    skewed = (
-        "popularity of experts: the i-th best is chosen in proportion to i to the power of -X (default: 0, uniform)"
-    )
-    add("--expert-skew", type=amount, default=0.0, metavar="X", help=skewed)
-    add("--check", action="store_true", help="start an engine here and compare its memory with the forecast")
+    for flag, (metavar, kind, default, text) in FLAGS.items():
+        many: dict[str, Any] = {"nargs": "+"} if isinstance(default, tuple) else {}
+        group.add_argument(flag, metavar=metavar, type=kind, default=default, help=text, **many)
     return parser
 
 
-def wanted(config: Options, asked: argparse.Namespace) -> PlanRequest:
+def _request(options: Options, asked: argparse.Namespace) -> PlanRequest:
     """What the flags ask for. Raises UnsupportedConfig for a load or a layout that cannot be."""
     from thalweg.launch.planning.forecast import PlanRequest
     from thalweg.launch.planning.search import Workload
@@ -141,24 +154,24 @@ def wanted(config: Options, asked: argparse.Namespace) -> PlanRequest:
         raise UnsupportedConfig(
             "--concurrency and --request-rate: one of them says how much there is to do; leave the other out"
         )
-    open_ended = asked.request_rate or asked.tpot_target
+    is_open = asked.request_rate or asked.tpot_target
     load = Workload(
         asked.input_len,
         asked.output_len,
-        asked.concurrency or (0 if open_ended else CONCURRENCY),
-        asked.request_rate or 0.0,
-        (asked.tpot_target or 0.0) / 1e3,
-        (asked.ttft_target or 0.0) / 1e3,
+        asked.concurrency or (0 if is_open else CONCURRENCY),
+        asked.request_rate,
+        asked.tpot_target / 1e3,
+        asked.ttft_target / 1e3,
         asked.expert_skew,
     )
     machine = hardware(asked.machine) if asked.machine else None
-    layout = None if machine is None else _layout(config, machine)
-    return PlanRequest(load, machine, layout, tuple(asked.batches), tuple(asked.contexts or CONTEXTS))
+    layout = None if machine is None else _layout(options, machine)
+    return PlanRequest(load, machine, layout, asked.batches, asked.contexts or CONTEXTS)
 
 
-def _layout(config: Options, machine: Hardware) -> ParallelLayout | None:
+def _layout(options: Options, machine: Hardware) -> ParallelLayout | None:
     """The layout that the flags name, in as many copies as the machine has room for; None where they name none."""
-    wish = config.parallel
+    wish = options.parallel
     if wish == type(wish)():
         return None
     from thalweg.launch.planning.layouts import ParallelLayout  # loads torch, which --help need not
@@ -170,15 +183,3 @@ def _layout(config: Options, machine: Hardware) -> ParallelLayout | None:
             f" number; use a divisor of {machine.gpus}"
         )
     return ParallelLayout(one.tp, one.dp, one.ep, one.pp, machine.gpus // one.gpus)
-
-
-def _number(kind: type, least: int) -> Callable[[str], Any]:
-    """An argparse type."""
-
-    def read(text: str) -> Any:
-        value = kind(text)
-        if not least <= value < math.inf:
-            raise argparse.ArgumentTypeError(f"must be at least {least}, got {text}")
-        return value
-
-    return read

@@ -7,6 +7,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from msgspec import structs
+
 from thalweg.config.drafters import DRAFTERS, NO_DRAFTER, DrafterWeights
 from thalweg.config.model import ModelFacts
 from thalweg.core.report import AUTO
@@ -62,8 +64,11 @@ class DrafterPlanner:
         once = tuple(group for group in groups if group.phase == "join" and target.watched)
         if facts is model.facts:  # a layer of the same model
             moe, indexer = facts.moe, facts.indexer
-            moe, indexer = moe and replace(moe, sparse=(True,)), indexer and replace(indexer, full=(True,))
-            facts = replace(facts, layers=1, moe=moe, indexer=indexer)
+            moe, indexer = (
+                moe and structs.replace(moe, sparse=(True,)),
+                indexer and structs.replace(indexer, full=(True,)),
+            )
+            facts = structs.replace(facts, layers=1, moe=moe, indexer=indexer)
         each = tuple(group for group in groups if group not in once)
         return RankModel(facts, layout, each, kv_bytes(head.planes(), facts.layers)), once
 

@@ -1,28 +1,32 @@
 """The forecast of `thalweg plan`: the resolver's decisions, memory, roofline by batch and context, layouts under a
-load.
+load, as plain values in seconds, bytes, and tokens a second.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
+from thalweg.config import tree
 from thalweg.config.machine import Machine
 from thalweg.config.machines import CHIPS, Hardware, hardware_of
 from thalweg.config.model import ModelFacts
 from thalweg.config.options import Options, ParallelOptions
 from thalweg.core.errors import InsufficientMemory, UnsupportedConfig
 from thalweg.core.format import format_bytes
+from thalweg.core.plan import PAGE
 from thalweg.launch.hub import locate
 from thalweg.launch.planning import processor, search
 from thalweg.launch.planning.collectives import collectives
 from thalweg.launch.planning.draft_cost import DrafterPlanner, drafter_planner, drafting
 from thalweg.launch.planning.gpu_memory import GpuMemory, gpu_memory, slot_bytes, with_pages
-from thalweg.launch.planning.layouts import ONE, ParallelLayout, why_not
+from thalweg.launch.planning.layouts import ONE, ParallelLayout, command, why_not
 from thalweg.launch.planning.roofline import Ceilings, verified
-from thalweg.launch.planning.search import Floor, LayoutForecast, PlannedLayout, PlanningInput, Workload
+from thalweg.launch.planning.search import LayoutForecast, PlannedLayout, PlanningInput, Workload
 from thalweg.launch.planning.weights import PlannedModel
+from thalweg.launch.report import as_json, holding
 from thalweg.launch.resolve import resolve
 from thalweg.launch.resolved import Resolved
 from thalweg.launch.resources import unsupported_parallelism
@@ -34,69 +38,37 @@ WEIGHTS_SHARE = 0.85  # of all memory, that weights may be on a machine that is 
 
 
 @dataclass(frozen=True, slots=True)
-class DraftCost:
-    """A decode step with drafts of each request, at best."""
-
-    drafts: int
-    seconds: float
-    ratio: float  # to a step without: how many tokens a request must gain for drafts to pay
-
-
-@dataclass(frozen=True, slots=True)
 class PlanRequest:
     """What a plan is made for."""
 
     load: Workload
-    hardware: Hardware | None = None  # None: this machine
-    layout: ParallelLayout | None = None  # None: the one that serves the load best
-    batches: Sequence[int] = (1, 8, 32, 128)  # of the roofline
-    contexts: Sequence[int] = (1024, 4096, 16384)
+    hardware: Hardware | None  # None: this machine
+    layout: ParallelLayout | None  # None: the one that serves the load best
+    batches: Sequence[int]  # of the roofline
+    contexts: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    resolved: Resolved  # as one device would run it
-    alone: str  # why one device has not the memory; "" where it has
-    planning: PlanningInput
-    machine: Machine
-    room: GpuMemory | None  # of one GPU alone; None on a CPU
-    layout: ParallelLayout  # of the roofline
-    laid: Resolved | None  # as `resolved`, on that layout; None where no layout has the memory
-    gpu: GpuMemory | None  # of a GPU of that layout
-    contexts: tuple[int, ...]
-    decode: tuple[Floor, ...]
-    prefill: tuple[Floor, ...]
-    drafts: tuple[DraftCost, ...]
-    drafter: DrafterPlanner | None
-    load: Workload
-    outcomes: tuple[LayoutForecast, ...]  # the best first
+    """report: everything, for JSON and tables. The rest is of one device, for `thalweg plan --check`."""
 
-    @property
-    def facts(self) -> ModelFacts:
-        return self.planning.model.facts
+    report: dict[str, Any]
+    resolved: Resolved
+    memory: GpuMemory | None  # None on a CPU
 
     @property
     def slots(self) -> float:
         """Bytes of the running requests' state."""
-        if self.room is not None:
-            return self.room.slots
+        if self.memory is not None:
+            return self.memory.slots
         engine, drafts = self.resolved.engine, self.resolved.sizes.slot_bytes
         return float(slot_bytes(engine.max_running_requests, engine.context_length, table_entry=8, drafts=drafts))
 
-    def best(self, only_running: bool = False) -> LayoutForecast | None:
-        """The layout that serves the load best. only_running: of those that this version runs."""
-        fitting = (outcome for outcome in self.outcomes if outcome.fits)
-        return next((one for one in fitting if not (only_running and not_yet(one.layout))), None)
 
+def forecast(options: Options, request: PlanRequest, folder: str) -> Forecast:
+    """folder: of the model that the options name; where they name a config.json, one that holds it.
 
-def not_yet(layout: ParallelLayout) -> str:
-    """Why this version does not run such a layout; "" where it does."""
-    sizes = ParallelOptions(tp_size=layout.tp, dp_size=layout.dp, pp_size=layout.pp, ep_size=layout.ep)
-    return unsupported_parallelism(sizes)
-
-
-def forecast(options: Options, request: PlanRequest) -> Forecast:
-    """Raises UnsupportedConfig for options that cannot be honoured and for a model that is larger than the machine,
+    Raises UnsupportedConfig for options that cannot be honoured and for a model that is larger than the machine,
     CheckpointError for a checkpoint that is missing or wrong.
     """
     named = request.hardware
@@ -107,7 +79,9 @@ def forecast(options: Options, request: PlanRequest) -> Forecast:
         )
     machine = Machine.here() if named is None else named.machine()
     # layouts of a named machine are forecast whether this version runs them or not
-    single = options if named is None else dataclasses.replace(options, parallel=ParallelOptions())
+    single = tree.replace(options, model=folder)
+    if named is not None:
+        single = dataclasses.replace(single, parallel=ParallelOptions())
     resolved, alone = _resolve(single, machine, named is not None)
     engine, facts = resolved.engine, read_facts(resolved.path)
     load = _with_lengths(request.load, facts)
@@ -116,7 +90,7 @@ def forecast(options: Options, request: PlanRequest) -> Forecast:
     model = PlannedModel(facts, engine.dtype, engine.decode_attention_backend == "reference", engine.kernels)
     outcomes: list[LayoutForecast] = []
     if engine.device == "cpu":
-        room = None
+        hardware, room = None, None
         # a data sheet has the rates of GPUs, a processor is measured
         planning = PlanningInput(None, processor.measure(engine.threads), model)
     else:
@@ -136,33 +110,36 @@ def forecast(options: Options, request: PlanRequest) -> Forecast:
             outcomes = search.outcomes(planning, load, hardware.gpus, request.layout)
     best = next((outcome for outcome in outcomes if outcome.fits), None)
     layout, gpu = (ONE, room) if best is None else (best.layout, best.room)
-    drafter = drafter_planner(facts, resolved)
-    floors = PlannedLayout(planning, layout, load)
-    contexts = [context for context in request.contexts if context <= facts.context] or [facts.context]
-    decode, prefill, drafts = list[Floor](), list[Floor](), list[DraftCost]()
-    if planning.top is not None:
-        decode = [floors.floor(batch, 1, context) for batch in request.batches for context in contexts]
-        prefill = [floors.floor(1, context, context) for context in contexts]
-        requests = outcomes[0].requests if outcomes else load.concurrency
-        drafts = [] if drafter is None or not requests else _drafts(floors, requests, drafter)
-    laid = resolved if gpu is None else with_pages(resolved, gpu, layout)
-    return Forecast(
-        resolved=resolved if alone or room is None else with_pages(resolved, room, ONE),
-        alone=alone,
-        planning=planning,
-        machine=machine,
-        room=room,
-        layout=layout,
-        laid=None if alone and best is None else laid,
-        gpu=gpu,
-        contexts=tuple(request.contexts),
-        decode=tuple(decode),
-        prefill=tuple(prefill),
-        drafts=tuple(drafts),
-        drafter=drafter,
-        load=load,
-        outcomes=tuple(outcomes),
-    )
+    on_layout = resolved if gpu is None else with_pages(resolved, gpu, layout)
+    report = as_json(on_layout) | {"model": options.model.model, "model_context": facts.context}
+    report |= _cache(on_layout, gpu, layout, request.contexts)
+    if alone and best is None:
+        report |= dict.fromkeys(("pages", "kv_tokens", "kv_bytes", "concurrent_full_contexts", "memory"))
+        report["holds"] = []
+        for name in ("max_total_tokens", "context_length"):
+            report["decisions"].pop(name, None)
+    name = machine.gpus[0] if engine.device == "cuda" else machine.cpu
+    report |= {
+        "fits_one_device": not alone,
+        "why_not_one_device": alone,
+        "machine": {"name": name, "ceilings": planning.top and asdict(planning.top)},
+        "flops_a_token": model.on(ONE).flops_a_token(),
+        "load": asdict(load),
+        "layouts": [_outcome(outcome) for outcome in outcomes],
+        "best": _advice(best, options),
+        "best_that_runs": _advice(next((o for o in outcomes if o.fits and not not_yet(o.layout)), None), options),
+    }
+    if hardware is not None:
+        report["machine"] |= asdict(hardware) | {"name": hardware.name}
+    requests = outcomes[0].requests if outcomes else load.concurrency
+    report |= _floors(PlannedLayout(planning, layout, load), request, drafter_planner(facts, resolved), requests)
+    return Forecast(report, resolved if alone or room is None else with_pages(resolved, room, ONE), room)
+
+
+def not_yet(layout: ParallelLayout) -> str:
+    """Why this version does not run such a layout; "" where it does."""
+    sizes = ParallelOptions(tp_size=layout.tp, dp_size=layout.dp, pp_size=layout.pp, ep_size=layout.ep)
+    return unsupported_parallelism(sizes)
 
 
 def _with_lengths(load: Workload, facts: ModelFacts) -> Workload:
@@ -204,15 +181,71 @@ def _suggestion(options: Options, free: int) -> str:
     return f" (the weights would fit into {', '.join(names)})" if names else ""
 
 
-def _drafts(on: PlannedLayout, requests: int, drafter: DrafterPlanner) -> list[DraftCost]:
+def _cache(
+    resolved: Resolved, gpu: GpuMemory | None, layout: ParallelLayout, contexts: Sequence[int]
+) -> dict[str, Any]:
+    """The KV caches of a layout. gpu: None on a CPU."""
+    lengths = sorted({length for length in contexts if length < resolved.context} | {resolved.context})
+    report: dict[str, Any] = {
+        "memory": None,
+        "caches": layout.caches,
+        "holds": [holding(length, resolved.pages // -(-length // PAGE) * layout.caches) for length in lengths],
+        "layout_of_floors": layout.name,
+    }
+    return report if gpu is None else report | {"memory": gpu.as_json(), "kv_bytes": round(resolved.pages * gpu.page)}
+
+
+def _outcome(outcome: LayoutForecast) -> dict[str, Any]:
+    layout, values = outcome.layout, asdict(outcome)
+    del values["layout"], values["room"]
+    return {
+        "name": layout.name,
+        **asdict(layout),
+        "not_yet": not_yet(layout),
+        "caches": layout.caches,
+        "memory_of_a_gpu": outcome.room.as_json(),
+        "kv_tokens_per_cache": outcome.room.tokens,
+        **values,
+    }
+
+
+def _advice(outcome: LayoutForecast | None, options: Options) -> dict[str, Any] | None:
+    if outcome is None:
+        return None
+    layout = outcome.layout
+    return {"layout": layout.name, "not_yet": not_yet(layout), "command": command(options, layout, outcome.requests)}
+
+
+def _floors(on: PlannedLayout, request: PlanRequest, drafter: DrafterPlanner | None, requests: int) -> dict[str, Any]:
+    """Least times of decode steps, of prompts alone, and of decode steps with drafts. requests: of the last."""
+    floors: dict[str, Any] = {"decode_floors": [], "prefill_floors": [], "drafts": []}
+    if on.planning.top is not None:
+        longest = on.facts.context
+        contexts = [context for context in request.contexts if context <= longest] or [longest]
+        decode = (on.floor(batch, 1, context) for batch in request.batches for context in contexts)
+        floors["decode_floors"] = list(map(asdict, decode))
+        floors["prefill_floors"] = [asdict(on.floor(1, context, context)) for context in contexts]
+        if drafter is not None and requests:
+            floors["drafts"] = _drafts(on, requests, drafter)
+    return floors | {
+        "drafts_by": "" if drafter is None else drafter.title,
+        "drafts_asked": drafter is not None and drafter.is_asked,
+    }
+
+
+def _drafts(on: PlannedLayout, requests: int, drafter: DrafterPlanner) -> list[dict[str, float]]:
+    """Decode steps with drafts of each request. ratio: to a step without, which is how many tokens a request must gain
+    for drafts to pay. most: tokens that a step can bring.
+    """
     shape = on.shape(requests, 1, min(on.load.input + on.load.output // 2, on.facts.context))
     plain, costs = sum(on.step(shape).values()), []
     for count in drafter.counts:
+        depth = drafter.tree.max_depth if drafter.tree.is_tree else count
         sends = collectives(on.facts, verified(shape, count), on.layout)
         if drafter.is_divided():
             layer = drafter.forward(on.planning.model, on.layout)[0].facts
-            sends += collectives(layer, shape, on.layout) * (drafter.tree.max_depth if drafter.tree.is_tree else count)
+            sends += collectives(layer, shape, on.layout) * depth
         work = drafting(on.planning.model, on.layout, shape, count, drafter)
         seconds = sum(on.times(work, sends).values())
-        costs.append(DraftCost(count, seconds, seconds / plain))
+        costs.append({"drafts": count, "seconds": seconds, "ratio": seconds / plain, "most": 1 + depth})
     return costs

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from thalweg.config.engine import EngineConfig
 from thalweg.config.model import ModelFacts
@@ -40,6 +40,9 @@ class GpuMemory:
     slots: float  # state of the running requests
     reserve: float
     page: float  # of 64 tokens in all planes
+
+    def as_json(self) -> dict[str, float]:
+        return asdict(self) | {"kv": self.pages * self.page, "pages": self.pages, "tokens": self.tokens}
 
     @property
     def left(self) -> float:

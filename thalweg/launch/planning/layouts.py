@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from thalweg.config.model import ModelFacts
+from thalweg.config.options import Options
+from thalweg.config.tree import command_line, non_defaults, settings
+from thalweg.core.plan import PAGE
+from thalweg.launch.report import ONE_GPU
+
+DEFAULT_RUNNING = 256  # requests that the resolver gives a GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +40,7 @@ class ParallelLayout:
 
     @property
     def name(self) -> str:
-        inner = " ".join(f"{name.upper()}{count}" for name, count in self._sizes()) or "1 GPU"
+        inner = " ".join(f"{name.upper()}{count}" for name, count in self._sizes()) or ONE_GPU
         return f"{self.copies} x {inner}" if self.copies > 1 else inner
 
     def flags(self) -> tuple[str, ...]:
@@ -77,3 +85,35 @@ def layouts(facts: ModelFacts, gpus: int) -> Iterator[ParallelLayout]:
 
 def _divisors(number: int) -> list[int]:
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+def command(options: Options, layout: ParallelLayout, requests: int) -> str:
+    """What starts a layout for so many requests at a time: one server, or one for each copy, on GPUs and ports of their
+    own. Settings that the user gave stay.
+    """
+    words = ["thalweg", "serve", _folder(options.model.model), *layout.flags()]
+    own = {
+        name: value
+        for name, value in non_defaults(options).items()
+        if name != "model" and settings()[name].section != "parallel"
+    }
+    running = -(-requests // layout.copies)
+    if "max_running_requests" not in own and running > DEFAULT_RUNNING:
+        words += ["--max-running-requests", str(-(-running // PAGE) * PAGE)]
+    words += command_line(own)
+    if layout.copies == 1:
+        return shlex.join(words)
+    each = layout.tp * layout.pp
+    first = "$i" if each == 1 else f"$(seq -s, $(({each}*i)) $(({each}*i+{each - 1})))"
+    return (
+        f"for i in $(seq 0 {layout.copies - 1}); do\n"
+        f"  CUDA_VISIBLE_DEVICES={first} {shlex.join(words)} --port $((30000+i)) &\ndone"
+    )
+
+
+def _folder(model: str) -> str:
+    """What can be served: of a config.json its folder, of a configuration by another name nothing yet."""
+    path = Path(model)
+    if path.suffix != ".json":
+        return model
+    return str(path.parent) if path.name == "config.json" else "MODEL"

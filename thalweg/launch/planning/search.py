@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -154,7 +155,7 @@ class PlannedLayout:
         tpot, sent = self.tpot(requests)
         for name, seconds, target in (("a token", tpot, load.tpot), ("a first token", self.ttft, load.ttft)):
             if not trouble and target and seconds > target:
-                trouble = f"{name} takes {_time(seconds)}"
+                trouble = f"{name} takes {1e3 * seconds:,.3g} ms"
         output = requests / tpot
         total = output * tokens / load.output
         return LayoutForecast(self.layout, self.room, trouble, requests, tpot, self.ttft, output, total, sent)
@@ -200,17 +201,6 @@ def _rank(one: LayoutForecast, load: Workload) -> tuple[bool, bool, float, float
     return not one.fits, bool(one.trouble), one.tpot if keeps_up else -one.output_throughput, one.ttft
 
 
-def _time(seconds: float) -> str:
-    """With three digits, however short."""
-    if seconds >= 1:
-        return f"{seconds:.3g} s"
-    return f"{1e3 * seconds:.3g} ms" if seconds >= 5e-5 else f"{1e6 * seconds:.3g} us"
-
-
 def _first(most: int, holds: Callable[[int], bool]) -> int:
     """The least count from 1 to `most` for which this holds, where it holds for all greater ones."""
-    low, high = 1, most
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if holds(middle) else (middle + 1, high)
-    return low
+    return 1 + bisect_left(range(1, most), True, key=holds)

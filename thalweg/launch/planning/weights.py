@@ -12,6 +12,7 @@ from functools import cached_property
 from math import prod
 
 import torch
+from msgspec import structs
 from torch import Tensor, nn
 
 from thalweg.config.model import ModelFacts
@@ -149,11 +150,11 @@ class PlannedModel:
     def _count(self, layout: ParallelLayout) -> RankModel:
         """Layers of one kind are alike, so one of each is made."""
         facts, kinds = self.facts, _layer_kinds(self.facts)
-        few = replace(
+        few = structs.replace(
             facts,
             layers=len(kinds),
-            moe=facts.moe and replace(facts.moe, sparse=tuple(is_sparse for is_sparse, _ in kinds)),
-            indexer=facts.indexer and replace(facts.indexer, full=tuple(is_full for _, is_full in kinds)),
+            moe=facts.moe and structs.replace(facts.moe, sparse=tuple(is_sparse for is_sparse, _ in kinds)),
+            indexer=facts.indexer and structs.replace(facts.indexer, full=tuple(is_full for _, is_full in kinds)),
             nextn=0,
         )
         model = catalog.assemble(few, self.factory(layout))

@@ -1,4 +1,4 @@
-"""`docs/configuration.md`, made from the settings: `python -m thalweg.config.document > docs/configuration.md` (`make
+"""`docs/configuration.md`, made from the settings: `python -m tools.configuration_page > docs/configuration.md` (`make
 docs`).
 """
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from thalweg.config.args import options_parser, parse_options
 from thalweg.config.drafters import DRAFTERS
@@ -318,7 +319,7 @@ def test_the_streams_of_an_eagle3_head(
     fields: dict[str, Any], layers: tuple[int, ...], words: str, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(EAGLE3 | fields))
-    target, decisions = replace(read_facts(TINY), layers=32), Decisions()
+    target, decisions = structs.replace(read_facts(TINY), layers=32), Decisions()
     assert read_eagle(tmp_path, target).watched.layers == layers
     resolve_drafting(SpeculativeOptions(), target, decisions, tmp_path)
     (told,) = (one for one in decisions.entries if one.name == "speculative_eagle_layers")
