@@ -21,15 +21,8 @@ from thalweg.core.errors import ThalwegError, UnsupportedConfig
 if TYPE_CHECKING:
     from thalweg.core.sampling import SamplingParams
 
-ENGINE = (
-    "model",
-    "load",
-    "memory",
-    "schedule",
-    "sampling",
-    "speculative",
-    "parallel",
-)  # the sections of commands that listen nowhere
+# the sections of commands that listen nowhere
+ENGINE = ("model", "load", "memory", "schedule", "sampling", "speculative", "parallel")
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -9,7 +10,7 @@ from thalweg.config.model import ModelFacts
 from thalweg.launch.planning import roofline
 from thalweg.launch.planning.layouts import ONE, ParallelLayout
 from thalweg.launch.planning.roofline import Ceilings, StepPhase, StepShape
-from thalweg.launch.planning.weights import KVBytes, PlannedModel
+from thalweg.launch.planning.weights import KVBytes, PlannedModel, RankModel
 from thalweg.models.catalog import read_config_facts
 
 H200 = Ceilings(4.8e12, 989e12, 1979e12)
@@ -92,10 +93,16 @@ FP8_INDEX, FP8_BOTH = KVBytes(1152.0, FP8_KEY), KVBytes(RECORD, FP8_KEY)
 
 
 @cache
-def planned(of: str, kv: KVBytes | None = None) -> PlannedModel:
+def planned(of: str) -> PlannedModel:
     """By name: V3, V32, LITE or QWEN72."""
-    return PlannedModel({"V3": V3, "V32": V32, "LITE": LITE_FACTS, "QWEN72": QWEN72}[of], kv=kv)
+    return PlannedModel({"V3": V3, "V32": V32, "LITE": LITE_FACTS, "QWEN72": QWEN72}[of])
+
+
+def rank(of: str, layout: ParallelLayout = ONE, kv: KVBytes | None = None) -> RankModel:
+    """kv: in place of what its layers keep."""
+    model = planned(of).on(layout)
+    return model if kv is None else replace(model, kv=kv)
 
 
 def phases(of: str, shape: StepShape, layout: ParallelLayout = ONE, kv: KVBytes | None = None) -> list[StepPhase]:
-    return roofline.phases(planned(of, kv).on(layout), shape)
+    return roofline.phases(rank(of, layout, kv), shape)

@@ -24,6 +24,7 @@ from tests.cpu.plan_models import (
     facts,
     phases,
     planned,
+    rank,
 )
 from thalweg.core.errors import CheckpointError
 from thalweg.launch.planning.draft_cost import DrafterPlanner, drafting
@@ -96,8 +97,8 @@ def test_gigabytes_of_v3() -> None:
 
 def test_bytes_of_a_token() -> None:
     assert planned("V3").on(ONE).kv_bytes() == 70_272
-    assert planned("V3", KVBytes(RECORD)).on(ONE).kv_bytes() == 40_016
-    both = [planned("V32", kv).on(ONE).kv_bytes() for kv in (FP8_INDEX, FP8_BOTH)]
+    assert rank("V3", kv=KVBytes(RECORD)).kv_bytes() == 40_016
+    both = [rank("V32", kv=kv).kv_bytes() for kv in (FP8_INDEX, FP8_BOTH)]
     assert both == [78_324, 48_068] and 61 * FP8_INDEX.index == 8_052
     assert planned("LITE").on(ONE).kv_bytes() == 31_104
     assert planned("QWEN72").on(ONE).kv_bytes() == 327_680

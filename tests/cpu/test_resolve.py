@@ -11,10 +11,11 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from thalweg.config.engine import EngineConfig
 from thalweg.config.machine import Machine
 from thalweg.config.model import ModelFacts
 from thalweg.config.options import GRAPH_MODES
-from thalweg.config.tree import options_of
+from thalweg.config.tree import options_of, settings
 from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.format import format_bytes
 from thalweg.core.kernels import DECISION_NAMES
@@ -22,6 +23,7 @@ from thalweg.core.plan import PAGE
 from thalweg.core.report import Decision
 from thalweg.launch.decisions import Decisions
 from thalweg.launch.graphs import buckets, token_buckets
+from thalweg.launch.resolve import UNCHANGED
 from thalweg.launch.resolved import Plane, Sizes
 from thalweg.launch.resources import DEFAULTS, TYPICAL_TOKENS, Resources, resolve_resources
 from thalweg.models.catalog import read_config_facts
@@ -98,6 +100,12 @@ def test_everything_left_to_the_resolver() -> None:
     assert found.pages == made.num_pages == defaults.requests[0] * TYPICAL_TOKENS // PAGE
     assert all(one.reason for one in why.values()), "what was chosen has a reason"
     assert {one.source for one in why.values()} == {"auto", "model"}
+
+
+@pytest.mark.parametrize("name", UNCHANGED)
+def test_what_the_engine_takes_unchanged_has_its_default(name: str) -> None:
+    default = settings()[name].default
+    assert getattr(EngineConfig(model_path=""), name) == ("" if default is None else default)
 
 
 def test_everything_asked_for_is_kept() -> None:

@@ -173,7 +173,7 @@ def decided(cache: Path, **wishes: Any) -> tuple[tuple[TunedKernel, ...], str]:
 
 
 def folder_of(cache: Path) -> Path:
-    return tuned.folders(machine(), "cpu", str(cache))[1]
+    return tuned.folder_of(machine(), "cpu", str(cache))
 
 
 def test_a_start_reads_what_was_written_for_this_device(tmp_path: Path) -> None:
@@ -301,7 +301,7 @@ def test_a_tuned_model_says_the_same_words_and_reads_otherwise(tmp_path: Path) -
     assert prefetch.prefetch_for(weight) is not prefetch.no_prefetch
     config = Options()
     here = Machine.here()
-    folder = tuned.folders(here, "cpu", str(tmp_path))[1]
+    folder = tuned.folder_of(here, "cpu", str(tmp_path))
     shelf = TunedFiles(folder, tuned.device_name(here, "cpu"), tuned.versions("cpu"), {})
     from thalweg.config.tree import replace as changed
     from thalweg.launch.resolve import resolve

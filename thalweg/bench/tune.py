@@ -286,7 +286,7 @@ def run(argv: list[str]) -> TuningRun:
     settings, machine = resolved.engine, Machine.here()
     torch.set_num_threads(settings.threads)
     caches.use(settings.cache_dir)
-    _, folder = tuned.folders(machine, settings.device, settings.cache_dir)
+    folder = tuned.folder_of(machine, settings.device, settings.cache_dir)
     source = provenance("tune", argv, {"threads": settings.threads, "device": settings.device})
     name = tuned.device_name(machine, settings.device)
     files = TunedFiles(folder, name, tuned.versions(settings.device), {key: source[key] for key in ("date", "commit")})

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from thalweg.core.capabilities import Capabilities, Requirements
+from thalweg.core.capabilities import Capabilities
 
 YES, NO, BOTH = (True,), (False,), (True, False)
 CHIPS = {"8.0": "ampere", "8.6": "ampere", "8.7": "ampere", "8.9": "ada", "9.0": "hopper"}  # by compute capability
@@ -65,34 +65,12 @@ class AttentionCapabilities(Capabilities):
 
 
 @dataclass(frozen=True)
-class AttentionRequirements(Requirements):
-    device: str
-    chip: str
-    heads: str
-    sparse: bool
-    kv: str
-    dtype: str
-    deterministic: bool
-    trees: bool = False
-    installed: bool = True
-
-
-@dataclass(frozen=True)
 class GemmCapabilities(Capabilities):
     attention: tuple[str, ...]  # "reference" or "kernels": what computes attention computes the rest
     chip: tuple[str, ...]  # GPU generation, "" on a CPU
     weights: tuple[str, ...]  # operation of the quantization scheme, "plain" for none
     installed: tuple[bool, ...]
     deterministic: tuple[bool, ...]  # whether bits can be independent of the batch
-
-
-@dataclass(frozen=True)
-class GemmRequirements(Requirements):
-    attention: str
-    chip: str
-    weights: str
-    deterministic: bool
-    installed: bool = True
 
 
 C = TypeVar("C", bound=Capabilities)

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
-from thalweg.config.model import ModelFacts, facts_of, read_config
+from thalweg.config.model import ModelFacts, Size, facts_of, read_config, record
 from thalweg.core.errors import CheckpointError
 
 WATCHED = 3  # residual streams that an EAGLE-3 head reads where it names none
@@ -29,15 +28,23 @@ class WatchedStreams(NamedTuple):
     why: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EagleFacts:
-    """What a head's config.json says."""
+class EagleFacts(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    rename={
+        "target_hidden": "target_hidden_size",
+        "draft_vocab": "draft_vocab_size",
+        "normed_residual": "norm_before_residual",
+    },
+):
+    """What a head's config.json says, beside the fields of `config.model`."""
 
     facts: ModelFacts  # of the head's layers; its context is the target's
     is_eagle3: bool
     # of EAGLE-3
-    target_hidden: int  # numbers of a stream
-    draft_vocab: int  # tokens that it can draft
+    target_hidden: Size  # numbers of a stream
+    draft_vocab: Size  # tokens that it can draft
     watched: WatchedStreams = WatchedStreams()
     normed_residual: bool = False  # the layer adds to the norm of its state, not to the state
     # of EAGLE and EAGLE-2
@@ -132,14 +139,26 @@ def eagle_of(config: Mapping[str, Any], where: str, target: ModelFacts) -> Eagle
     """The facts of a head's config.json's content. `where` names it in errors. Raises CheckpointError as
     `read_eagle`.
     """
-    layer = config.get("transformer_layer_config")
-    speculators = isinstance(layer, dict)  # that tool writes the fields of the layer apart
-    architectures = config.get("architectures") or ["LlamaForCausalLM"]
-    facts = facts_of({**config, **(layer if isinstance(layer, dict) else {}), "architectures": architectures}, where)
-    is_eagle3 = _is_eagle3(config)
-    vocab = config.get("draft_vocab_size") or facts.vocab
-    target_hidden = config.get("target_hidden_size") or target.hidden
-    sizes = {"vocab_size": (facts.vocab, target.vocab), "target_hidden_size": (target_hidden, target.hidden)}
+    layer = config.get("transformer_layer_config")  # speculators writes the fields of the layer apart
+    layer = layer if isinstance(layer, dict) else {}
+    own = {
+        **config,
+        **layer,
+        "architectures": config.get("architectures") or ["LlamaForCausalLM"],
+    }
+    facts, is_eagle3 = facts_of(own, where), _is_eagle3(config)
+    given = {name: value for name, value in config.items() if value is not None}
+    given = {
+        "target_hidden_size": target.hidden,
+        "draft_vocab_size": facts.vocab,
+        "norm_before_residual": bool(layer),
+        **given,
+        "facts": msgspec.structs.replace(facts, context=target.context),
+        "is_eagle3": is_eagle3,
+        "watched": _watched(config, where, target.layers) if is_eagle3 else WatchedStreams(),
+    }
+    head = record(EagleFacts, given, where)
+    sizes = {"vocab_size": (facts.vocab, target.vocab), "target_hidden_size": (head.target_hidden, target.hidden)}
     if not is_eagle3:
         sizes["hidden_size"] = facts.hidden, target.hidden
     for name, (got, wanted) in sizes.items():
@@ -147,25 +166,17 @@ def eagle_of(config: Mapping[str, Any], where: str, target: ModelFacts) -> Eagle
             raise CheckpointError(
                 f"{where}: {name} is {got}, and that of the model to draft for {wanted}: this head is another model's"
             )
-    if not isinstance(vocab, int) or not 0 < vocab <= facts.vocab:
-        raise CheckpointError(f"{where}: draft_vocab_size must be 1 to vocab_size ({facts.vocab}), got {vocab!r}")
+    if head.draft_vocab > facts.vocab:
+        raise CheckpointError(
+            f"{where}: draft_vocab_size must be 1 to vocab_size ({facts.vocab}), got {head.draft_vocab}"
+        )
     if facts.mla is not None or facts.moe is not None:
         raise CheckpointError(
             f"{where}: a head of Llama's layers is read, and this one has latent attention or experts"
         )
     if is_eagle3 and facts.layers != 1:
         raise CheckpointError(f"{where}: an EAGLE-3 head has one layer; num_hidden_layers is {facts.layers}")
-    return EagleFacts(
-        facts=msgspec.structs.replace(
-            facts, context=target.context, qkv_bias=bool(config.get("qkv_bias", facts.qkv_bias))
-        ),
-        is_eagle3=is_eagle3,
-        target_hidden=target_hidden,
-        draft_vocab=vocab,
-        watched=_watched(config, where, target.layers) if is_eagle3 else WatchedStreams(),
-        normed_residual=bool(config.get("norm_before_residual", speculators)),
-        bias=bool(config.get("bias", True)),
-    )
+    return head
 
 
 def _watched(config: Mapping[str, Any], where: str, layers: int) -> WatchedStreams:

@@ -154,7 +154,7 @@ class ModelFacts(
     layers: Size
     heads: Size
     kv_heads: Size  # of dense attention, as `head_dim`
-    head_dim: Size
+    head_dim: Count
     intermediate: Size
     norm_eps: Positive = 1e-6
     context: Size  # longest sequence in tokens
@@ -245,8 +245,8 @@ def facts_of(
         **given,
         "architecture": architecture_of(config, where),
     }
-    other = _record(OtherFields, given, where)
-    mla = _record(MlaFacts, given, where) if "kv_lora_rank" in given else None
+    other = record(OtherFields, given, where)
+    mla = record(MlaFacts, given, where) if "kv_lora_rank" in given else None
     heads = given.get("num_attention_heads")
     if type(heads) is int and type(given.get("hidden_size")) is int and heads > 0:
         given["head_dim"] = given.get("head_dim") or given["hidden_size"] // heads
@@ -261,14 +261,14 @@ def facts_of(
         "moe": _moe(given, other, where) if given.get("n_routed_experts") else None,
         "rope": _rope(given, mla.rope if mla else given.get("head_dim", 0), where),
     }
-    facts = _record(ModelFacts, given, where)
+    facts = record(ModelFacts, given, where)
     for is_wrong, field, message in _conditions(facts, other):
         if is_wrong:
             raise CheckpointError(f"{where}: {field} {message}, got {given.get(field)!r}")
     return facts
 
 
-def _record(kind: type[R], given: Mapping[str, Any], where: str) -> R:
+def record(kind: type[R], given: Mapping[str, Any], where: str) -> R:
     """A record of the fields that it reads. Raises CheckpointError naming the first that is wrong."""
     try:
         return msgspec.convert(given, kind)
@@ -289,11 +289,11 @@ def _rope(given: Mapping[str, Any], dim: int, where: str) -> RopeFacts:
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     basis = {"rope_theta": given.get("rope_theta", 10000.0), **parameters, "dim": dim, "rope_type": kind}
     if kind == "default":
-        return _record(RopeFacts, {name: basis[name] for name in ("dim", "rope_theta")}, where)
+        return record(RopeFacts, {name: basis[name] for name in ("dim", "rope_theta")}, where)
     if "factor" not in parameters:
         raise CheckpointError(f"{where}: factor is missing")
     context = {"original_max_position_embeddings": given.get("max_position_embeddings", 0)}
-    return _record(RopeFacts, context | basis, where)
+    return record(RopeFacts, context | basis, where)
 
 
 def _indexer(given: Mapping[str, Any], other: OtherFields, where: str) -> IndexerFacts:
@@ -307,7 +307,7 @@ def _indexer(given: Mapping[str, Any], other: OtherFields, where: str) -> Indexe
                 f"{where}: indexer_types must name a kind for each of {layers} layers, the first one full, got"
                 f" {kinds!r}"
             )
-    return _record(IndexerFacts, {**given, "full": full}, where)
+    return record(IndexerFacts, {**given, "full": full}, where)
 
 
 def _moe(given: Mapping[str, Any], other: OtherFields, where: str) -> MoeFacts:
@@ -322,7 +322,7 @@ def _moe(given: Mapping[str, Any], other: OtherFields, where: str) -> MoeFacts:
         "topk_group": given.get("topk_group") or 1,
         "sparse": _sparse_layers(other, where),
     }
-    moe = _record(MoeFacts, routing, where)
+    moe = record(MoeFacts, routing, where)
     if is_softmax == (moe.method == "noaux_tc"):
         raise CheckpointError(
             f"{where}: topk_method {moe.method!r} with scoring_func {other.scoring_func!r} is not a router of"

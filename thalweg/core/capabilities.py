@@ -1,31 +1,25 @@
 """Capability matching: backends declare what they support, and `select` picks the first one that meets the
 requirements.
 
-A `Capabilities` field has the supported values; the `Requirements` field of the same name is the one value that
-is needed. Refusals are derived from the field names, so a new capability costs one field. Fields have no defaults:
-every backend must state its answer.
+A `Capabilities` field has the supported values; a requirement of the same name is the one value that is needed.
+Refusals are derived from the field names, so a new capability costs one field. Fields have no defaults: every backend
+must state its answer.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import takewhile
 from typing import Mapping
 
 from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.report import AUTO, USER
 
-Value = str | int | bool
+Required = Mapping[str, str | int | bool]  # by capability, in the order in which refusals name them
 
 
 class Capabilities:
     """Base of the capability records of one operation: frozen dataclasses whose fields are tuples of values."""
-
-
-class Requirements:
-    """Base of the requirement records of one operation: frozen dataclasses with the same field names, one value
-    each.
-    """
 
 
 LACKS = {
@@ -45,21 +39,21 @@ class Selected:
     reason: str  # why none of the backends before it; "" for the user's
 
 
-def mismatches(required: Requirements, supported: Capabilities) -> list[str]:
+def mismatches(required: Required, supported: Capabilities) -> list[str]:
     """One reason for each required value that the backend does not support; [] if it fits."""
     reasons = []
-    for field in fields(required):  # type: ignore[arg-type]
-        value, allowed = vars(required)[field.name], vars(supported)[field.name]
+    for name, value in required.items():
+        allowed = vars(supported)[name]
         if value in allowed:
             continue
         if isinstance(value, bool):
-            reasons.append(LACKS.get(field.name, f"no {field.name}") if value else f"only {field.name}")
+            reasons.append(LACKS.get(name, f"no {name}") if value else f"only {name}")
         else:
-            reasons.append(f"{field.name} {value or 'none'}, not {' or '.join(sorted({*map(str, allowed)} - {''}))}")
+            reasons.append(f"{name} {value or 'none'}, not {' or '.join(sorted({*map(str, allowed)} - {''}))}")
     return reasons
 
 
-def select(role: str, required: Requirements, catalog: Mapping[str, Capabilities], wish: str = "auto") -> Selected:
+def select(role: str, required: Required, catalog: Mapping[str, Capabilities], wish: str = "auto") -> Selected:
     """Returns the wished backend, or for "auto" the first one of `catalog` (its order is the preference) that fits.
 
     Raises UnsupportedConfig if the wish is unknown or does not fit (the message names one that does), and if nothing

@@ -23,8 +23,6 @@ class Decision(msgspec.Struct, frozen=True, omit_defaults=True):
     """USER (a flag), AUTO (the resolver), MODEL (the checkpoint) or START_UP (measured or corrected by the engine)."""
     reason: str
     """Why, in words; empty where the user set the value."""
-    rejected: tuple[tuple[str, str], ...] = ()
-    """What was passed over: (name, why)."""
 
 
 class Report(msgspec.Struct, frozen=True):

@@ -6,15 +6,11 @@ from collections.abc import Mapping
 from typing import TypeVar
 
 from thalweg.config import backends
-from thalweg.config.backends import (
-    AttentionRequirements,
-    GemmRequirements,
-    KernelBackend,
-)
+from thalweg.config.backends import KernelBackend
 from thalweg.config.machine import Machine
 from thalweg.config.model import ModelFacts
 from thalweg.config.options import Options
-from thalweg.core.capabilities import Capabilities, Selected, select
+from thalweg.core.capabilities import Capabilities, Required, Selected, select
 from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.kernels import DECISION_NAMES, KernelConfig
 from thalweg.launch.decisions import Decisions
@@ -40,16 +36,17 @@ def resolve_kernels(
     reason = "kernels may round differently in another batch, and are faster"
     is_deterministic = load.deterministic_inference
     decisions.record("deterministic_inference", is_deterministic, is_deterministic, reason)
-    required = AttentionRequirements(
-        device=device,
-        chip=machine.chip if device == "cuda" else "",
-        heads="gqa" if facts.mla is None else "mla" if load.mla else "mha",
-        sparse=facts.indexer is not None,
-        kv=kv or dtype,
-        dtype=dtype,
-        deterministic=is_deterministic,
-        trees=has_trees,
-    )
+    required = {
+        "device": device,
+        "chip": machine.chip if device == "cuda" else "",
+        "heads": "gqa" if facts.mla is None else "mla" if load.mla else "mha",
+        "sparse": facts.indexer is not None,
+        "kv": kv or dtype,
+        "dtype": dtype,
+        "deterministic": is_deterministic,
+        "trees": has_trees,
+        "installed": True,
+    }
     decode, prefill = _attention(load.attention_backend, required, machine, facts.heads)
     asked = load.attention_backend
     decisions.record(FLAG, asked or "auto", asked is not None, "the fastest that fits")
@@ -68,16 +65,17 @@ def resolve_gemms(
     that the user named is checked in any case. attention: the decode backend. Raises UnsupportedConfig.
     """
     load, scheme = options.load, quantized(facts.quantization_config)
-    required = GemmRequirements(
-        attention="reference" if attention == "reference" else "kernels",
-        chip=machine.chip if device == "cuda" else "",
-        weights="plain" if scheme is None else scheme.operation,
-        deterministic=load.deterministic_inference,
-    )
+    required = {
+        "attention": "reference" if attention == "reference" else "kernels",
+        "chip": machine.chip if device == "cuda" else "",
+        "weights": "plain" if scheme is None else scheme.operation,
+        "deterministic": load.deterministic_inference,
+        "installed": True,
+    }
     selected: dict[str, Selected] = {}
     for role, is_needed, asked, catalog in (
         ("moe", facts.moe is not None, load.moe_runner_backend, backends.EXPERTS),
-        ("fp8_gemm", required.weights == "fp8_gemm", load.fp8_gemm_backend, backends.FP8),
+        ("fp8_gemm", required["weights"] == "fp8_gemm", load.fp8_gemm_backend, backends.FP8),
     ):
         if is_needed or asked is not None:
             supported = _on(catalog, machine)
@@ -91,9 +89,7 @@ def _on(catalog: Mapping[str, KernelBackend[C]], machine: Machine, heads: int = 
     return {name: catalog[name].on(machine.libraries) for name in names}
 
 
-def _attention(
-    asked: str | None, required: AttentionRequirements, machine: Machine, heads: int
-) -> tuple[Selected, Selected]:
+def _attention(asked: str | None, required: Required, machine: Machine, heads: int) -> tuple[Selected, Selected]:
     """The backends of decode and prefill. A named backend does what it can of the two, and the rest is chosen. The
     reference does both.
     """
@@ -101,12 +97,12 @@ def _attention(
     known = list(dict.fromkeys((*catalogs[0], *catalogs[1])))
     if asked is not None and asked not in known:
         raise UnsupportedConfig(f"{FLAG}: unknown backend {asked!r}; there is {', '.join(known)}")
-    serving = [asked in catalog and required.heads in catalog[asked].heads for catalog in catalogs if asked is not None]
-    wishes = []
-    for position, catalog in enumerate(catalogs):
+    wishes = ["auto", "auto"]
+    if asked is not None:
+        serving = [asked in catalog and required["heads"] in catalog[asked].heads for catalog in catalogs]
         # a backend that serves neither is passed on, for `select` to say why
-        is_meant = asked is not None and (serving[position] or (asked in catalog and not any(serving)))
-        wishes.append(asked if asked is not None and is_meant else "auto")
+        meant = serving if any(serving) else [asked in catalog for catalog in catalogs]
+        wishes = [asked if is_meant else "auto" for is_meant in meant]
     decode = select(FLAG, required, catalogs[0], wishes[0])
     if decode.name == "reference" and wishes[1] == "auto":
         return decode, decode

@@ -17,6 +17,7 @@ from thalweg.config.drafters import NO_DRAFTER
 from thalweg.config.machine import Machine
 from thalweg.config.model import ModelFacts
 from thalweg.config.options import Options
+from thalweg.config.tree import non_defaults
 from thalweg.core.errors import CheckpointError, InsufficientMemory, InvalidRequest, UnsupportedConfig
 from thalweg.core.report import AUTO, USER
 from thalweg.core.sampling import SamplingParams
@@ -47,6 +48,17 @@ PARSER_NAMES = {
         "qwen": "qwen25",
     },
 }
+# options that the engine takes as the user set them; the defaults of both are the same
+UNCHANGED = (
+    "load_format",
+    "cache_dir",
+    "warmup",
+    "max_queued_requests",
+    "log_level",
+    "log_format",
+    "crash_dump_folder",
+    "watchdog_timeout",
+)
 GENERATION_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -84,7 +96,7 @@ def resolve(
         if drafter is not None and resources.config.speculative_draft_model_path:
             fetch_weights(drafter, model.hf_token)
     engine = decisions.config(
-        **_unchanged_options(options),
+        **{name: value for name, value in non_defaults(options).items() if name in UNCHANGED},
         model_path=str(checkpoint.folder),
         eos_ids=facts.eos if tokenizer is None else tokenizer.eos_ids,
         tuned_kernels=tuned_kernels,
@@ -103,21 +115,6 @@ def resolve(
         sampling=sampling,
         sizes=resources.sizes,
     )
-
-
-def _unchanged_options(options: Options) -> dict[str, object]:
-    """Options that the engine takes as the user set them."""
-    load, server = options.load, options.server
-    return {
-        "load_format": load.load_format,
-        "cache_dir": load.cache_dir or "",
-        "warmup": load.warmup,
-        "max_queued_requests": options.schedule.max_queued_requests,
-        "log_level": server.log_level,
-        "log_format": server.log_format,
-        "crash_dump_folder": server.crash_dump_folder or "",
-        "watchdog_timeout": server.watchdog_timeout,
-    }
 
 
 def _locate(options: Options, weights: bool) -> tuple[Checkpoint, Checkpoint | None]:

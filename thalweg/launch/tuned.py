@@ -1,8 +1,7 @@
 """What `thalweg tune` has written for this device: where it lies, and what of it can be used. Nothing is searched here.
 
 A folder for a device and the versions of what computes on it, in it a file for each operation and shape:
-`~/.cache/thalweg/tuned/nvidia-h100-80gb-hbm3-torch-2.11.0-triton-3.6.0/gemv-3648-2048-2-0.json`. The same folders
-beside the package, `thalweg/tuned/`, come first; what a user has tuned takes the place of theirs.
+`~/.cache/thalweg/tuned/nvidia-h100-80gb-hbm3-torch-2.11.0-triton-3.6.0/gemv-3648-2048-2-0.json`.
 """
 
 from __future__ import annotations
@@ -10,13 +9,13 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from hashlib import sha256
 from importlib import metadata
 from pathlib import Path
 
 import msgspec
 
-import thalweg
 from thalweg.config.machine import Machine
 from thalweg.config.options import Options
 from thalweg.core.kernels import TunedKernel, TuningValues
@@ -28,7 +27,6 @@ from thalweg.launch.decisions import Decisions
 log = logging.getLogger("thalweg.launch")
 
 NAME = "tuned_kernels"
-PACKAGED = Path(thalweg.__file__).parent / "tuned"
 DEFAULT = "default table"
 
 
@@ -69,18 +67,11 @@ def device_name(machine: Machine, device: str) -> str:
 
 def versions(device: str) -> dict[str, str]:
     """Of what computes there."""
-    names = ("torch", "triton") if device == "cuda" else ("torch",)
-    found = {}
-    for name in names:
-        try:
+    found = dict.fromkeys(("torch", "triton") if device == "cuda" else ("torch",), "none")
+    for name in found:
+        with suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = "none"
     return found
-
-
-def folder_name(device: str, versions: dict[str, str]) -> str:
-    return _slug("-".join([device, *(f"{name}-{version}" for name, version in versions.items())]))
 
 
 def file_name(operation: str, key: TuningValues) -> str:
@@ -91,10 +82,10 @@ def _slug(text: str) -> str:
     return re.sub(r"[^a-z0-9._]+", "-", text.lower()).strip("-")
 
 
-def folders(machine: Machine, device: str, cache_dir: str) -> tuple[Path, Path]:
-    """Of this device: beside the package, and the user's."""
-    name = folder_name(device_name(machine, device), versions(device))
-    return PACKAGED / name, Path(cache_dir or caches.DEFAULT).expanduser() / "tuned" / name
+def folder_of(machine: Machine, device: str, cache_dir: str) -> Path:
+    """The files of this device."""
+    words = [device_name(machine, device), *(f"{name}-{version}" for name, version in versions(device).items())]
+    return Path(cache_dir or caches.DEFAULT).expanduser() / "tuned" / _slug("-".join(words))
 
 
 def resolve_tuned(config: Options, machine: Machine, device: str, decisions: Decisions) -> tuple[TunedKernel, ...]:
@@ -102,24 +93,19 @@ def resolve_tuned(config: Options, machine: Machine, device: str, decisions: Dec
     if not config.load.tuned_kernels:
         decisions.add(NAME, DEFAULT, USER, "")
         return ()
-    rows: dict[tuple[str, TuningValues, TuningValues], TunedKernel] = {}
-    used = []
-    for folder in folders(machine, device, config.load.cache_dir or ""):
-        found = list(read(folder, device_name(machine, device), versions(device)))
-        rows |= {(row.operation, row.key, row.default): row for file in found for row in changes(file)}
-        used += [str(folder)] * bool(found)
-    if not used:
+    folder = folder_of(machine, device, config.load.cache_dir or "")
+    files = list(read(folder, device_name(machine, device), versions(device)))
+    if not files:
         decisions.add(NAME, DEFAULT, AUTO, "`thalweg tune` has not run for this device and these versions")
         return ()
-    decisions.add(NAME, used[-1], AUTO, f"{len(rows)} choices there are faster than the kernels' own tables")
-    return tuple(rows.values())
-
-
-def changes(file: TunedFile) -> Iterator[TunedKernel]:
-    """What differs from the tables."""
-    for one in file.found:
-        if one.choice != one.default:
-            yield TunedKernel(file.operation, file.key, one.default, one.choice)
+    rows = tuple(
+        TunedKernel(file.operation, file.key, case.default, case.choice)
+        for file in files
+        for case in file.found
+        if case.choice != case.default
+    )
+    decisions.add(NAME, str(folder), AUTO, f"{len(rows)} choices there are faster than the kernels' own tables")
+    return rows
 
 
 def read(folder: Path, device: str, versions: dict[str, str]) -> Iterator[TunedFile]:
@@ -131,8 +117,7 @@ def read(folder: Path, device: str, versions: dict[str, str]) -> Iterator[TunedF
         except (OSError, msgspec.MsgspecError) as error:
             wrong.append(f"{path.name} cannot be read ({error})")
             continue
-        why = unfit(file, device, versions)
-        if why:
+        if why := unfit(file, device, versions):
             wrong.append(f"{path.name} {why}")
         else:
             yield file
@@ -150,12 +135,8 @@ def unfit(file: TunedFile, device: str, versions: dict[str, str]) -> str:
     """Why a file is not for this device and this code; "" where it is."""
     if file.operation not in SOURCES:
         return f"is for an operation that is not known here, {file.operation!r}"
-    if file.device != device:
-        return f"was made on another device, {file.device}"
-    if file.versions != versions:
-        return f"was made with other versions, {file.versions}"
+    if (file.device, file.versions) != (device, versions):
+        return f"was made on {file.device} with {file.versions}"
     if file.source != digest(file.operation):
         return "was made for another version of the kernel"
-    if file.checksum != file.contents():
-        return "was damaged or edited"
-    return ""
+    return "" if file.checksum == file.contents() else "was damaged or edited"

@@ -52,6 +52,17 @@ class Target(Model, Protocol):
         """
 
 
+class WrappedModel:
+    """A model whose `forward` runs in another way; the rest is its own."""
+
+    def __init__(self, model: Model) -> None:
+        self.model, self.facts, self.factory, self.metadata = model, model.facts, model.factory, model.metadata
+        self.planes, self.table = model.planes, model.table
+
+    def logits(self, hidden_NX: Tensor) -> Tensor:
+        return self.model.logits(hidden_NX)
+
+
 class DecoderLayer(Protocol):
     """One layer of a family. `layers.factory` makes its parts."""
 

@@ -13,22 +13,12 @@ from torch import Tensor
 
 from thalweg.batch.batch import Batch, Group, RowExtent
 from thalweg.core.plan import PAGE
-from thalweg.memory.planes import Planes, PlaneSpec
-from thalweg.models.interface import Model
-from thalweg.weights.table import WeightTable
+from thalweg.memory.planes import Planes
+from thalweg.models.interface import WrappedModel
 
 
-class TokenByToken:
+class TokenByToken(WrappedModel):
     """`model` behind the same interface."""
-
-    def __init__(self, model: Model) -> None:
-        self.model, self.facts, self.factory, self.metadata = model, model.facts, model.factory, model.metadata
-
-    def planes(self) -> tuple[PlaneSpec, ...]:
-        return self.model.planes()
-
-    def table(self) -> WeightTable:
-        return self.model.table()
 
     def forward(self, batch: Batch, planes: Planes) -> Tensor:
         """Waits for the device: how long each context is, the host knows only as a bound."""
@@ -71,8 +61,8 @@ class TokenByToken:
             _put(entries, column, entry)
         return hidden
 
-    def logits(self, hidden_NH: Tensor) -> Tensor:
-        return torch.cat([self.model.logits(hidden_NH[i : i + 1].clone()) for i in range(len(hidden_NH))])
+    def logits(self, hidden_NX: Tensor) -> Tensor:
+        return torch.cat([self.model.logits(hidden_NX[i : i + 1].clone()) for i in range(len(hidden_NX))])
 
 
 def _put(entries: list[Tensor], column: Tensor, entry: list[Tensor]) -> None:

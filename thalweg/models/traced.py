@@ -22,10 +22,9 @@ from thalweg.core.plan import PAGE
 from thalweg.kernels.experts.ref import SCRIPTABLE
 from thalweg.kernels.gemm.prefetch import PREFETCH_SINK
 from thalweg.layers.reference import ReferenceLayers
-from thalweg.memory.planes import CODECS, FP8, Planes, PlaneSpec
-from thalweg.models.interface import Model
+from thalweg.memory.planes import CODECS, FP8, Planes
+from thalweg.models.interface import Model, WrappedModel
 from thalweg.models.torchscript import Program, trace
-from thalweg.weights.table import WeightTable
 
 ROWS = 4  # decode rows up to which a step is traced
 
@@ -47,11 +46,11 @@ def can_trace(model: Model, device: torch.device) -> bool:
     return device.type == "cpu" and SCRIPTABLE and own and known
 
 
-class TracedModel:
+class TracedModel(WrappedModel):
     """`model` behind the same interface. Every kind of step is traced at once, so that no request waits for it."""
 
     def __init__(self, model: Model, planes: Planes) -> None:
-        self.model, self.facts, self.factory, self.metadata = model, model.facts, model.factory, model.metadata
+        super().__init__(model)
         self._planes, self._memory = planes, planes.tensors()
 
         def step(batch: Batch) -> Tensor:
@@ -61,15 +60,6 @@ class TracedModel:
             kind: trace(step, (model,), (*inputs_of(batch), *self._memory), longest_of(self.facts, kind))
             for kind, batch in traced_kinds(self.facts)
         }
-
-    def planes(self) -> tuple[PlaneSpec, ...]:
-        return self.model.planes()
-
-    def logits(self, hidden_NH: Tensor) -> Tensor:
-        return self.model.logits(hidden_NH)
-
-    def table(self) -> WeightTable:
-        return self.model.table()
 
     def forward(self, batch: Batch, planes: Planes) -> Tensor:
         if batch.groups[0].query > 1 and len(batch.emit_N) == len(batch.ids_T) <= ROWS:  # a verification

@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from thalweg.config.model import IndexerFacts, MlaFacts, MoeFacts
 from thalweg.launch.planning.weights import KVBytes, RankModel, WeightGroup
 
+ORDER = ("join", "projections", "attention", "index", "mlp", "experts", "head")  # of phases in reports
+
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
@@ -74,20 +76,17 @@ class StepShape:
 
 def phases(model: RankModel, shape: StepShape) -> list[StepPhase]:
     """All of a step on one GPU of each stage, the stages one after the other. shape: of each attention, all alike."""
-    by_phase: dict[str, StepPhase] = {}
+    parts: dict[str, StepPhase] = {}
     for group in model.groups:
         if group.phase and not group.is_routed:
             rows = shape.rows if group.phase == "head" and not shape.scored else shape.tokens
             phase = StepPhase(group.phase, group.read, 2.0 * rows * group.high, 2.0 * rows * group.low)
-            by_phase[phase.name] = by_phase[phase.name].plus(phase) if phase.name in by_phase else phase
-    before = [by_phase.pop(name) for name in ("join", "projections") if name in by_phase]
-    parts = [*before, *_attention(model, shape)]
-    if "mlp" in by_phase:
-        parts.append(by_phase.pop("mlp"))
+            parts[group.phase] = parts[group.phase].plus(phase) if group.phase in parts else phase
+    experts: list[StepPhase] = []
     routed = next((group for group in model.groups if group.is_routed), None)
     if model.facts.moe is not None and routed is not None:
-        parts += _experts(model, model.facts.moe, shape, routed, by_phase.pop("experts"))
-    return [*parts, *by_phase.values()]
+        experts = _experts(model, model.facts.moe, shape, routed, parts.pop("experts"))
+    return sorted([*parts.values(), *_attention(model, shape), *experts], key=lambda part: ORDER.index(part.name))
 
 
 def verified(shape: StepShape, drafts: int) -> StepShape:

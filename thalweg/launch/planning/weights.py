@@ -119,12 +119,11 @@ class PlannedModel:
         dtype: str = "bfloat16",
         is_reference: bool = False,
         kernels: KernelConfig | None = None,
-        kv: KVBytes | None = None,
     ) -> None:
         """dtype: of weights that are not quantized. is_reference: plain torch computes, with all weights
-        dequantized. kv: replaces what the layers keep.
+        dequantized.
         """
-        self.facts, self.dtype, self.kernels, self.kv = facts, DTYPES[dtype], kernels or KernelConfig(), kv
+        self.facts, self.dtype, self.kernels = facts, DTYPES[dtype], kernels or KernelConfig()
         self.is_reference = is_reference
         self.schemes = Declared({} if is_reference else facts.quantization_config)
         self._by_layout: dict[ParallelLayout, RankModel] = {}
@@ -160,8 +159,7 @@ class PlannedModel:
         model = catalog.assemble(few, self.factory(layout))
         times = list(kinds.values())
         groups = self.groups(model, times)
-        kv = self.kv or kv_bytes(model.planes(), len(kinds))
-        return RankModel(facts, layout, groups, kv)
+        return RankModel(facts, layout, groups, kv_bytes(model.planes(), len(kinds)))
 
     def groups(
         self, module: nn.Module, times: list[int] | None = None, schemes: Declared | None = None
