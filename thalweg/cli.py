@@ -13,16 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from thalweg import __version__
-from thalweg.config.args import OptionsParser, ParsedOptions, options_parser, parse_options
+from thalweg.config.args import ENGINE, OptionsParser, ParsedOptions, options_parser, parse_options
 from thalweg.config.setting import nearest
 from thalweg.config.tree import non_defaults
 from thalweg.core.errors import ThalwegError, UnsupportedConfig
 
 if TYPE_CHECKING:
     from thalweg.core.sampling import SamplingParams
-
-# the sections of commands that listen nowhere
-ENGINE = ("model", "load", "memory", "schedule", "sampling", "speculative", "parallel")
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,10 +118,10 @@ finish."""
 
     return run(
         config,
-        lambda front, options, resolved: build(
-            front, options, resolved.chat, path=config.model.model, defaults=resolved.sampling
-        ),
-        bounded,
+        lambda front, options, resolved: {
+            "app": build(front, options, resolved.chat, path=config.model.model, defaults=resolved.sampling),
+            "http": bounded(options),
+        },
     )
 
 

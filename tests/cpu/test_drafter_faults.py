@@ -316,7 +316,7 @@ def test_simulated_acceptance_serves_requests_only_if_allowed() -> None:
         with pytest.raises(UnsupportedConfig, match="--allow-simulated-acceptance"):
             start(MODEL, **wish)
     with pytest.raises(UnsupportedConfig, match="--allow-simulated-acceptance"):
-        serve(options_of(model=MODEL, port=0, **wish), lambda *args: None, lambda options: None)
+        serve(options_of(model=MODEL, port=0, **wish), lambda *args: {})
     allowed = resolve(options_of(model=MODEL, allow_simulated_acceptance=True, **wish), weights=False)
     for resolved in (allowed, resolve(options_of(model=MODEL, **wish), simulates=True)):
         assert resolved.engine.speculative_simulate_accept_length == 2.0

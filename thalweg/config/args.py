@@ -27,6 +27,7 @@ TITLES = {
     "listen": "Address",
     "server": "HTTP server",
 }
+ENGINE = ("model", "load", "memory", "schedule", "sampling", "speculative", "parallel")  # sections without a server's
 PREFIX = "setting "  # of argparse's names for settings; a command's own flags have none
 SWITCH: dict[str, Any] = {"action": "store_const", "const": True}
 METAVARS = {int: "N", float: "X", str: "TEXT"}

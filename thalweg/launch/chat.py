@@ -25,23 +25,43 @@ def chat(resolved: Resolved, params: SamplingParams, system: str, thinking: bool
 
 
 async def _talk(resolved: Resolved, params: SamplingParams, system: str, thinking: bool | None) -> int:
-    console = Console(highlight=False)
-    front = EngineClient(resolved.engine, resolved.reader())
+    console, tokenizer, chat = Console(highlight=False), resolved.reader(), resolved.chat
+    front = EngineClient(resolved.engine, tokenizer)
     await front.start()
     console.print(
         f"[dim]{resolved.names[0]}: /new forgets the conversation, Ctrl-D leaves, Ctrl-C stops an answer[/dim]"
     )
-    memory = ThinkingRetention(resolved.chat, resolved.reader().mark_id)
+    memory, reasoning = ThinkingRetention(chat, tokenizer.mark_id), chat.formats.reasoning
+    if reasoning:  # the parser reads the markup, which is made of special tokens
+        params = msgspec.structs.replace(params, skip_special_tokens=False)
     opening = [{"role": "system", "content": system}] if system else []
     history = list(opening)
+
+    async def answer() -> str:
+        """Streams one answer; returns its content, thought left out."""
+        prompt = chat.encoder.encode(history, thinking=thinking)
+        parser = AnswerParser(reasoning, thinking=thinking, inside=opens_thought(prompt) or None)
+        keep = memory.keep(prompt, {} if thinking is None else {"thinking": thinking}, tools=False)
+        content: list[str] = []
+        try:
+            async with aclosing(front.stream(tokenizer.encode(prompt), params, retention=keep)) as stream:
+                async for piece in stream:
+                    _show(parser.feed(piece.text), console, content)
+        except InvalidRequest as error:
+            console.print(f"[red]{error.message}[/red] (/new starts afresh)")
+        except asyncio.CancelledError:
+            console.print("[dim] (stopped)[/dim]", end="")
+        _show(parser.finish(), console, content)
+        console.print()
+        return "".join(content)
+
     try:
         while (line := await _ask(console)) is not None:
             if line == "/new":
-                history = list(opening)
+                history[:] = opening
             elif line:
                 history.append({"role": "user", "content": line})
-                answer = await _answer(resolved, front, params, history, thinking, console, memory)
-                history.append({"role": "assistant", "content": answer})
+                history.append({"role": "assistant", "content": await answer()})
     finally:
         await front.close()
     return 0
@@ -53,37 +73,6 @@ async def _ask(console: Console) -> str | None:
         return (await asyncio.to_thread(console.input, "[bold]> [/bold]")).strip()
     except (EOFError, KeyboardInterrupt, asyncio.CancelledError):
         return None
-
-
-async def _answer(
-    resolved: Resolved,
-    front: EngineClient,
-    params: SamplingParams,
-    history: list[dict[str, str]],
-    thinking: bool | None,
-    console: Console,
-    memory: ThinkingRetention,
-) -> str:
-    """Streams one answer; returns its content, thought left out."""
-    prompt = resolved.chat.encoder.encode(history, thinking=thinking)
-    formats = resolved.chat.formats
-    parser = AnswerParser(formats.reasoning, thinking=thinking, inside=opens_thought(prompt) or None)
-    if formats.reasoning:  # the parser reads the markup, which is made of special tokens
-        params = msgspec.structs.replace(params, skip_special_tokens=False)
-    keep = memory.keep(prompt, {} if thinking is None else {"thinking": thinking}, tools=False)
-    content: list[str] = []
-    try:
-        stream = front.stream(resolved.reader().encode(prompt), params, retention=keep)
-        async with aclosing(stream):
-            async for piece in stream:
-                _show(parser.feed(piece.text), console, content)
-    except InvalidRequest as error:
-        console.print(f"[red]{error.message}[/red] (/new starts afresh)")
-    except asyncio.CancelledError:
-        console.print("[dim] (stopped)[/dim]", end="")
-    _show(parser.finish(), console, content)
-    console.print()
-    return "".join(content)
 
 
 def _show(events: list[Event], console: Console, content: list[str]) -> None:

@@ -61,7 +61,9 @@ def show(report: Mapping[str, Any], console: Console, facts: Iterable[tuple[str,
     for name, text in (*_model(report), *facts, *_cache(report)):
         table.add_row(name, escape(text))
     console.print(table, "")
-    console.print(make_table("", CHOICES, list(report["decisions"].values()), left=4))
+    choices = make_table("", CHOICES, list(report["decisions"].values()), left=4)
+    choices.box = None  # lines of a log
+    console.print(choices)
 
 
 def make_table(

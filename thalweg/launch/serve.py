@@ -37,13 +37,12 @@ BACKLOG = 2048
 OTHER_FILES = 256  # that a server has open beside its connections
 LAST_WORDS = 5  # seconds that answers get to leave their sockets after the engine has finished them
 
-MakeApp = Callable[[EngineClient, ServerOptions, Resolved], Any]
-MakeConnection = Callable[[ServerOptions], Any]  # what uvicorn's `http` setting takes
+MakeServer = Callable[[EngineClient, ServerOptions, Resolved], dict[str, Any]]
 
 
-def serve(config: Options, make_app: MakeApp, make_connection: MakeConnection) -> int:
-    """Serves until a signal says stop; returns the exit status. make_app: builds the ASGI application of a front;
-    make_connection: what speaks HTTP on a socket.
+def serve(config: Options, make_server: MakeServer) -> int:
+    """Serves until a signal says stop; returns the exit status. make_server: settings of uvicorn: `app`, the ASGI
+    application of a front, and `http`, what speaks HTTP on a socket.
 
     Raises UnsupportedConfig when the port is taken or a setting cannot be honoured, CheckpointError, and EngineDead
     when it cannot start.
@@ -57,8 +56,11 @@ def serve(config: Options, make_app: MakeApp, make_connection: MakeConnection) -
     with listen(config.listen) as sock:
         tls = _tls(config.listen)
         resolved = resolve(config, progress=config.server.log_format == "text")
-        _report(resolved, config.server.log_format)
-        return asyncio.run(_run(config, resolved, sock, tls, make_app, make_connection))
+        if config.server.log_format == "json":
+            log.info("resolved", extra=logs.fields(resolved=as_json(resolved)))
+        else:
+            show(as_json(resolved), wide_console())
+        return asyncio.run(_run(config, resolved, sock, tls, make_server))
 
 
 class _Server(uvicorn.Server):
@@ -92,12 +94,7 @@ class _Server(uvicorn.Server):
 
 
 async def _run(
-    config: Options,
-    resolved: Resolved,
-    sock: socket.socket,
-    tls: dict[str, Any],
-    make_app: MakeApp,
-    make_connection: MakeConnection,
+    config: Options, resolved: Resolved, sock: socket.socket, tls: dict[str, Any], make_server: MakeServer
 ) -> int:
     options = dataclasses.replace(config.server, served_model_name=resolved.names)
     front = EngineClient(resolved.engine, resolved.reader())
@@ -105,8 +102,7 @@ async def _run(
     if options.api_keys_file is not None:  # whoever rotates keys may send it, and must not end the server with it
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _hangup)
     settings = uvicorn.Config(
-        make_app(front, options, resolved),
-        http=make_connection(options),
+        **make_server(front, options, resolved),
         loop="asyncio",
         ws="none",
         lifespan="on",
@@ -149,14 +145,6 @@ async def _start(
         log.info("ready", extra=logs.fields(url=url, model=resolved.names[0]))
     else:
         print(_welcome(config, resolved, url), flush=True)
-
-
-def _report(resolved: Resolved, log_format: str) -> None:
-    """What was chosen and why, before the engine starts."""
-    if log_format == "json":
-        log.info("resolved", extra=logs.fields(resolved=as_json(resolved)))
-    else:
-        show(as_json(resolved), wide_console())
 
 
 def _url(listen: ListenOptions, port: int) -> str:

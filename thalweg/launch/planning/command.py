@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from thalweg.config.args import OptionsParser, options_parser, parse_options
+from thalweg.config.args import ENGINE, OptionsParser, options_parser, parse_options
 from thalweg.config.machines import CHIPS, Hardware, hardware
 from thalweg.config.options import Options
 from thalweg.core.errors import CheckpointError, UnsupportedConfig
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 Check = Callable[["Forecast", Sequence[str], argparse.Namespace, Console], int]
 
 WIDTH = 120
-SECTIONS = ("model", "load", "memory", "schedule", "speculative", "sampling", "parallel")
 CONCURRENCY = 32  # where nothing is said
 CONTEXTS = (1024, 4096, 16384)
 EPILOG = f"""\
@@ -132,7 +131,7 @@ def _parser() -> OptionsParser:
         "What would be chosen for a model and why, what it takes of memory, and what a machine could do with it at"
         " best. Loads no weights.",
         EPILOG,
-        SECTIONS,
+        ENGINE,
     )
     group = parser.add_argument_group("This command")
     group.add_argument("--json", action="store_true", help="print one JSON object")
