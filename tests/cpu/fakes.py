@@ -8,10 +8,11 @@ import socket
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from typing import Any
 
 import uvicorn
+from msgspec.structs import replace
 from starlette.applications import Starlette
 
 from thalweg.config.server import ServerOptions
@@ -20,9 +21,10 @@ from thalweg.core.grammar import NO_GRAMMAR, Grammar
 from thalweg.core.messages import Control, EngineReady, Stats
 from thalweg.core.plan import PAGE, TokenLogprob
 from thalweg.core.report import AUTO, Decision, Report
-from thalweg.core.request import QueueReservation, check_request
+from thalweg.core.request import check_request
 from thalweg.core.retention import RETAIN_ALL, CacheRetention
 from thalweg.core.sampling import SamplingParams
+from thalweg.engine.client import PromptRequest
 from thalweg.engine.streams import Piece
 from thalweg.server.app import build
 from thalweg.text.chat import ChatFormat, ParserNames, builtin
@@ -124,11 +126,41 @@ class FakeFront:
             raise EngineDead(self.reason)
         check_request(prompt, params, CONTEXT, VOCAB, grammar)
 
-    @contextmanager
-    def reserve(self, sequences: int) -> Iterator[QueueReservation]:
+    def check_queue(self, sequences: int) -> None:
         if self.full:
             raise Overloaded("64 sequences run or wait, the limit is 64")
-        yield QueueReservation(sequences)
+
+    async def stream_all(self, prompts: Sequence[PromptRequest]) -> AsyncGenerator[Piece, None]:
+        """The pieces of all prompts as `stream` yields them."""
+        arrived = asyncio.Queue[Piece | BaseException | None]()
+
+        async def run(request: PromptRequest, first: int) -> None:
+            prompt, params, request_id, options = request
+            try:
+                async with aclosing(self.stream(prompt, params, request_id=request_id, **options)) as pieces:
+                    async for piece in pieces:
+                        arrived.put_nowait(replace(piece, index=first + piece.index, is_sibling=piece.index > 0))
+                arrived.put_nowait(None)
+            except Exception as error:
+                arrived.put_nowait(error)
+                raise
+
+        firsts = [sum(request.params.n for request in prompts[:i]) for i in range(len(prompts))]
+        tasks = [asyncio.create_task(run(*each)) for each in zip(prompts, firsts, strict=True)]
+        running = len(tasks)
+        try:
+            while running:
+                piece = await arrived.get()
+                if isinstance(piece, BaseException):
+                    raise piece
+                if piece is None:
+                    running -= 1
+                else:
+                    yield piece
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def stream(
         self,
@@ -140,7 +172,6 @@ class FakeFront:
         salt: int = 0,
         grammar: Grammar = NO_GRAMMAR,
         retention: CacheRetention = RETAIN_ALL,
-        reservation: QueueReservation | None = None,
     ) -> AsyncGenerator[Piece, None]:
         if self.refusal is not None:
             raise self.refusal

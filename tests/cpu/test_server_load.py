@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
 
+from tests.cpu.fakes import DEEPSEEK_V32, FakeFront
 from thalweg.bench.backends import BACKENDS, RequestOptions, send_request
 from thalweg.bench.datasets import Prompt, vocabulary_of
 from thalweg.bench.errors import BenchError
@@ -35,8 +36,11 @@ from thalweg.bench.load_test import LoadedServer, main
 from thalweg.bench.metrics import Record
 from thalweg.bench.server_process import ProcessUsage, ServerProcess, engine_processes, raise_file_limit, usage
 from thalweg.bench.statistics import common_length
+from thalweg.config.server import ServerOptions
 from thalweg.core.messages import Stats
-from thalweg.server.turns import PER_TURN, TurnLimit
+from thalweg.core.sampling import SamplingParams
+from thalweg.engine.client import EngineClient
+from thalweg.server.context import AppContext
 
 MODEL = Path(__file__).resolve().parents[2] / "models" / "tiny"
 FLAGS = ("--max-running-requests", "48", "--max-total-tokens", "8192", "--context-length", "256", "--threads", "1")
@@ -132,31 +136,29 @@ def test_streams_equal_unstreamed_requests_while_others_disconnect() -> None:
     asyncio.run(asyncio.wait_for(body(), 120))
 
 
-def test_a_burst_begins_a_few_at_a_time_and_in_order() -> None:
+def test_a_burst_begins_one_by_one_and_in_order() -> None:
     """Other work gets its turn between them; a request that is cancelled meanwhile blocks nobody."""
 
     async def body() -> None:
         begun: list[int] = []
 
         async def come(n: int) -> None:
-            await turns.wait()
+            await context.next_turn()
             begun.append(n)
 
-        turns = TurnLimit()
+        context = AppContext(cast(EngineClient, FakeFront()), ServerOptions(), DEEPSEEK_V32, "", SamplingParams())
         for burst in range(2):  # the second finds it as the first did
             begun.clear()
-            tasks = [asyncio.create_task(come(n)) for n in range(10 * PER_TURN)]
+            tasks = [asyncio.create_task(come(n)) for n in range(40)]
             seen, most = 0, 0
-            for turn in range(12):
+            for turn in range(120):
                 await asyncio.sleep(0)
-                if turn == 0:
-                    assert len(begun) == PER_TURN
-                    seen = len(begun)
-                    tasks[2 * PER_TURN].cancel()
+                if turn == 3:
+                    tasks[8].cancel()
                 most, seen = max(most, len(begun) - seen), len(begun)
             await asyncio.gather(*tasks, return_exceptions=True)
-            assert begun == [n for n in range(10 * PER_TURN) if n != 2 * PER_TURN], f"burst {burst}"
-            assert 0 < most <= PER_TURN
+            assert begun == [n for n in range(40) if n != 8], f"burst {burst}"
+            assert most == 1
 
     asyncio.run(asyncio.wait_for(body(), 10))
 

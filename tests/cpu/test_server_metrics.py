@@ -89,19 +89,20 @@ def test_buckets_are_cumulative() -> None:
 
 
 def piece(tokens: int, total: int, finish: str | None = None, index: int = 0, admitted: float = 10.2) -> Piece:
-    return Piece(index, "x" * tokens, (5,) * tokens, (), finish, None, 7, 3, total, (), 0.0, admitted, 1)
+    counts = 7, 3, total, (), 0.0, admitted, 1
+    return Piece(index, "x" * tokens, (5,) * tokens, (), finish, None, *counts, is_sibling=index % 2 == 1)
 
 
 def test_a_piece_of_several_tokens_is_several_gaps() -> None:
     meters, account = ServerMetrics(), RequestAccounting("POST", "/generate", {}, 10.0)
     timer = RequestTimer(meters, account, [[1] * 7], [SamplingParams(max_tokens=9)], 10.1)
-    timer.piece(0, piece(1, 1), 10.5)
-    timer.piece(0, piece(0, 1), 10.6)
-    timer.piece(0, piece(4, 5), 10.9)
+    timer.piece(piece(1, 1), 10.5)
+    timer.piece(piece(0, 1), 10.6)
+    timer.piece(piece(4, 5), 10.9)
     assert (meters.first.count, meters.between.count) == (1, 4)
     assert meters.between.sum == pytest.approx(0.4) and meters.generation_tokens == 5
     assert (meters.queued.sum, meters.prefill.sum) == (pytest.approx(0.1), pytest.approx(0.3))
-    timer.ended(0, piece(0, 5, "length"), 11.0)
+    timer.piece(piece(0, 5, "length"), 11.0)
     timer.close(1, "error")
     assert (account.admitted, account.first, account.last, account.submitted) == (10.2, 10.5, 10.9, 10.1)
     assert (account.prompt_tokens, account.cached_tokens, account.output_tokens) == (7, 3, 5)
@@ -114,9 +115,9 @@ def test_a_piece_of_several_tokens_is_several_gaps() -> None:
 def test_what_did_not_end_by_itself_is_counted_too() -> None:
     meters, account = ServerMetrics(), RequestAccounting("POST", "/generate", {}, 10.0)
     timer = RequestTimer(meters, account, [[1], [2]], [SamplingParams(n=2)] * 2, 10.0)
-    timer.piece(1, piece(2, 2, index=1, admitted=0.0), 11.0)
-    timer.ended(1, piece(0, 2, "stop", 1), 11.0)
-    timer.piece(2, piece(3, 3, admitted=0.0), 12.0)
+    timer.piece(piece(2, 2, index=1, admitted=0.0), 11.0)
+    timer.piece(piece(0, 2, "stop", 1), 11.0)
+    timer.piece(piece(3, 3, index=2, admitted=0.0), 12.0)
     timer.close(4, "abort")
     assert account.finishes == ["stop", "abort", "abort", "abort"] and account.output_tokens == 5
     assert meters.finished == {"stop": 1, "length": 0, "abort": 3, "error": 0}

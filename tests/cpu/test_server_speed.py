@@ -19,7 +19,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.cpu.fakes import FakeFront, Piece, fake_app, serving
 from thalweg.config.server import ServerOptions
 from thalweg.core.grammar import NO_GRAMMAR, Grammar
-from thalweg.core.request import QueueReservation
 from thalweg.core.retention import RETAIN_ALL, CacheRetention
 from thalweg.core.sampling import SamplingParams
 from thalweg.server.connection import bounded
@@ -44,7 +43,6 @@ class Stepping(FakeFront):
         salt: int = 0,
         grammar: Grammar = NO_GRAMMAR,
         retention: CacheRetention = RETAIN_ALL,
-        reservation: QueueReservation | None = None,
     ) -> AsyncGenerator[Piece, None]:
         queue: asyncio.Queue[float] = asyncio.Queue()
         self.queues.append(queue)

@@ -70,12 +70,10 @@ async def stopped(front: EngineClient, api: httpx.AsyncClient) -> None:
     os.kill(front.ready.pid, signal.SIGSTOP)
     try:
         assert (await api.get("/health")).status_code == 200
-        await eventually(lambda: front.state == "wedged", 10 * TIMEOUT)
+        await eventually(lambda: front.state == "hung", 10 * TIMEOUT)
         health = await api.get("/health")
         assert health.status_code == 503 and health.headers["Retry-After"]
-        assert (
-            health.json()["status"] == "wedged" and "no step for 1 s while 1 sequences wait" in health.json()["reason"]
-        )
+        assert health.json()["status"] == "hung" and "no step for 1 s while 1 sequences wait" in health.json()["reason"]
         with pytest.raises(EngineDead, match="no step"):
             await collect(front, [20, 21], GREEDY)
         assert (await api.get("/ready")).status_code == 503
@@ -114,7 +112,7 @@ def test_a_hang_is_noticed_when_callers_give_up_sooner_and_while_the_server_drai
             os.kill(engine, signal.SIGSTOP)
             for _ in range(3):
                 await give_up(front)
-            await eventually(lambda: front.state == "wedged", 2)
+            await eventually(lambda: front.state == "hung", 2)
             os.kill(engine, signal.SIGCONT)
             await eventually(lambda: front.state == "ready")
             running = asyncio.create_task(collect(front, list(range(20, 50)), LONG))

@@ -14,7 +14,7 @@ from thalweg.core.retention import RETAIN_ALL, CacheRetention
 from thalweg.text import retention
 from thalweg.text.chat import BUILTIN_ENCODERS, ChatEncoder, ChatFormat, ParserNames, builtin
 from thalweg.text.parser import TOOL_FORMATS, opens_thought
-from thalweg.text.retention import TOOL_CALL_TOKENS, ThinkingRetention
+from thalweg.text.retention import ThinkingRetention
 from thalweg.text.template import Template
 from thalweg.text.tokenizer import Tokenizer
 
@@ -110,11 +110,7 @@ def test_what_is_kept_is_what_the_next_turn_begins_with(
 
 
 def mark(name: str) -> str:
-    return TOOL_CALL_TOKENS[chat(name).formats.tools or ""].replace("｜DSML｜", "\n\n<｜DSML｜function_calls")
-
-
-def test_every_tool_format_has_its_mark() -> None:
-    assert set(TOOL_CALL_TOKENS) == set(TOOL_FORMATS)
+    return TOOL_FORMATS[chat(name).formats.tools or ""].mark.replace("｜DSML｜", "\n\n<｜DSML｜function_calls")
 
 
 @pytest.mark.parametrize(

@@ -15,13 +15,6 @@ from thalweg.core.sampling import SamplingParams
 from thalweg.core.ticket import Ticket
 
 
-@dataclass(slots=True, eq=False)
-class QueueReservation:
-    """Places in an engine's queue, reserved for a request that submits its sequences one after the other."""
-
-    remaining: int  # sequences that have not been submitted yet
-
-
 class RequestState(enum.Enum):
     QUEUED = "queued"
     LOADING = "loading"  # waits on a ticket: host tier, external store, prefill peer

@@ -16,7 +16,7 @@ import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Unpack
+from typing import Any, NamedTuple, Unpack
 
 import msgspec
 import zmq
@@ -40,7 +40,7 @@ from thalweg.core.messages import (
     TokenDelta,
     UpdateWeights,
 )
-from thalweg.core.request import QueueReservation, check_request
+from thalweg.core.request import check_request
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine import process
 from thalweg.engine.local import SubmitOptions, sequences
@@ -54,6 +54,15 @@ FOLDER = "thalweg-engine-"  # prefix of the folders with a socket
 GRACE = 5.0  # seconds that a process may take to end before it is killed
 
 
+class PromptRequest(NamedTuple):
+    """One prompt of a request, with params.n choices."""
+
+    prompt: Sequence[int]
+    params: SamplingParams
+    request_id: str = ""
+    options: SubmitOptions = {}
+
+
 @dataclass(slots=True, eq=False)
 class _LiveRequest:
     """A request with sequences in the engine.
@@ -62,16 +71,10 @@ class _LiveRequest:
     once, and a reader that never reads costs one delta for each sequence.
     """
 
-    request_id: str  # "id" or "id@key"
     assemblers: dict[int, Assembler]  # by uid
     deltas: dict[int, tuple[TokenDelta, float]] = field(default_factory=dict)  # by uid, with the time of the first
     error: Exception | None = None
     news: asyncio.Event = field(default_factory=asyncio.Event)  # deltas or an error wait to be taken
-
-    @property
-    def log_fields(self) -> dict[str, str | None]:
-        id, _, key = self.request_id.partition("@")
-        return {"id": id, "key": key or None}
 
     def put(self, delta: TokenDelta, at: float) -> None:
         earlier = self.deltas.get(delta.uid)
@@ -92,6 +95,11 @@ class _LiveRequest:
         if self.error is None:
             self.news.clear()
         return deltas
+
+
+def _log_fields(request_id: str, **values: Any) -> dict[str, Any]:
+    id, _, key = request_id.partition("@")
+    return logs.fields(id=id, key=key or None, **values)
 
 
 @contextlib.contextmanager
@@ -126,14 +134,13 @@ class EngineClient:
         self.tokenizer = tokenizer
         self.ready: EngineReady | None = None  # None unless the engine serves
         self.stats = Stats()  # the latest
-        self.state = "starting"  # or "ready", "wedged" (it makes no step, and may yet), "draining", "dead"
+        self.state = "starting"  # or "ready", "hung" (it makes no step, and may yet), "draining", "dead"
         self.reason = "the engine is starting"  # why `state` is not "ready"
         self.restarts = 0
         self.weight_version = "default"  # name of the weights in use
         self._by_uid: dict[int, _LiveRequest] = {}  # of sequences that the engine has not ended
         self._live: set[_LiveRequest] = set()
         self._next_uid = self._next_control = 0
-        self._reserved = 0  # places in the queue
         self._controls: dict[int, tuple[FlushCache | Control, asyncio.Future[str]]] = {}
         self._serving = asyncio.Event()
         self._runner: asyncio.Task[None] | None = None
@@ -164,51 +171,37 @@ class EngineClient:
     # ---- requests
 
     def check(self, prompt: Sequence[int], params: SamplingParams, grammar: Grammar = NO_GRAMMAR) -> None:
-        """Raises InvalidRequest, EngineDead while no engine serves, and Overloaded if the queue is full."""
+        """Raises InvalidRequest, and EngineDead while no engine serves."""
         if self.ready is None or self.state != "ready":
             raise engine_unavailable(self.state, self.reason)
         check_request(prompt, params, self.ready.context, self.ready.vocab, grammar)
-        self._check_queue(params.n)
 
-    @contextlib.contextmanager
-    def reserve(self, sequences: int) -> Iterator[QueueReservation]:
-        """Reserves places in the queue for requests that belong together. Raises Overloaded if there are too few."""
-        self._check_queue(sequences)
-        reservation = QueueReservation(sequences)
-        self._reserved += sequences
-        try:
-            yield reservation
-        finally:
-            self._reserved -= reservation.remaining
-
-    def _check_queue(self, sequences: int) -> None:
+    def check_queue(self, sequences: int) -> None:
+        """Raises Overloaded if the queue has no room for so many sequences, InvalidRequest if it never has."""
         if not self.config.max_queued_requests:
             return
         limit = self.config.max_running_requests + self.config.max_queued_requests
         if sequences > limit:
             raise InvalidRequest("n", f"makes {sequences} sequences; {limit} run and wait at a time, so send fewer")
-        used = len(self._by_uid) + self._reserved
-        if used + sequences > limit:
+        if (used := len(self._by_uid)) + sequences > limit:
             raise Overloaded(f"{used} sequences run or wait, the limit is {limit}: try again later")
 
-    async def stream(
-        self,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        *,
-        request_id: str = "",
-        reservation: QueueReservation | None = None,
-        **options: Unpack[SubmitOptions],
+    def stream(
+        self, prompt: Sequence[int], params: SamplingParams, *, request_id: str = "", **options: Unpack[SubmitOptions]
     ) -> AsyncGenerator[Piece, None]:
-        """Submits params.n sequences and yields their pieces. Closing the iterator aborts what is left.
+        """The pieces of one prompt, see `stream_all`."""
+        return self.stream_all([PromptRequest(prompt, params, request_id, options)])
+
+    async def stream_all(self, prompts: Sequence[PromptRequest]) -> AsyncGenerator[Piece, None]:
+        """Submits the sequences of all prompts, or none, and yields their pieces. Closing the iterator aborts what is
+        left.
 
         Raises InvalidRequest, Overloaded, NumericalError, and EngineDead if the engine ends meanwhile.
         """
-        if reservation is not None:
-            reservation.remaining -= params.n
-            self._reserved -= params.n
-        self.check(prompt, params)
-        request = self._submit(tuple(prompt), params, request_id, options)
+        for prompt in prompts:
+            self.check(prompt.prompt, prompt.params)
+        self.check_queue(sum(prompt.params.n for prompt in prompts))
+        request = self._submit(prompts)
         try:
             while request.assemblers:
                 for delta, at in await request.take():
@@ -222,9 +215,8 @@ class EngineClient:
                         if not delta.finish:
                             self._send(Abort((delta.uid,)))
                     if piece.finish == "error":
-                        log.error(
-                            "failed", extra=logs.fields(**request.log_fields, why="the model computed no numbers")
-                        )
+                        why = "the model computed no numbers"
+                        log.error("failed", extra=_log_fields(assembler.request_id, why=why))
                         raise NumericalError
                     yield piece
         finally:
@@ -234,26 +226,29 @@ class EngineClient:
                 self._by_uid.pop(uid, None)
             self._live.discard(request)
 
-    def _submit(
-        self, prompt: tuple[int, ...], params: SamplingParams, request_id: str, options: SubmitOptions
-    ) -> _LiveRequest:
-        submits = sequences(self._next_uid, prompt, params, **options)
-        self._next_uid += params.n
-        assemblers = {message.uid: Assembler(i, prompt, params, self.tokenizer) for i, message in enumerate(submits)}
-        request = _LiveRequest(request_id, assemblers)
+    def _submit(self, prompts: Sequence[PromptRequest]) -> _LiveRequest:
+        request = _LiveRequest({})
         self._live.add(request)
-        for message in submits:
-            self._send(message, message.uid)
-            self._by_uid[message.uid] = request
+        for prompt, params, request_id, options in prompts:
+            for message in sequences(self._next_uid, prompt, params, **options):
+                place, is_sibling = len(request.assemblers), message.sibling >= 0
+                assembler = Assembler(place, message.prompt, params, self.tokenizer, request_id, is_sibling)
+                request.assemblers[message.uid] = assembler
+                self._by_uid[message.uid] = request
+                self._send(message, message.uid)
+            self._next_uid += params.n
         return request
 
     async def abort(self, request_id: str) -> int:
         """Aborts the sequences of the requests with this id ("": of all requests). Returns how many."""
-        requests = [request for request in self._live if not request_id or request.request_id == request_id]
-        uids = tuple(uid for request in requests for uid in request.assemblers)
+        uids = tuple(
+            uid
+            for request in self._live
+            for uid, assembler in request.assemblers.items()
+            if request_id in ("", assembler.request_id)
+        )
         if uids:
-            id, _, key = request_id.partition("@")
-            log.info("aborted", extra=logs.fields(id=id or "all of them", key=key or None, sequences=len(uids)))
+            log.info("aborted", extra=_log_fields(request_id or "all of them", sequences=len(uids)))
             self._send(Abort(uids))
         return len(uids)
 
@@ -368,7 +363,7 @@ class EngineClient:
 
     async def _watch(self) -> None:
         """Logs and records when the engine is silent although it owes replies, and changes the state "ready" to
-        "wedged"; `_handle` changes it back. While the engine has work it sends at least every 0.25 s.
+        "hung"; `_handle` changes it back. While the engine has work it sends at least every 0.25 s.
         """
         timeout = self.config.watchdog_timeout
         while timeout:
@@ -384,7 +379,7 @@ class EngineClient:
             log.error("%s", reason)
             self.record(process.HANG)
             if self.state == "ready":
-                self.state, self.reason = "wedged", reason
+                self.state, self.reason = "hung", reason
 
     def _end(self, error: str) -> None:
         if error:
@@ -414,7 +409,7 @@ class EngineClient:
         if self._is_silent:
             self._is_silent = False
             log.warning("the engine goes on")
-        if self.state == "wedged":
+        if self.state == "hung":
             self.state, self.reason = "ready", ""
         match message:
             case StepUpdate():
@@ -422,7 +417,8 @@ class EngineClient:
             case Rejected():
                 self._owed.discard(message.uid)
                 if request := self._by_uid.pop(message.uid, None):
-                    log.warning("refused by the engine", extra=logs.fields(**request.log_fields, field=message.field))
+                    id = request.assemblers[message.uid].request_id
+                    log.warning("refused by the engine", extra=_log_fields(id, field=message.field))
                     request.fail(InvalidRequest(message.field, message.message))
             case ControlReply():
                 self._handle_reply(message)
@@ -459,7 +455,7 @@ class EngineClient:
                 assembler.add_event(event)
                 if event.kind == "preempted":
                     tokens = assembler.prompt_tokens + assembler.completion_tokens
-                    values = logs.fields(**request.log_fields, choice=assembler.index, tokens=tokens)
+                    values = _log_fields(assembler.request_id, choice=assembler.index, tokens=tokens)
                     log.info("preempted", extra=values)
         for delta in update.deltas:
             if delta.finish:
@@ -472,7 +468,8 @@ class EngineClient:
     def _fail_all(self, error: EngineDead) -> None:
         for request in self._live:
             if request.error is None:
-                log.error("failed", extra=logs.fields(**request.log_fields, why=str(error)))
+                for id in {assembler.request_id for assembler in request.assemblers.values()}:
+                    log.error("failed", extra=_log_fields(id, why=str(error)))
             request.fail(error)
         for _, result in self._controls.values():
             if not result.done():  # cancelled

@@ -59,10 +59,9 @@ class ZmqChannel:
 def main(config: EngineConfig, address: str) -> None:
     """Entry of the spawned process. Exit code 0 after a drain, 1 after an error."""
     logs.configure(config.log_level, config.log_format)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the client decides when the engine ends
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    for number in RECORD, HANG:
-        signal.signal(number, signal.SIG_IGN)  # there is nothing to record yet
+    # the client decides when the engine ends, and there is nothing to record yet
+    for number in signal.SIGINT, signal.SIGTERM, RECORD, HANG:
+        signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     channel = ZmqChannel(address)
     try:

@@ -19,7 +19,7 @@ from thalweg.text.tokenizer import Tokenizer
 class Piece(msgspec.Struct, frozen=True, gc=False):  # one for every token: takes 0.1 us, a frozen dataclass 2 us
     """New output of one sequence of a request. The counts are running totals of the sequence."""
 
-    index: int  # which of the n choices
+    index: int  # which of the request's choices, counted through all its prompts
     text: str  # new text, cut at stop strings
     ids: tuple[int, ...]  # new tokens; the one that ended the sequence is among them, its text is not
     logprobs: tuple[TokenLogprob, ...]  # of `ids`
@@ -33,13 +33,24 @@ class Piece(msgspec.Struct, frozen=True, gc=False):  # one for every token: take
     admitted: float = 0.0  # the engine's time.time() when the sequence left the queue; 0.0: not known yet
     preempted: int = 0  # number of preemptions
     drafted: AcceptanceCounts | None = None  # last piece only: of its drafts
+    is_sibling: bool = False  # an earlier choice has the same prompt
 
 
 class Assembler:
     """Turns the deltas of one sequence into pieces, until `ended`."""
 
-    def __init__(self, index: int, prompt: tuple[int, ...], params: SamplingParams, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        index: int,
+        prompt: tuple[int, ...],
+        params: SamplingParams,
+        tokenizer: Tokenizer,
+        request_id: str = "",
+        is_sibling: bool = False,
+    ) -> None:
+        """request_id: "id" or "id@key", for the log and to abort it."""
         self.index, self.params, self.prompt_tokens = index, params, len(prompt)
+        self.request_id, self.is_sibling = request_id, is_sibling
         self.detokenizer = tokenizer.detokenizer(params.skip_special_tokens)
         self.stops = StopMatcher(params.stop, include_stop=params.include_stop)
         self.eos = frozenset(tokenizer.eos_ids)
@@ -79,6 +90,7 @@ class Assembler:
             self.admitted,
             self.preempted,
             delta.acceptance,
+            self.is_sibling,
         )
 
     def _match_stops(self, delta: TokenDelta) -> tuple[str, int, str | None]:

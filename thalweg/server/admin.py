@@ -75,7 +75,7 @@ class FlushResponse(TypedDict):
 
 
 class ServerState(msgspec.Struct):
-    status: Annotated[str, Meta(extra_json_schema={"enum": ["starting", "ready", "wedged", "draining", "dead"]})]
+    status: Annotated[str, Meta(extra_json_schema={"enum": ["starting", "ready", "hung", "draining", "dead"]})]
     reason: str
 
 

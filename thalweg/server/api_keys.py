@@ -9,15 +9,14 @@ The keys file is a list, in YAML or JSON:
       tokens_per_minute: 60000  # prompt and output together, see RequestQuota
       private_cache: true       # its cached prompts are found by this key only
 
-Only digests of keys are kept, under a second digest with a secret of this process: the time of a look-up tells nothing
-about any key.
+Only digests of keys are kept. They are looked up in a dict, whose hashes differ by process: the time of a look-up tells
+nothing about any key.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-import hmac
 import logging
 import re
 import secrets
@@ -192,11 +191,10 @@ class ApiKeys:
 
     def __init__(self, options: ServerOptions) -> None:
         self._path = None if options.api_keys_file is None else Path(options.api_keys_file)
-        self._secret = secrets.token_bytes(32)
         fixed = {key: _fixed_key(f"key-{i + 1}") for i, key in enumerate(options.api_key)}
         if options.admin_api_key is not None:
             fixed[options.admin_api_key] = _fixed_key("admin", admin=True)
-        self._fixed = {self._blind(_digest(key)): api_key for key, api_key in fixed.items()}
+        self._fixed = {_digest(key): api_key for key, api_key in fixed.items()}
         self.required = bool(options.api_key) or self._path is not None
         self.has_admin = options.admin_api_key is not None
         self.anyone = _fixed_key("")
@@ -210,7 +208,7 @@ class ApiKeys:
         """The key that the headers name, else `anyone`, or None where a key is required."""
         kind, _, bearer = headers.get("authorization", "").partition(" ")
         openai, anthropic = bearer.strip() if kind.lower() == "bearer" else "", headers.get("x-api-key", "")
-        keys = [self._keys.get(self._blind(_digest(key))) for key in (openai, anthropic)]
+        keys = [self._keys.get(_digest(key)) for key in (openai, anthropic)]
         return keys[0] or keys[1] or (None if self.required else self.anyone)
 
     def check_admin(self, api_key: ApiKey, path: str) -> None:
@@ -238,12 +236,12 @@ class ApiKeys:
         """Replaces the file's keys; those with a known name keep what they have used."""
         known = {api_key.name: api_key for api_key in self._keys.values()}
         self._keys = dict(self._fixed)
-        for blind, entry in entries.items():
-            api_key = self._keys[blind] = known.get(entry.name) or ApiKey(entry)
+        for digest, entry in entries.items():
+            api_key = self._keys[digest] = known.get(entry.name) or ApiKey(entry)
             api_key.entry = entry
 
     def _read(self, path: Path) -> dict[bytes, ApiKeyEntry]:
-        """The entries of the keys file by the blind digest of their key. Raises UnsupportedConfig."""
+        """The entries of the keys file by the digest of their key. Raises UnsupportedConfig."""
         entries: dict[bytes, ApiKeyEntry] = {}
         names = {api_key.name for api_key in self._fixed.values()}
         try:
@@ -252,21 +250,18 @@ class ApiKeys:
             for entry in msgspec.yaml.decode(path.read_bytes(), type=list[ApiKeyEntry]):
                 if error := entry.error():
                     raise ValueError(f"key {entry.name!r}: {error}")
-                blind = self._blind(entry.digest())
+                digest = entry.digest()
                 if entry.name in names:
                     raise ValueError(f"two keys are called {entry.name!r}")
-                if blind in entries or blind in self._fixed:
+                if digest in entries or digest in self._fixed:
                     raise ValueError(f"{entry.name!r} has a key that another has too")
                 names.add(entry.name)
-                entries[blind] = entry
+                entries[digest] = entry
         except OSError as error:
             raise UnsupportedConfig(f"api_keys_file {path}: {error.strerror}") from error
         except (msgspec.DecodeError, ValueError) as error:  # YAML passes on errors of dates and numbers
             raise UnsupportedConfig(f"api_keys_file {path}: {str(error).splitlines()[0]}") from None
         return entries
-
-    def _blind(self, digest: bytes) -> bytes:
-        return hmac.digest(self._secret, digest, "sha256")
 
 
 def _version_of(path: Path) -> tuple[int, int, int]:

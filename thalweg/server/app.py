@@ -134,7 +134,7 @@ def _endpoint(ctx: AppContext, methods: Mapping[str, Route]) -> Callable[[Reques
         route = methods["GET" if request.method == "HEAD" else request.method]
         quota: RequestQuota = request.scope["quota"]
         if route.method == "POST":
-            await ctx.turns.wait()
+            await ctx.next_turn()
         if route.admin:
             ctx.api_keys.check_admin(quota.api_key, route.path)
         body = []

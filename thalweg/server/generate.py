@@ -129,13 +129,13 @@ class GenerateStreamEncoder(StreamEncoder):
     def __init__(self, choices: Sequence[GenerateChoiceEncoder], listed: bool) -> None:
         self._choices, self._listed = choices, listed
 
-    async def feed(self, choice: int, piece: Piece) -> bytes:
-        encoder = self._choices[choice]
+    async def feed(self, piece: Piece) -> bytes:
+        encoder = self._choices[piece.index]
         encoder.add(piece)
         if not encoder.is_due(piece):
             return b""
         event = encoder.event(piece)
-        event.index = choice if self._listed else UNSET
+        event.index = piece.index if self._listed else UNSET
         return b"data: " + msgspec.json.encode(event) + b"\n\n"
 
     async def response(self, pieces: Sequence[Piece]) -> object:

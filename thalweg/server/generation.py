@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 from starlette.requests import Request
 
 from thalweg.core.errors import EngineDead, InvalidRequest
 from thalweg.core.grammar import Grammar
-from thalweg.core.request import QueueReservation
 from thalweg.core.retention import RETAIN_ALL, CacheRetention
 from thalweg.core.sampling import SamplingParams
+from thalweg.engine.client import PromptRequest
+from thalweg.engine.local import SubmitOptions
+from thalweg.engine.streams import Piece
 from thalweg.server.accounting import RequestAccounting
 from thalweg.server.api_keys import ApiKey, RequestQuota
 from thalweg.server.context import AppContext
-from thalweg.server.logs import Take
 from thalweg.server.metrics import RequestTimer
 from thalweg.server.parsing import given, renamed
 
@@ -100,8 +99,7 @@ def _check(ctx: AppContext, job: GenerationJob) -> None:
         raise InvalidRequest("n", f"makes {job.choices} outputs of this request: at most {MAX_CHOICES}, send several")
     if scores > MAX_SCORES:
         raise InvalidRequest("prompt_logprobs", f"makes {scores} entries: at most {MAX_SCORES} in one response")
-    with ctx.front.reserve(job.choices):
-        pass  # raises Overloaded while the response can still have that status
+    ctx.front.check_queue(job.choices)  # while the response can still have that status
     context = ctx.context_len or 0
     most = sum(
         len(ids) + params.n * min(given(params.max_tokens, context), max(context - len(ids), 0))
@@ -145,51 +143,30 @@ def _salt(api_key: ApiKey, text: str | None) -> int:
     return int.from_bytes(hashlib.blake2b(salt, digest_size=7, key=api_key.salt_key).digest())
 
 
-async def run(ctx: AppContext, job: GenerationJob, take: Take) -> None:
-    """Runs all prompts of a job at once; `take(choice, piece)` gets every piece. Cancelling it aborts the rest."""
-    quota, accounting, outcome = job.quota, job.accounting, "error"
+async def run(ctx: AppContext, job: GenerationJob) -> AsyncGenerator[Piece, None]:
+    """The pieces of all prompts of a job. Closing it aborts the rest."""
+    quota, accounting, outcome = job.quota, job.accounting, "abort"
     accounting.model, accounting.rids = ctx.names[0], tuple(prompt.rid for prompt in job.prompts)
     ids, params = [prompt.ids for prompt in job.prompts], [prompt.params for prompt in job.prompts]
     timer = RequestTimer(ctx.metrics, accounting, ids, params, time.time())
-    take = ctx.log.record_output(accounting, take)
-
-    async def run_prompt(prompt: PromptJob, first: int, reservation: QueueReservation | None) -> None:
-        """first: the number of its first choice."""
-        pieces = ctx.front.stream(
-            prompt.ids,
-            prompt.params,
-            request_id=quota.api_key.scoped_rid(prompt.rid),
-            priority=job.priority,
-            salt=job.salt,
-            grammar=prompt.grammar,
-            retention=job.retention,
-            reservation=reservation,
+    quota.used += accounting.prompt_tokens
+    options: SubmitOptions = {"priority": job.priority, "salt": job.salt, "retention": job.retention}
+    requests = [
+        PromptRequest(
+            prompt.ids, prompt.params, quota.api_key.scoped_rid(prompt.rid), {**options, "grammar": prompt.grammar}
         )
-        quota.used += len(prompt.ids)
-        async with aclosing(pieces):
-            async for piece in pieces:
-                choice = first + piece.index
-                quota.used += len(piece.ids)
-                timer.piece(choice, piece, time.time())
-                await take(choice, piece)
-                if piece.finish is not None:
-                    timer.ended(choice, piece, time.time())
-
+        for prompt in job.prompts
+    ]
     try:
         with renamed(job.rename):
-            if len(job.prompts) == 1:
-                await run_prompt(job.prompts[0], 0, None)
-                return
-            firsts = accumulate((prompt.params.n for prompt in job.prompts), initial=0)
-            try:
-                with ctx.front.reserve(job.choices) as reservation:  # for all of them, or none
-                    async with asyncio.TaskGroup() as group:
-                        for prompt, first in zip(job.prompts, firsts, strict=False):
-                            group.create_task(run_prompt(prompt, first, reservation))
-            except ExceptionGroup as errors:
-                raise errors.exceptions[0] from None
-    except asyncio.CancelledError:
-        outcome = "abort"
+            async with aclosing(ctx.front.stream_all(requests)) as pieces:
+                async for piece in pieces:
+                    quota.used += len(piece.ids)
+                    timer.piece(piece, time.time())
+                    ctx.log.record(accounting, piece)
+                    yield piece
+    except Exception:
+        outcome = "error"
         raise
     finally:
         timer.close(job.choices, outcome)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
+import sys
 from typing import Any
 
 import msgspec
@@ -21,8 +21,6 @@ TEXT_LIMITS = (0, 0, 2048, 1 << 62)  # characters of a prompt and of an output, 
 MAX_ENTRIES = 16
 COUNTS = ("model", "stream", "prompt_tokens", "cached_tokens", "output_tokens")
 
-Take = Callable[[int, Piece], Awaitable[None]]
-
 
 class RequestLog:
     """Levels as SGLang counts: 0 ids, times and counts; 1 sampling parameters too; 2 the first 2,048 characters of the
@@ -32,23 +30,12 @@ class RequestLog:
     def __init__(self, options: ServerOptions, tokenizer: Tokenizer) -> None:
         level = options.log_requests_level if options.log_requests else 0
         self._tokenizer, self._shows_params, self._max_text = tokenizer, level >= 1, TEXT_LIMITS[level]
-        self._max_entries = MAX_ENTRIES if level < 3 else None
+        self._max_entries = MAX_ENTRIES if level < 3 else sys.maxsize
 
-    def record_output(self, accounting: RequestAccounting, take: Take) -> Take:
-        """Wraps `take` to keep the text, if text is logged."""
-        if not self._max_text:
-            return take
-        choices = range(sum(params.n for params in accounting.params))
-        room = dict.fromkeys(choices[: self._max_entries], self._max_text)
-
-        async def recording(choice: int, piece: Piece) -> None:
-            if piece.text and room.get(choice):
-                text = piece.text[: room[choice]]
-                room[choice] -= len(text)
-                accounting.outputs.setdefault(choice, []).append(text)
-            await take(choice, piece)
-
-        return recording
+    def record(self, accounting: RequestAccounting, piece: Piece) -> None:
+        """Keeps the text of an output, if text is logged."""
+        if self._max_text and piece.index < self._max_entries:
+            accounting.outputs.setdefault(piece.index, []).append(piece.text)
 
     def write(self, accounting: RequestAccounting) -> None:
         is_quiet = accounting.path in PROBES and accounting.status < 400
@@ -84,5 +71,5 @@ class RequestLog:
                 self._tokenizer.decode(prompt[:limit], skip_special_tokens=False)[:limit]
                 for prompt in accounting.prompts[shown]
             ]
-            values["outputs"] = ["".join(accounting.outputs.get(i, ())) for i in choices[shown]]
+            values["outputs"] = ["".join(accounting.outputs.get(i, ()))[:limit] for i in choices[shown]]
         return values

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -50,8 +50,8 @@ class ServerMetrics:
     """All counters of one app, edited on its event loop only."""
 
     def __init__(self) -> None:
-        self.requests: dict[tuple[str, int], int] = {}  # by route and status
-        self.finished: dict[str, int] = dict.fromkeys(FINISHES, 0)  # choices
+        self.requests = Counter[tuple[str, int]]()  # by route and status
+        self.finished = Counter(dict.fromkeys(FINISHES, 0))  # choices
         self.disconnects = 0
         self.prompt_tokens = self.generation_tokens = self.cached_tokens = 0
         self.first = BucketHistogram(LATENCIES)
@@ -70,10 +70,6 @@ class ServerMetrics:
         self.max_tokens = BucketHistogram(LENGTHS)
         self.accept_lengths = BucketHistogram(ACCEPTS)
         self._samples: deque[tuple[float, Stats]] = deque()
-
-    def answered(self, route: str, status: int) -> None:
-        key = (route, status)
-        self.requests[key] = self.requests.get(key, 0) + 1
 
     def sample(self, now: float, stats: Stats) -> None:
         """Remembers the engine's counters; called about once a second."""
@@ -118,23 +114,23 @@ class RequestTimer:
             if of_prompt.max_tokens is not None:
                 metrics.max_tokens.observe(of_prompt.max_tokens)
 
-    def piece(self, choice: int, piece: Piece, now: float) -> None:
+    def piece(self, piece: Piece, now: float) -> None:
         """A piece of several tokens counts as that many equal gaps."""
-        tokens = len(piece.ids)
-        if not tokens:
-            return
-        last = self._last.get(choice)
-        if last is None:
-            self._begin(choice, piece, now)
-        else:
-            self._metrics.between.observe((now - last) / tokens, tokens)
-        self._last[choice] = now
-        self._metrics.generation_tokens += tokens
-        self._tokens += tokens
+        if tokens := len(piece.ids):
+            last = self._last.get(piece.index)
+            if last is None:
+                self._begin(piece, now)
+            else:
+                self._metrics.between.observe((now - last) / tokens, tokens)
+            self._last[piece.index] = now
+            self._metrics.generation_tokens += tokens
+            self._tokens += tokens
+        if piece.finish is not None:
+            self._end(piece, piece.finish, now)
 
-    def _begin(self, choice: int, piece: Piece, now: float) -> None:
+    def _begin(self, piece: Piece, now: float) -> None:
         accounting, metrics = self._accounting, self._metrics
-        self._first[choice] = now
+        self._first[piece.index] = now
         metrics.first.observe(now - accounting.began)
         accounting.first = accounting.first or now
         if piece.admitted:
@@ -142,15 +138,13 @@ class RequestTimer:
             metrics.queued.observe(max(piece.admitted - accounting.submitted, 0.0))
             metrics.prefill.observe(max(now - piece.admitted, 0.0))
 
-    def ended(self, choice: int, piece: Piece, now: float) -> None:
-        """The last piece of a choice came."""
-        accounting, metrics, finish = self._accounting, self._metrics, piece.finish
-        assert finish is not None, "only a choice's last piece says how it ended"
+    def _end(self, piece: Piece, finish: str, now: float) -> None:
+        accounting, metrics = self._accounting, self._metrics
         accounting.finishes.append(finish)
         accounting.preemptions += piece.preempted
-        if piece.index == 0:  # the other choices of a prompt find it in the cache
+        if not piece.is_sibling:  # the other choices of a prompt find it in the cache
             accounting.cached_tokens += piece.cached_tokens
-        metrics.finished[finish] = metrics.finished.get(finish, 0) + 1
+        metrics.finished[finish] += 1
         metrics.prompt_tokens += piece.prompt_tokens
         metrics.cached_tokens += piece.cached_tokens
         metrics.whole.observe(now - accounting.began)
@@ -162,11 +156,12 @@ class RequestTimer:
             metrics.accept_lengths.observe(drafted.mean_length)
             accounting.drafted_tokens += drafted.drafted
             accounting.accepted_tokens += drafted.accepted
-        if choice in self._first:
-            decode = self._last[choice] - self._first[choice]
+        if piece.index in self._first:
+            last = self._last[piece.index]
+            decode = last - self._first[piece.index]
             metrics.decode.observe(decode)
             if piece.admitted:
-                metrics.running.observe(max(self._last[choice] - piece.admitted, 0.0))
+                metrics.running.observe(max(last - piece.admitted, 0.0))
             if piece.completion_tokens > 1:
                 metrics.per_token.observe(decode / (piece.completion_tokens - 1))
 
@@ -175,7 +170,7 @@ class RequestTimer:
         accounting, metrics = self._accounting, self._metrics
         if unfinished := choices - len(accounting.finishes):
             accounting.finishes += [outcome] * unfinished
-            metrics.finished[outcome] = metrics.finished.get(outcome, 0) + unfinished
+            metrics.finished[outcome] += unfinished
         accounting.output_tokens = self._tokens
         accounting.last = max(self._last.values(), default=0.0)
         metrics.longest_outputs.observe(self._longest)

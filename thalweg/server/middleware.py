@@ -48,7 +48,7 @@ class RequestMiddleware:
                 header = ctx.options.request_id_header.lower().encode()
                 message["headers"] = [*message["headers"], (header, rid.encode())]
                 accounting.status = message["status"]
-                ctx.metrics.answered(path if path in GENERATION else "other", accounting.status)
+                ctx.metrics.requests[path if path in GENERATION else "other", accounting.status] += 1
             await send(message)
 
         try:

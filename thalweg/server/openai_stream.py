@@ -41,7 +41,7 @@ class ChatUsage(msgspec.Struct):
 
     def add(self, piece: Piece) -> None:
         """Adds a choice by its last piece. The first choice stands for the prompt: the others find it in the cache."""
-        if piece.index == 0:
+        if not piece.is_sibling:
             self.prompt_tokens += piece.prompt_tokens
             self.prompt_tokens_details.cached_tokens += piece.cached_tokens
         self.completion_tokens += piece.completion_tokens
@@ -134,10 +134,10 @@ class OpenAIStreamEncoder(StreamEncoder):
         self._tail = b'],"usage":null}\n\n' if self._includes_usage else b"]}\n\n"
         self._encode = msgspec.json.Encoder().encode
 
-    async def feed(self, choice: int, piece: Piece) -> bytes:
+    async def feed(self, piece: Piece) -> bytes:
         if piece.finish is not None:
             self._usage.add(piece)
-        chunks = self._choices[choice].feed(piece)
+        chunks = self._choices[piece.index].feed(piece)
         return b"".join([self._head + self._encode(chunk) + self._tail for chunk in chunks])
 
     async def response(self, pieces: Sequence[Piece]) -> OpenAIResponse[OpenAIChoice]:

@@ -12,7 +12,7 @@ from typing import Any, get_type_hints
 import msgspec
 
 from thalweg import __version__
-from thalweg.core.sampling import MAX_LOGPROBS, MAX_SEED
+from thalweg.core.sampling import RANGES
 from thalweg.server.accounting import PROBES
 from thalweg.server.admin import OperationResult, ServerState
 from thalweg.server.errors import ANTHROPIC, AnthropicErrorBody, OpenAIErrorBody
@@ -46,27 +46,18 @@ _EVENT = {  # data: a JSON object, or [DONE]
     "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
     "required": ["data"],
 }
-_COUNT = {"minimum": 0}
-_LOGPROBS = {"minimum": 0, "maximum": MAX_LOGPROBS}
-_SEED = {"minimum": -MAX_SEED - 1, "maximum": MAX_SEED}
-# Ranges that are checked beyond the types, by field name.
-_RANGES: Mapping[str, Mapping[str, float]] = {
-    "temperature": {"minimum": 0, "maximum": 100},
-    "top_p": {"exclusiveMinimum": 0, "maximum": 1},
-    "min_p": {"minimum": 0, "maximum": 1},
-    "top_k": {"minimum": -1},
-    "repetition_penalty": {"exclusiveMinimum": 0, "maximum": 100},
-    "frequency_penalty": {"minimum": -2, "maximum": 2},
-    "presence_penalty": {"minimum": -2, "maximum": 2},
-    "n": {"minimum": 1, "maximum": 128},
-    "priority": {"minimum": -(2**31), "maximum": 2**31 - 1},
-    "budget_tokens": {"minimum": 1},
-    "num_steps": {"minimum": 1, "maximum": 2**31 - 1},
-    **dict.fromkeys(("seed", "sampling_seed"), _SEED),
-    **dict.fromkeys(("logprobs", "prompt_logprobs", "top_logprobs"), _LOGPROBS),
-    **dict.fromkeys(("max_tokens", "max_completion_tokens", "max_output_tokens", "max_new_tokens"), _COUNT),
-    **dict.fromkeys(("min_tokens", "min_new_tokens"), _COUNT),
+# Ranges that are checked beyond the types, by field name: the engine's, and those of other fields.
+_RANGES: Mapping[str, tuple[float, float | None]] = {
+    **RANGES,
+    "priority": (-(2**31), 2**31 - 1),
+    "num_steps": (1, 2**31 - 1),
+    "budget_tokens": (1, None),
+    "sampling_seed": RANGES["seed"],
+    "top_logprobs": RANGES["logprobs"],
+    **dict.fromkeys(("max_completion_tokens", "max_output_tokens", "max_new_tokens"), RANGES["max_tokens"]),
+    "min_new_tokens": RANGES["min_tokens"],
 }
+_ABOVE_MINIMUM = ("top_p", "repetition_penalty")
 _NOT_EMPTY = ("messages", "input")  # lists
 
 
@@ -111,7 +102,10 @@ def document(routes: Mapping[str, Mapping[str, Route]], keys: bool, open_probes:
 def _add_range(name: str, schema: dict[str, Any]) -> None:
     for option in schema.get("anyOf", [schema]):
         if option.get("type") in ("number", "integer"):
-            option.update(_RANGES.get(name, {}))
+            if name in _RANGES:
+                minimum, maximum = _RANGES[name]
+                option["exclusiveMinimum" if name in _ABOVE_MINIMUM else "minimum"] = minimum
+                option.update({} if maximum is None else {"maximum": maximum})
         elif option.get("type") == "array" and name in _NOT_EMPTY:
             option["minItems"] = 1
 

@@ -5,7 +5,7 @@ A name of theirs is here only if its number is measured, with their type and lab
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -42,23 +42,17 @@ class MetricsSnapshot(NamedTuple):
             "decode_rate": rates.decode,
             "prefill_rate": rates.prefill,
             "rolled_back": stats.drafted_tokens - stats.accepted_tokens,
-            "drafted_by_depth": _numbered(stats.drafted_at, 1),
-            "accepted_by_depth": _numbered(stats.accepted_at, 1),
-            "accepted_by_position": _numbered(stats.accepted_at, 0),
-            "steps_by_num_drafts": _numbered(stats.steps_by_num_drafts, 0),
             "cache_tokens": stats.pages * PAGE,
             "used_tokens": stats.pages_used * PAGE,
             "evictable_tokens": stats.pages_cached * PAGE,
             "free_tokens": (stats.pages - stats.pages_used - stats.pages_cached) * PAGE,
-            "accept_length": stats.acceptance.mean_length or 0.0,
-            "accept_rate": stats.acceptance.rate or 0.0,
             "cached_by_source": {"device": self.metrics.cached_tokens},
             "ended": sum(self.metrics.finished.values()),
             "aborted": self.metrics.finished["abort"],
         }
 
 
-# Name, help, value: a key of `derived`, or an attribute: a number, a histogram, or {label value: number}.
+# Name, help, value: a key of `derived`, or an attribute: a number, a histogram, {label value: number}, or a sequence.
 # A name that ends with _total is a counter; a `BucketHistogram` is a histogram; others are gauges.
 OWN = (
     ("thalweg_up", "1 while the engine serves", "serving"),
@@ -87,14 +81,18 @@ OWN = (
     (
         "thalweg_drafted_by_depth_total",
         "verifications with a draft token at this distance from the known tokens",
-        "drafted_by_depth",
+        "stats.drafted_at",
     ),
     (
         "thalweg_accepted_by_depth_total",
         "verifications that accepted a draft token at this distance",
-        "accepted_by_depth",
+        "stats.accepted_at",
     ),
-    ("thalweg_steps_by_num_drafts_total", "steps that sampled, by drafts made of each sequence", "steps_by_num_drafts"),
+    (
+        "thalweg_steps_by_num_drafts_total",
+        "steps that sampled, by drafts made of each sequence",
+        "stats.steps_by_num_drafts",
+    ),
     ("thalweg_drafter_failures_total", "drafters switched off for a failure", "stats.drafter_failures"),
     ("thalweg_preemptions_total", "sequences that gave their pages back and waited", "stats.preemptions"),
     ("thalweg_finished_total", "sequences that ended by themselves", "stats.finished"),
@@ -127,8 +125,8 @@ SGLANG = {
     "sglang:kv_available_tokens": "free_tokens",
     "sglang:token_usage": "token_usage",
     "sglang:cache_hit_rate": "hit_rate",
-    "sglang:spec_accept_length": "accept_length",
-    "sglang:spec_accept_rate": "accept_rate",
+    "sglang:spec_accept_length": "stats.acceptance.mean_length",
+    "sglang:spec_accept_rate": "stats.acceptance.rate",
     "sglang:gen_throughput": "decode_rate",
     "sglang:prompt_tokens_total": "metrics.prompt_tokens",
     "sglang:generation_tokens_total": "metrics.generation_tokens",
@@ -153,7 +151,7 @@ VLLM = {
     "vllm:spec_decode_num_drafts_total": "stats.verifications",
     "vllm:spec_decode_num_draft_tokens_total": "stats.drafted_tokens",
     "vllm:spec_decode_num_accepted_tokens_total": "stats.accepted_tokens",
-    "vllm:spec_decode_num_accepted_tokens_per_pos_total": "accepted_by_position",
+    "vllm:spec_decode_num_accepted_tokens_per_pos_total": "stats.accepted_at",
     "vllm:num_preemptions_total": "stats.preemptions",
     "vllm:prompt_tokens_total": "metrics.prompt_tokens",
     "vllm:generation_tokens_total": "metrics.generation_tokens",
@@ -173,7 +171,7 @@ VLLM = {
     "vllm:request_params_n": "metrics.choices",
     "vllm:request_params_max_tokens": "metrics.max_tokens",
 }
-LABELS = {
+LABELS = {  # a depth counts from 1
     "thalweg_build_info": ("version",),
     "thalweg_requests_total": ("route", "status"),
     "thalweg_choices_total": ("finish",),
@@ -223,11 +221,10 @@ def _metric(name: str, text: str, value: Any, labels: dict[str, str]) -> Metric:
         histogram.add_metric(list(labels.values()), list(buckets), value.sum)
         return histogram
     metric = Metric(name.removesuffix("_total"), text, "counter" if name.endswith("_total") else "gauge")
-    for key, number in (value if isinstance(value, Mapping) else {(): value}).items():
+    own = LABELS.get(name, ())
+    if isinstance(value, tuple):
+        value = dict(enumerate(value, int(own == ("depth",))))
+    for key, number in (value if isinstance(value, Mapping) else {(): value or 0}).items():
         keys = map(str, key if isinstance(key, tuple) else (key,))
-        metric.add_sample(name, {**labels, **dict(zip(LABELS.get(name, ()), keys, strict=True))}, number)
+        metric.add_sample(name, {**labels, **dict(zip(own, keys, strict=True))}, number)
     return metric
-
-
-def _numbered(counts: Sequence[int], first: int) -> dict[str, int]:
-    return {str(first + i): count for i, count in enumerate(counts)}

@@ -6,7 +6,7 @@ import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import msgspec
@@ -40,7 +40,7 @@ class StreamEncoder(ABC):
     """Writes the output of one request in the format of one API."""
 
     @abstractmethod
-    async def feed(self, choice: int, piece: Piece) -> bytes:
+    async def feed(self, piece: Piece) -> bytes:
         """The events of a piece; empty while the parser holds its text back."""
 
     @abstractmethod
@@ -74,7 +74,7 @@ class PartsEncoder(StreamEncoder):
     async def finish(self, piece: Piece) -> bytes:
         """The last events of a stream."""
 
-    async def feed(self, choice: int, piece: Piece) -> bytes:
+    async def feed(self, piece: Piece) -> bytes:
         out = b"" if self._begun else self.begin(piece)
         self._begun = True
         ended = piece.finish is not None
@@ -121,12 +121,9 @@ async def respond(
     if stream:
         return EventStream(ctx, job, encoder)
     pieces: list[list[Piece]] = [[] for _ in range(job.choices)]
-
-    async def take(choice: int, piece: Piece) -> None:
-        pieces[choice].append(piece)
-
     async with cancelled_on_disconnect(request.receive, job.accounting, ctx.metrics):
-        await run(ctx, job, take)
+        async for piece in run(ctx, job):
+            pieces[piece.index].append(piece)
     if job.accounting.gone:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
     return reply(await encoder.response([_merged(of_choice) for of_choice in pieces]))
@@ -169,18 +166,16 @@ class EventStream(Response):
             if at:
                 emit.observe(time.time() - at)
 
-        async def take(choice: int, piece: Piece) -> None:
-            nonlocal held, held_at
-            if events := await self.encoder.feed(choice, piece):
-                if piece.finish is not None and job.choices == 1:
-                    held, held_at = events, piece.at  # sent with the end, in one packet
-                else:
-                    await write(events, piece.at, True)
-
         last = b""
         async with cancelled_on_disconnect(receive, job.accounting, self.ctx.metrics):
             try:
-                await run(self.ctx, job, take)
+                async with aclosing(run(self.ctx, job)) as pieces:
+                    async for piece in pieces:
+                        events = await self.encoder.feed(piece)
+                        if events and piece.finish is not None and job.choices == 1:
+                            held, held_at = events, piece.at  # sent with the end, in one packet
+                        elif events:
+                            await write(events, piece.at, True)
                 last = self.encoder.end()
             except ThalwegError as error:
                 if not started and not held:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -208,19 +209,11 @@ def _builtin_format(name: str, reason: str) -> ChatFormat:
 def _in_call_order(messages: Sequence[Message]) -> list[Message]:
     """Sorts each run of tool results by the calls they answer, unless an id is missing, unknown or used twice."""
     out: list[Message] = []
-    results: list[Message] = []
-    order: dict[str, int] = {}
-    for message in (*messages, None):
-        if message is not None and message.role == "tool":
-            results.append(message)
-            continue
-        ids = [result.tool_call_id for result in results]
-        if len(set(ids)) == len(ids) and all(id in order for id in ids):
-            results.sort(key=lambda result: order[result.tool_call_id])
-        out += results
-        results = []
-        if message is not None:
-            out.append(message)
-            order = {call.id: i for i, call in enumerate(message.tool_calls)}
-            order = order if len(order) == len(message.tool_calls) else {}
+    for is_result, run in groupby(messages, lambda message: message.role == "tool"):
+        group = list(run)
+        if is_result:
+            calls, ids = [call.id for call in out[-1].tool_calls], [result.tool_call_id for result in group]
+            if set(ids) <= set(calls) and all(len(set(each)) == len(each) for each in (calls, ids)):
+                group.sort(key=lambda result: calls.index(result.tool_call_id))
+        out += group
     return out

@@ -93,58 +93,31 @@ class StopCut(NamedTuple):
 class StopMatcher:
     """Cuts one sequence at the stop string that is complete first, the longest of those. Holds back only text that may
     become a stop string.
-
-    A Knuth–Morris–Pratt state per stop string makes a call O(new characters).
     """
 
-    __slots__ = ("_borders", "_held", "_include_stop", "_matched", "_starts", "_stops")
+    __slots__ = ("_held", "_include_stop", "_longest", "_starts", "_stops")
 
     def __init__(self, stops: Sequence[str], include_stop: bool = False) -> None:
-        self._stops = [stop for stop in dict.fromkeys(stops) if stop]
-        self._borders = [_borders(stop) for stop in self._stops]
-        self._matched = [0] * len(self._stops)  # characters of each stop string
-        self._starts = re.compile("|".join(re.escape(stop[0]) for stop in self._stops) if self._stops else r"(?!)")
+        self._stops = [stop for stop in stops if stop]
+        self._longest = max(map(len, self._stops), default=1)
+        self._starts = re.compile("|".join(re.escape(stop[0]) for stop in self._stops) or r"(?!)")
         self._include_stop = include_stop
         self._held = ""
 
     def feed(self, text: str) -> StopCut:
         """After a cut with a stop the matcher is done."""
-        if not self._held and self._starts.search(text) is None:
-            return StopCut(text)
-        text, at = self._held + text, len(self._held)
-        for end in range(at + 1, len(text) + 1):
-            complete = self._step(text[end - 1])
-            if complete:
-                stop = max(complete, key=len)
-                self.finish()
-                return StopCut(text[: end if self._include_stop else end - len(stop)], stop)
-        shown = len(text) - max(self._matched)
+        text = self._held + text
+        ends = [(at + len(stop), -len(stop), stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if ends:
+            end, size, stop = min(ends)
+            self._held = ""
+            return StopCut(text[: end if self._include_stop else end + size], stop)
+        starts = (match.start() for match in self._starts.finditer(text, max(len(text) - self._longest + 1, 0)))
+        shown = next((at for at in starts if any(stop.startswith(text[at:]) for stop in self._stops)), len(text))
         self._held = text[shown:]
         return StopCut(text[:shown])
 
     def finish(self) -> str:
         """The held text, if no stop string came."""
         held, self._held = self._held, ""
-        self._matched = [0] * len(self._stops)
         return held
-
-    def _step(self, char: str) -> list[str]:
-        """Advances every stop string by one character. Returns those that are complete."""
-        for i, (stop, borders) in enumerate(zip(self._stops, self._borders, strict=True)):
-            n = self._matched[i]
-            while n and stop[n] != char:
-                n = borders[n - 1]
-            self._matched[i] = n + (stop[n] == char)
-        return [stop for stop, n in zip(self._stops, self._matched, strict=True) if n == len(stop)]
-
-
-def _borders(text: str) -> list[int]:
-    """For each prefix the length of the longest proper prefix of it that is also its suffix."""
-    borders = [0] * len(text)
-    n = 0
-    for i in range(1, len(text)):
-        while n and text[i] != text[n]:
-            n = borders[n - 1]
-        n += text[i] == text[n]
-        borders[i] = n
-    return borders

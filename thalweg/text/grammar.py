@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import numpy as np
-from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, StructTag
 from llguidance.gbnf_to_lark import any_to_lark
 from numpy.typing import NDArray
 
@@ -89,7 +89,7 @@ def _structural_tag(grammar: Grammar) -> str:
     structures, triggers = (tags.get("structures"), tags.get("triggers")) if isinstance(tags, dict) else (None, None)
     if not isinstance(structures, list) or not isinstance(triggers, list) or not structures or not triggers:
         raise InvalidRequest(grammar.field, "must have structures and triggers, neither of them empty")
-    rules = ["start: (" + " | ".join(f"s{i}" for i in range(len(structures))) + ")* TEXT", r"TEXT: /(.|\n)*/"]
+    parsed = []
     for i, structure in enumerate(structures):
         where = f"{grammar.field}.structures[{i}]"
         if not isinstance(structure, dict) or not all(isinstance(structure.get(key), str) for key in ("begin", "end")):
@@ -98,12 +98,9 @@ def _structural_tag(grammar: Grammar) -> str:
         trigger = next((t for t in triggers if isinstance(t, str) and t and begin.startswith(t)), None)
         if trigger is None:
             raise InvalidRequest(f"{where}.begin", "does not begin with any of the triggers")
-        end = literal(structure["end"]) if structure["end"] else ""
-        rest = literal(begin[len(trigger) :]) if len(begin) > len(trigger) else ""
-        rules.append(f"s{i}: h{i} {rest} j{i} {end}")
-        rules.append(f"h{i}[lazy]: TEXT {literal(trigger)}")
-        rules.append(f"j{i}: {json_rule(read_schema(json.dumps(schema), f'{where}.schema'))}")
-    return LLMatcher.grammar_from_lark("\n".join(rules))
+        styled = _styled(read_schema(json.dumps(schema), f"{where}.schema"))
+        parsed.append(StructTag(trigger=trigger, begin=begin, grammar=styled, end=structure["end"]))
+    return LLMatcher.grammar_from_lark(StructTag.to_grammar(parsed, assume_special=False))
 
 
 _LOWER: dict[str, Callable[[Grammar], str]] = {

@@ -63,7 +63,7 @@ def read_tools(tools: Sequence[Mapping[str, Any]] | None, field: str = "tools") 
 def text_of(content: Any, field: str) -> str:
     """A string, or a list of text parts joined. Raises InvalidRequest for anything else."""
     if isinstance(content, str):
-        return _unicode(content, field)
+        return check_unicode(content, field)
     return "".join(_each(content, field, "a string or a list of text parts", _part))
 
 
@@ -114,14 +114,14 @@ def _message(message: Any, field: str) -> Message:
 
 def _part(part: Any, field: str) -> str:
     if isinstance(part, str):
-        return _unicode(part, field)
+        return check_unicode(part, field)
     kind = _object(part, field, "a text part").get("type")
     if kind not in ("text", "input_text", "output_text"):
         raise InvalidRequest(f"{field}.type", f"is {kind!r}: this model reads text only")
     text = part.get("text")
     if not isinstance(text, str):
         raise _wrong_type(text, f"{field}.text", "a string")
-    return _unicode(text, f"{field}.text")
+    return check_unicode(text, f"{field}.text")
 
 
 def _optional_text(values: Mapping[str, Any], field: str, name: str) -> str:
@@ -151,8 +151,8 @@ def _tool_call(call: Any, field: str) -> ToolCall:
             raise InvalidRequest(where, message) from None
     _object(arguments, where, "a JSON object")
     raw = given if isinstance(given, str) and given else to_json(arguments)
-    name = _unicode(function["name"], f"{field}.function.name")
-    return ToolCall(_optional_text(call, field, "id"), name, _unicode(raw, where), arguments)
+    name = check_unicode(function["name"], f"{field}.function.name")
+    return ToolCall(_optional_text(call, field, "id"), name, check_unicode(raw, where), arguments)
 
 
 def _function(tool: Any, field: str) -> Mapping[str, Any]:
@@ -161,11 +161,11 @@ def _function(tool: Any, field: str) -> Mapping[str, Any]:
     function = _named_function(tool, field, 'a tool is {"type": "function", "function": {"name": …}}')
     if function.get("parameters") is not None:
         _object(function["parameters"], f"{field}.function.parameters", "a JSON schema")
-    _unicode(to_json(function), f"{field}.function")
+    check_unicode(to_json(function), f"{field}.function")
     return function
 
 
-def _unicode(text: str, field: str) -> str:
+def check_unicode(text: str, field: str) -> str:
     """Refuses lone surrogates, which JSON can spell and UTF-8 cannot."""
     try:
         text.encode()

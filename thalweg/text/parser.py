@@ -24,15 +24,16 @@ FormatT = TypeVar("FormatT")
 class ToolFormat(NamedTuple):
     tags: TagSyntax
     layer: Callable[[EventBuilder, Schemas], ToolLayer]
+    mark: str  # the token that every call has
     plain: Callable[[str], str]  # a tag → its text where no tools were offered: special tokens are dropped
 
 
-_SEP = ToolFormat(SEP_TAGS, SepTools, lambda raw: "")
+_SEP = ToolFormat(SEP_TAGS, SepTools, "<｜tool▁calls▁begin｜>", lambda raw: "")
 TOOL_FORMATS: Mapping[str, ToolFormat] = {
     "deepseekv3": _SEP,
     "deepseekv31": _SEP,
-    "deepseekv32": ToolFormat(DSML_TAGS, DsmlTools, without_marks),
-    "qwen25": ToolFormat(HERMES_TAGS, HermesTools, str),
+    "deepseekv32": ToolFormat(DSML_TAGS, DsmlTools, "｜DSML｜", without_marks),
+    "qwen25": ToolFormat(HERMES_TAGS, HermesTools, "<tool_call>", str),
 }
 
 # Where an answer begins, by the request's `thinking` (None: not given). inside: in the thought, which the prompt has

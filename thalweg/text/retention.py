@@ -15,14 +15,8 @@ from typing import Any, NamedTuple
 from thalweg.core.errors import CheckpointError, InvalidRequest
 from thalweg.core.retention import RETAIN_ALL, CacheRetention
 from thalweg.text.chat import ChatFormat
-from thalweg.text.parser import opens_thought
+from thalweg.text.parser import TOOL_FORMATS, opens_thought
 
-TOOL_CALL_TOKENS = {  # by tool parser: the token that every call has
-    "deepseekv3": "<｜tool▁calls▁begin｜>",
-    "deepseekv31": "<｜tool▁calls▁begin｜>",
-    "deepseekv32": "｜DSML｜",
-    "qwen25": "<tool_call>",
-}
 KNOWN = 256  # sets of template arguments whose behavior is kept; beyond it all are forgotten
 _THOUGHT, _ANSWER = "thalweg-thought", "thalweg-answer"
 _USER = {"role": "user", "content": "q"}
@@ -51,8 +45,7 @@ class ThinkingRetention:
         self._chat = chat
         self._thinks = chat.formats.reasoning is not None and chat.strip is not False
         self._think_id = mark_id("<think>")
-        call = TOOL_CALL_TOKENS.get(chat.formats.tools or "")
-        self._call_id = None if call is None else mark_id(call)
+        self._call_id = mark_id(TOOL_FORMATS[chat.formats.tools].mark) if chat.formats.tools else None
         self._behaviors: dict[bytes, TemplateBehavior] = {}
 
     @property

@@ -10,8 +10,9 @@ from typing import Any
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Library
 
-from thalweg.core.errors import CheckpointError, InvalidRequest
+from thalweg.core.errors import CheckpointError
 from thalweg.text.detokenize import ByteDetokenizer, Detokenizer, WindowDetokenizer, byte_pieces
+from thalweg.text.messages import check_unicode
 
 PROBE = 1 << 16  # characters; the beginning of a text that is tokenized to judge the whole
 MARGIN = 64  # tokens that the cut end of a beginning may have too many, beside an eighth
@@ -54,11 +55,7 @@ class Tokenizer:
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         """Token ids. add_special: with BOS, if the model wants one and the text does not begin with it."""
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            message = f"contains a lone surrogate at character {error.start}: not valid Unicode"
-            raise InvalidRequest("prompt", message) from None
+        check_unicode(text, "prompt")
         # only the library's batch call lets other threads run meanwhile; "fast" makes no offsets
         ids: list[int] = self._library.encode_batch_fast([text], add_special_tokens=False)[0].ids
         if add_special and self._adds_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:

@@ -23,6 +23,8 @@ import json
 import re
 from abc import abstractmethod
 
+import msgspec
+
 from thalweg.text.event_builder import CallReader, EventBuilder, ToolLayer
 from thalweg.text.lexer import Tag, Token, literal_tags
 from thalweg.text.partial_json import PartialJson
@@ -42,8 +44,6 @@ HERMES_TAGS = literal_tags({"<tool_call>": "call", "</tool_call>": "/call"})
 _BEFORE_JSON = re.compile(r"\s*([^\s`<>{}]*)\s*(?:```(?:json)?)?\s*(?:```)?\s*")
 _NAME = re.compile(r"[^\s`<>{}]{1,256}")
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\\x00-\x1f]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
-_MARK = re.compile(r"[ \t\r\n]*([{}:,])[ \t\r\n]*")
-_DECODER = json.JSONDecoder(strict=False, parse_int=float)
 _MAX_HEAD = 4096  # characters before the arguments
 
 
@@ -154,7 +154,7 @@ class _HermesCall(CallReader):
         return self.succeed()
 
 
-def _json_name(literal: str) -> str | None:
+def _json_name(literal: str | bytes) -> str | None:
     try:
         name = json.loads(literal)
     except ValueError:
@@ -165,35 +165,20 @@ def _json_name(literal: str) -> str | None:
 def _whole_call(text: str) -> tuple[str, str] | None:
     """Name and arguments of a call with its keys in any order; None when it is not one JSON object."""
     try:
-        members = _members(text)
-        name = _json_name(members["name"])
-        arguments = members.get("arguments", members.get("parameters", "{}"))
-        arguments = json.loads(arguments, strict=False) if arguments.startswith('"') else arguments
-    except (ValueError, KeyError, RecursionError):
+        members = msgspec.json.decode(_whole_object(text), type=dict[str, msgspec.Raw])
+        arguments = bytes(members.get("arguments", members.get("parameters", b"{}"))).decode()
+        arguments = json.loads(arguments) if arguments.startswith('"') else arguments
+        arguments = _whole_object("{}" if arguments in ("", "null") else arguments)
+        name = _json_name(bytes(members["name"]))
+    except (ValueError, KeyError, msgspec.DecodeError):
         return None
+    return None if name is None else (name, arguments)
+
+
+def _whole_object(text: str) -> str:
+    """One JSON object, with control characters escaped. Raises ValueError."""
     reader = PartialJson()
-    out = reader.feed("{}" if arguments in ("", "null") else arguments)
-    return None if name is None or not reader.done or reader.rest.strip() else (name, out)
-
-
-def _members(text: str) -> dict[str, str]:
-    """The members of a JSON object, their values as written. Raises ValueError, RecursionError."""
-    members: dict[str, str] = {}
-    mark, at = _mark(text, 0, "{")
-    while mark != "}":
-        key, at = _DECODER.raw_decode(text, at)
-        _, start = _mark(text, at, ":")
-        _, at = _DECODER.raw_decode(text, start)
-        members[str(key)] = text[start:at]
-        mark, at = _mark(text, at, ",}")
-    if at != len(text):
-        raise ValueError(f"more than one object: {text[at:]!r}")
-    return members
-
-
-def _mark(text: str, at: int, expected: str) -> tuple[str, int]:
-    """The JSON mark at this position, and the end of the space after it. Raises ValueError for another."""
-    match = _MARK.match(text, at)
-    if match is None or match[1] not in expected:
-        raise ValueError(f"none of {expected} at {at}")
-    return match[1], match.end()
+    out = reader.feed(text)
+    if not reader.done or reader.rest.strip():
+        raise ValueError("not one JSON object")
+    return out

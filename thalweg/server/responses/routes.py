@@ -168,7 +168,7 @@ class ResponsesStreamEncoder(PartsEncoder):
         return b"".join(self._event(f"response.{name}", response=self.state) for name in ("created", "in_progress"))
 
     async def response(self, pieces: Sequence[Piece]) -> ResponsesResponse:
-        await self.feed(0, pieces[0])
+        await self.feed(pieces[0])
         return self.state
 
     def failed(self, info: ApiError) -> bytes:
