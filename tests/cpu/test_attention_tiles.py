@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.cpu import zoo
+from tests.cpu import reference_model, zoo
 from thalweg.attention import context
 from thalweg.attention.context import AttentionMetadataBuilder, WorkspaceNeed
 from thalweg.batch.batch import Batch, Group, RowExtent
 from thalweg.core.plan import PAGE
 from thalweg.memory.planes import Planes
-from thalweg.models import catalog
 from thalweg.models.catalog import read_facts
 
 TINY = Path(__file__).parents[2] / "models" / "tiny"
@@ -59,7 +58,7 @@ def test_short_contexts_are_not_padded_to_a_long_one(query: int, monkeypatch: py
 
 
 def test_attention_in_tiles_equals_attention_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = catalog.build(read_facts(TINY), torch.float32)
+    model = reference_model.build(read_facts(TINY), torch.float32)
     assert isinstance(model, torch.nn.Module)
     zoo.fill(model)
     given = batch([900, 30, 64, 65, 700, 3], query=2)

@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 
 from tests.configs import changed, config
-from tests.cpu import zoo
+from tests.cpu import reference_model, zoo
 from thalweg import cli
 from thalweg.batch.slots import Slots
 from thalweg.config.machine import Machine
@@ -41,7 +41,6 @@ from thalweg.launch.report import as_json, show
 from thalweg.launch.resolve import resolve
 from thalweg.launch.resources import is_measured_by_steps
 from thalweg.memory.planes import Planes
-from thalweg.models import catalog
 from thalweg.models.catalog import read_facts
 from thalweg.models.token_by_token import TokenByToken
 from thalweg.runner.runner import Runner
@@ -110,7 +109,7 @@ SETTINGS_TINY = config(model_path="m", max_running_requests=4, chunked_prefill_s
 
 
 def test_one_layer_of_each_kind_runs_every_kind_of_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = catalog.build(read_facts(TINY), torch.float32)
+    model = reference_model.build(read_facts(TINY), torch.float32)
     assert isinstance(model, torch.nn.Module)
     zoo.fill(model)
     names = [name for name, _ in model.named_parameters()]
@@ -140,7 +139,7 @@ ALONE = KernelConfig(decode="torch", prefill="torch", deterministic=True)
 
 def test_a_model_that_computes_one_token_at_a_time_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is no module, and what is run ahead is what it runs: single tokens. What is measured are a few of them."""
-    model = catalog.build(read_facts(TINY), torch.float32)
+    model = reference_model.build(read_facts(TINY), torch.float32)
     assert isinstance(model, torch.nn.Module)
     zoo.fill(model)
     alone = TokenByToken(model)
@@ -167,7 +166,7 @@ def test_a_model_that_computes_one_token_at_a_time_starts(monkeypatch: pytest.Mo
 def test_plain_attention_is_measured_at_its_longest_context() -> None:
     plain = KernelConfig(decode="torch")
     beside = changed(SETTINGS_TINY, kernels=plain, max_running_requests=8, chunked_prefill_size=1024)
-    model = catalog.build(read_facts(TINY), torch.float32)
+    model = reference_model.build(read_facts(TINY), torch.float32)
     runner = Runner(model, model, Planes(model.planes(), 1), Slots(9, 64, torch.device("cpu")))
     plans = [plan for _, plan in calibration_memory._largest_steps(beside, runner, 100_000)]
     (longest,) = [plan for plan in plans if plan.max_kv_len > calibration_memory.REFERENCE_CONTEXT]
@@ -184,7 +183,7 @@ def test_what_gathers_most_context_is_measured(slots: int, budget: int, context:
     assert CHUNK - context < gathered[0] <= CHUNK < gathered[1]
     triton = KernelConfig(decode="triton")
     settings = changed(SETTINGS_TINY, kernels=triton, max_running_requests=slots, chunked_prefill_size=budget)
-    model = catalog.build(read_facts(TINY), torch.float32)
+    model = reference_model.build(read_facts(TINY), torch.float32)
     runner = Runner(model, model, Planes(model.planes(), 1), Slots(2, 64, torch.device("cpu")))
     assert {whole, chunks} < {plan for _, plan in calibration_memory._largest_steps(settings, runner, context)}
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tests.compose.matrix import MODEL, settings
 from tests.configs import changed
 from tests.cpu import eagle_heads as heads
-from tests.cpu import zoo
+from tests.cpu import reference_model, zoo
 from tests.cpu.batches import whole_batch
 from tests.cpu.eagle_heads import Reference
 from thalweg.bench.eval_prompts import PromptFormat
@@ -211,7 +211,7 @@ def test_a_head_of_another_model_is_refused(change: dict[str, Any], words: tuple
     target = read_config(MODEL)
     heads.publish(tmp_path, heads.config(target, True) | change, {})
     with pytest.raises(CheckpointError) as refused:
-        eagle_head(zoo.catalog.build(read_facts(Path(MODEL)), torch.float32, "meta"), tmp_path)
+        eagle_head(reference_model.build(read_facts(Path(MODEL)), torch.float32, "meta"), tmp_path)
     assert all(word in str(refused.value) for word in words), refused.value
 
 
@@ -219,7 +219,7 @@ def test_a_pickled_head_is_refused_with_advice(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(heads.config(read_config(MODEL), True)))
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(CheckpointError, match="save_file"):
-        eagle_head(zoo.catalog.build(read_facts(Path(MODEL)), torch.float32, "meta"), tmp_path)
+        eagle_head(reference_model.build(read_facts(Path(MODEL)), torch.float32, "meta"), tmp_path)
 
 
 # ---- a whole engine

@@ -13,13 +13,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.cpu import zoo
+from tests.cpu import reference_model, zoo
 from tests.cpu.batches import Bench
 from tests.cpu.in_memory import InMemory
 from thalweg.config.model import facts_of
 from thalweg.core.errors import CheckpointError
 from thalweg.kernels.fp8_block.ref import quantize
-from thalweg.models import catalog
 from thalweg.models.catalog import read_facts
 from thalweg.quant.fp8_block import SUFFIX, Fp8Block
 from thalweg.quant.scheme import Read, TensorSpec
@@ -173,7 +172,7 @@ def test_unknown_architecture_lists_what_there_is(folder: Path) -> None:
 
 def test_a_parameter_that_no_rule_fills(published: Path) -> None:
     facts = read_facts(published)
-    model = catalog.build(facts, torch.float32)
+    model = reference_model.build(facts, torch.float32)
     table = model.table()
     table.rules = [rule for rule in table.rules if rule.target != "norm.weight"]
     table.skips.append(r"model\.norm\.weight")
@@ -183,7 +182,7 @@ def test_a_parameter_that_no_rule_fills(published: Path) -> None:
 
 def test_progress_counts_every_slice_that_is_read(published: Path) -> None:
     facts, calls = read_facts(published), []
-    model = catalog.build(facts, torch.float32)
+    model = reference_model.build(facts, torch.float32)
     with Safetensors(published) as stream:
         load(model, model.table(), stream, progress=lambda done, total: calls.append((done, total)))
         total = len(calls)
@@ -214,7 +213,7 @@ def test_partial_update_in_place(published: Path) -> None:
     assert torch.equal(w13[2, rows:], update["model.layers.1.mlp.experts.2.up_proj.weight"]) and torch.equal(
         w13[2, :rows], old[2, :rows]
     )
-    fresh = catalog.build(model.facts, torch.float32)
+    fresh = reference_model.build(model.facts, torch.float32)
     load(fresh, fresh.table(), InMemory(tensors(published) | update))
     assert torch.equal(Bench(model, 1).step([(0, IDS)])[0], Bench(fresh, 1).step([(0, IDS)])[0])
 
@@ -252,7 +251,7 @@ def test_tied_head_is_the_embedding(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", list(zoo.FAMILIES))
 def test_dummy_weights_are_sane_and_repeatable(family: str) -> None:
     facts = facts_of(zoo.draw_config(family, 7), "config.json")
-    model, again = catalog.build(facts, torch.float32), catalog.build(facts, torch.float32)
+    model, again = reference_model.build(facts, torch.float32), reference_model.build(facts, torch.float32)
     zoo.fill(model, seed=1)
     zoo.fill(again, seed=1)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))

