@@ -31,7 +31,7 @@ from starlette.requests import Request
 
 from thalweg.config.server import ServerOptions
 from thalweg.core.errors import InvalidRequest, UnsupportedConfig
-from thalweg.server.errors import ApiError
+from thalweg.server.errors import ApiError, too_many_requests
 
 log = logging.getLogger("thalweg.server")
 MINUTE = 60.0
@@ -101,14 +101,14 @@ class ServerLoad:
         """Raises ApiError (429) where no further request may run."""
         if self._running_limit and self.running >= self._running_limit:
             message = f"{self._running_limit} requests are running, which is the limit: try again later"
-            raise ApiError(429, message, "rate_limit_error", code="too_many_requests", retry=True)
+            raise too_many_requests(message, "too_many_requests")
 
     def add_body(self, size: int) -> None:
         """Raises ApiError (429)."""
         self.body_bytes += size
         if self.body_bytes > self._bytes_limit:
             message = f"the bodies of all requests have more than {self._bytes_limit} bytes: try again later"
-            raise ApiError(429, message, "rate_limit_error", code="too_many_bytes", retry=True)
+            raise too_many_requests(message, "too_many_bytes")
 
 
 class RequestQuota:
@@ -143,7 +143,8 @@ class RequestQuota:
         self._load.check()
         key, limit = self.api_key, self.api_key.entry.max_concurrency
         if limit is not None and key.running >= limit:
-            raise _limited(f"{key.running} requests of this key run, which is its limit", "max_concurrency", 1)
+            message = f"{key.running} requests of this key run, which is its limit"
+            raise too_many_requests(message, "rate_limit_exceeded", "max_concurrency", 1)
         key.running += 1
         self._load.running += 1
         self._entered = True
@@ -169,7 +170,7 @@ class RequestQuota:
             frees = next(quota._at + MINUTE - now for quota, freed in sums if freed >= missing)
             used = f"of tokens_per_minute {limit}, this key has used or reserved {key.charged}"
             message = f"the request needs up to {tokens} tokens; {used}"
-            raise _limited(message, "tokens_per_minute", max(1, int(frees) + 1))
+            raise too_many_requests(message, "rate_limit_exceeded", "tokens_per_minute", max(1, int(frees) + 1))
         self._charged, self._at = tokens, now
         key.charges.append(self)
         key.charged += tokens
@@ -284,8 +285,3 @@ def _digest(key: str) -> bytes:
 
 def body_too_large(limit: int) -> ApiError:
     return ApiError(413, f"the body is longer than the limit of {limit} bytes", code="body_too_large")
-
-
-def _limited(message: str, field: str, wait: int) -> ApiError:
-    code = "rate_limit_exceeded"
-    return ApiError(429, message, "rate_limit_error", field, code, retry=True, retry_after=wait)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -120,6 +121,4 @@ def reply(value: object, status: int = 200) -> Response:
 
 def clean_rid(text: str | None) -> str | None:
     """The request id if it is safe for headers, logs and ids, else None."""
-    if text and len(text) <= MAX_RID and text.isascii() and all(c.isalnum() or c in "-_.:/" for c in text):
-        return text
-    return None
+    return text if text and re.fullmatch(f"[A-Za-z0-9_.:/-]{{1,{MAX_RID}}}", text) else None

@@ -90,6 +90,11 @@ def _printable(text: str) -> str:
     return text if len(text) <= MAX_MESSAGE else f"{text[:MAX_MESSAGE]} … ({len(text)} characters)"
 
 
+def too_many_requests(message: str, code: str, param: str | None = None, retry_after: int = 0) -> ApiError:
+    """A 429 that says when to try again."""
+    return ApiError(429, message, "rate_limit_error", param, code, retry=True, retry_after=retry_after)
+
+
 def api_error(error: Exception) -> ApiError:
     """The error response for an exception. An unexpected exception becomes a 500 without details."""
     match error:
@@ -98,7 +103,7 @@ def api_error(error: Exception) -> ApiError:
         case InvalidRequest():
             return ApiError(400, str(error), param=error.field or None, code="invalid_value")
         case Overloaded():
-            return ApiError(429, f"the queue is full: {error}", "rate_limit_error", code="overloaded", retry=True)
+            return too_many_requests(f"the queue is full: {error}", "overloaded")
         case EngineDead():
             message = f"the engine is not serving: {error}; try again when /ready answers 200"
             code = "engine_starting" if isinstance(error, EngineStarting) else "engine_dead"

@@ -183,7 +183,6 @@ class GrammarChecker:
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="grammar-check")
         self._checks: OrderedDict[bytes, asyncio.Future[str]] = OrderedDict()  # the latest used last
-        self._running = 0
 
     async def check(self, grammar: Grammar) -> None:
         """Raises InvalidRequest naming the grammar's field if it does not compile within the limits, Overloaded if too
@@ -193,21 +192,14 @@ class GrammarChecker:
             return
         key = hashlib.blake2b(f"{grammar.kind}\0{grammar.source}".encode("utf-8", "surrogatepass")).digest()
         if key not in self._checks:
-            if self._running >= WAITING:
+            if sum(not check.done() for check in self._checks.values()) >= WAITING:
                 raise Overloaded(f"{WAITING} grammars wait to be compiled: try again later")
-            check = self._checks[key] = asyncio.get_running_loop().run_in_executor(self._pool, _error_of, grammar)
-            self._running += 1
-            check.add_done_callback(lambda done: self._end(key, done))
+            self._checks[key] = asyncio.get_running_loop().run_in_executor(self._pool, _error_of, grammar)
             if len(self._checks) > KNOWN:
                 self._checks.popitem(last=False)
         self._checks.move_to_end(key)
         if error := await asyncio.shield(self._checks[key]):  # others may wait for it too
             raise InvalidRequest(grammar.field, error)
-
-    def _end(self, key: bytes, done: asyncio.Future[str]) -> None:
-        self._running -= 1
-        if done.cancelled() or done.exception() is not None:
-            self._checks.pop(key, None)
 
 
 def _error_of(grammar: Grammar) -> str:

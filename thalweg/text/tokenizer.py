@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken
+from tokenizers import AddedToken, decoders
 from tokenizers import Tokenizer as Library
 
 from thalweg.core.errors import CheckpointError
@@ -40,8 +40,7 @@ class Tokenizer:
         vocabulary = self._library.get_vocab(with_added_tokens=True)
         self.vocab_size = 1 + max(vocabulary.values(), default=-1)
         self._texts = {i: token for token, i in vocabulary.items()}
-        decoder = json.loads(self._library.to_str()).get("decoder") or {}
-        is_byte_level = _decoder_types(decoder) == ["ByteLevel"]
+        is_byte_level = isinstance(self._library.decoder, decoders.ByteLevel)
         self._bytes = byte_pieces(self._texts, {i: t.content for i, t in added.items()}) if is_byte_level else {}
         # a normalizer may shorten a text: then its size says nothing about its tokens
         self._longest = max(map(len, self._bytes.values()), default=0) if self._library.normalizer is None else 0
@@ -169,9 +168,3 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     tokens = {key: value for key, value in config.items() if key.endswith("_token")}
     texts = {key: value.get("content") if isinstance(value, dict) else value for key, value in tokens.items()}
     return {key: text for key, text in texts.items() if isinstance(text, str)}
-
-
-def _decoder_types(decoder: Mapping[str, Any]) -> list[str]:
-    if decoder.get("type") == "Sequence":
-        return [kind for part in decoder.get("decoders", []) for kind in _decoder_types(part)]
-    return [str(decoder.get("type"))]
