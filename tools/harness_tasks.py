@@ -14,8 +14,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from thalweg.bench.answering import PromptFormat
 from thalweg.bench.eval_files import recall_questions
-from thalweg.bench.eval_prompts import PromptFormat
 from thalweg.bench.tasks import make_items
 
 HEAD = """\

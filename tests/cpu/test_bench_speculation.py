@@ -67,7 +67,7 @@ def test_simulated_acceptance() -> None:
 
 def test_an_invalid_tree_is_refused() -> None:
     for wrong in ("4", "1x3x3", "4x3"):
-        with pytest.raises(UnsupportedConfig, match="BRANCHESxDEPTHxNODES"):
+        with pytest.raises(UnsupportedConfig, match="branches x depth x drafts"):
             speculation.run(["--model", MODEL, "--trees", wrong])
 
 

@@ -17,7 +17,7 @@ from tests.cpu import eagle_heads as heads
 from tests.cpu import reference_model, zoo
 from tests.cpu.batches import whole_batch
 from tests.cpu.eagle_heads import Reference
-from thalweg.bench.eval_prompts import PromptFormat
+from thalweg.bench.answering import PromptFormat
 from thalweg.bench.tasks import make_items
 from thalweg.core.errors import CheckpointError
 from thalweg.core.sampling import SamplingParams

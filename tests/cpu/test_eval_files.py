@@ -7,7 +7,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +16,23 @@ import yaml
 
 from tests.cpu.bench_server import Fake, serving_in_a_thread
 from thalweg.bench import eval, harness
-from thalweg.bench.answering import EngineAnswerer, NoAnswer, ServerAnswerer
+from thalweg.bench.answering import (
+    Continuation,
+    EngineAnswerer,
+    EvalPrompt,
+    NoAnswer,
+    PromptFormat,
+    ServerAnswerer,
+    continuations,
+)
 from thalweg.bench.errors import DatasetError
 from thalweg.bench.eval_files import (
     ChoiceQuestion,
-    continuations,
     read_questions,
     recall_questions,
 )
-from thalweg.bench.eval_prompts import Continuation, EvalAnswer, EvalPrompt, PromptFormat
 from thalweg.bench.evaluation import EvalSettings, Evaluation, evaluate
 from thalweg.bench.tasks import make_items, score
-from thalweg.core.errors import UnsupportedConfig
 from thalweg.llm import LLM
 from tools import harness_tasks
 
@@ -114,12 +119,12 @@ class Weights:
     def __init__(self, nats: Sequence[float]) -> None:
         self.nats = list(nats)
 
-    def answer(self, questions: Sequence[EvalPrompt], label: str, into: dict[int, EvalAnswer]) -> None:
+    def answer(self, questions: Sequence[EvalPrompt], label: str) -> Iterator[tuple[int, str]]:
         raise AssertionError("nothing is written")
 
-    def likelihoods(self, asked: Sequence[Continuation], label: str, into: dict[int, float]) -> None:
+    def likelihoods(self, asked: Sequence[Continuation], label: str) -> Iterator[tuple[int, float]]:
         assert len(asked) == len(self.nats)
-        into.update(enumerate(self.nats))
+        return iter(enumerate(self.nats))
 
 
 def test_the_sum_favours_short_choices_and_the_byte_does_not(tmp_path: Path, texts: PromptFormat) -> None:
@@ -146,9 +151,7 @@ def test_log_probabilities_here_and_over_http_are_the_same(texts: PromptFormat) 
         for question in recall_questions(make_items("recall", "held_out", 2))
         for one in continuations(question, texts)
     ]
-    here: dict[int, float] = {}
-    there: dict[int, float] = {}
-    EngineAnswerer(llm, progress=False).likelihoods(asked, "x", here)
+    here = dict(EngineAnswerer(llm, progress=False).likelihoods(asked, "x"))
     (whole,) = llm.score([asked[0].ids])
     assert here[0] == pytest.approx(math.fsum(entry.logprob for entry in whole[asked[0].at - 1 :]))
 
@@ -158,7 +161,7 @@ def test_log_probabilities_here_and_over_http_are_the_same(texts: PromptFormat) 
 
     fake = Echo(log)
     with serving_in_a_thread(fake) as url:
-        ServerAnswerer(url, "m", "", 3, progress=False).likelihoods(asked, "x", there)
+        there = dict(ServerAnswerer(url, "m", "", 3, progress=False).likelihoods(asked, "x"))
     assert there == pytest.approx(here) and sorted(here) == list(range(8))
     assert all(body["echo"] and body["logprobs"] == 0 and body["max_tokens"] == 1 for body in fake.bodies)
 
@@ -182,7 +185,7 @@ def test_a_server_without_log_probabilities_is_no_answer(log: list[float | None]
     with serving_in_a_thread(Echo(lambda body: log)) as url:
         there = ServerAnswerer(url, "m", "", 3, progress=False)
         with pytest.raises(NoAnswer, match="gives no log-probabilities"):
-            there.likelihoods([Continuation((5, 6, 7), 1)], "x", {})
+            list(there.likelihoods([Continuation((5, 6, 7), 1)], "x"))
 
 
 def test_a_file_over_http_and_one_that_is_broken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -217,19 +220,19 @@ class Breaks:
     def __init__(self, most: int, error: BaseException, right: Callable[[int], str] = lambda place: "") -> None:
         self.most, self.error, self.right = most, error, right
 
-    def answer(self, questions: Sequence[EvalPrompt], label: str, into: dict[int, EvalAnswer]) -> None:
+    def answer(self, questions: Sequence[EvalPrompt], label: str) -> Iterator[tuple[int, str]]:
         for place in range(len(questions)):
             if not self.most:
                 raise self.error
             self.most -= 1
-            into[place] = EvalAnswer(self.right(place))
+            yield place, self.right(place)
 
-    def likelihoods(self, asked: Sequence[Continuation], label: str, into: dict[int, float]) -> None:
+    def likelihoods(self, asked: Sequence[Continuation], label: str) -> Iterator[tuple[int, float]]:
         for place in range(len(asked)):
             if not self.most:
                 raise self.error
             self.most -= 1
-            into[place] = -float(place)
+            yield place, -float(place)
 
 
 def breaking(monkeypatch: pytest.MonkeyPatch, texts: PromptFormat, most: int, error: BaseException) -> None:
@@ -287,11 +290,11 @@ def test_a_failed_http_request_keeps_the_other_answers(texts: PromptFormat) -> N
     fake = Fake(
         first=0.3, gap=0.0, plan=["ok", "ok", "ok", "429"]
     )  # who began meanwhile is stopped before it is answered
-    into: dict[int, EvalAnswer] = {}
+    into: dict[int, str] = {}
     with serving_in_a_thread(fake) as url:
         there = ServerAnswerer(url, "m", "", 1, progress=False)
         with pytest.raises(NoAnswer, match="3 of 6 requests of sums were answered, then: HTTP 429"):
-            there.answer([texts.prompt(item) for item in items], "sums", into)
+            into.update(there.answer([texts.prompt(item) for item in items], "sums"))
     assert sorted(into) == [0, 1, 2] and len(fake.bodies) < 6, "the rest would only fail too"
 
 
@@ -391,8 +394,8 @@ def test_a_harness_that_fails_is_no_result(installed: Path, capsys: pytest.Captu
 
 def test_a_missing_harness_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(harness.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UnsupportedConfig, match=r"not installed here; pip install 'lm_eval\[api\]'"):
-        eval.run(["--model", str(TINY), "--harness", "t"])
+    assert eval.main(["--model", str(TINY), "--harness", "t"]) == 2
+    assert "not installed here; pip install 'lm_eval[api]'" in capsys.readouterr().err
 
 
 def test_the_harness_gets_a_server_with_the_settings(installed: Path, tmp_path: Path) -> None:

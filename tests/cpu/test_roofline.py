@@ -86,7 +86,7 @@ class Recorder:
 
 
 def gpu_trace(path: Path, replays: int = 3, eager: bool = True) -> Path:
-    """Steps of 100 µs that overlap their launches: each A is launched while the device is at the step before it. The
+    """Steps of 100 µs that overlap their launches: each forward is launched while the device is at the step before it. The
     eager step stands before the replays, which have one more kernel.
     """
     made = Recorder()
@@ -99,8 +99,8 @@ def gpu_trace(path: Path, replays: int = 3, eager: bool = True) -> Path:
             if step and place == 3:
                 kernels.append(("_merge", "", at, 1.0))
                 at += 1.0
-        made.half("A", step, begin, kernels)
-        made.half("B", step, begin + 30, [("_best", "", at + 2, 4.0), ("_settle", "", at + 6, 4.0)])
+        made.half("forward", step, begin, kernels)
+        made.half("sample", step, begin + 30, [("_best", "", at + 2, 4.0), ("_settle", "", at + 6, 4.0)])
         made.add("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", at + 9, 3.0, {"correlation": -1})
     return made.write(path)
 
@@ -123,10 +123,10 @@ def test_a_replays_steps_add_up(tmp_path: Path) -> None:
     attention = next(part for part in split.parts if part.operation == A)
     assert attention.floor_us == pytest.approx(5.0) and attention.lost_us == pytest.approx(10.0)
     told = split.losses()
-    assert len(told) == roofline.TOP and told[0].startswith("gaps: 13.0 µs (13% of the step) without a floor, 4 x;")
+    assert len(told) == roofline.TOP and told[0].startswith("gaps: 13.0 µs (13% of the step) without a limit, 4 x;")
     assert told[1].startswith(
-        "projections: 10.0 µs (10% of the step) above the floor of 8.0 µs: it takes 18.0 µs, 2.2 times as long"
-    ) or told[1].startswith("attention: 10.0 µs (10% of the step) above the floor of 5.0 µs")
+        "projections: 10.0 µs (10% of the step) above the limit of 8.0 µs: it takes 18.0 µs, 2.2 times as long"
+    ) or told[1].startswith("attention: 10.0 µs (10% of the step) above the limit of 5.0 µs")
 
 
 def test_a_servers_profile_has_forward_and_sampling(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -175,7 +175,7 @@ def test_what_was_measured_is_kept_when_the_next_batch_does_not_end(
         yield roofline.RooflineRun([roofline.break_down(profile.steps[:2], {})], {"batch_size": 1})
         raise error
 
-    monkeypatch.setattr(roofline, "of_model", lambda parsed: ({"model": "tiny"}, runs()))
+    monkeypatch.setattr(roofline, "of_model", lambda args, options: ({"model": "tiny"}, {}, runs()))
     assert roofline.main([TINY, "--batch-size", "1", "8", "--result-filename", str(tmp_path / "r.json")]) == status
     told = json.loads((tmp_path / "r.json").read_text())
     assert [one["batch_size"] for one in told["runs"]] == [1] and told["partial"] is True and told["ended"] == ended

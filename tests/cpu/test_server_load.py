@@ -21,6 +21,7 @@ from thalweg.bench.backends import BACKENDS, RequestOptions, send_request
 from thalweg.bench.datasets import Prompt, vocabulary_of
 from thalweg.bench.errors import BenchError
 from thalweg.bench.http_client import HttpClient
+from thalweg.bench.load import LoadedServer, main
 from thalweg.bench.load_checks import (
     LoadRound,
     LoadSample,
@@ -32,7 +33,6 @@ from thalweg.bench.load_checks import (
     margin_at,
     step_rate,
 )
-from thalweg.bench.load_test import LoadedServer, main
 from thalweg.bench.metrics import Record
 from thalweg.bench.server_process import ProcessUsage, ServerProcess, engine_processes, raise_file_limit, usage
 from thalweg.bench.statistics import common_length
@@ -228,7 +228,7 @@ def test_the_step_rate_counts_full_batches_only() -> None:
     records = [Record(output_tokens=40, done=True) for _ in range(4)]
     one = LoadRound(records, 9.0, [filling, *full, look(9.0, 95, running=0, cpu=3.2)], 0.08, None)
     assert one.cpu_us["server"] == pytest.approx(1e4) and one.as_json()["client_cpu_us_per_token"] == pytest.approx(500)
-    assert one.as_json()["engine_pace"] == msgspec.to_builtins(StepRate(10.0, 1e6 / 80, 20))
+    assert one.as_json()["engine_step_rate"] == msgspec.to_builtins(StepRate(10.0, 1e6 / 80, 20))
 
 
 def whole(**changes: Any) -> tuple[LoadTest, tuple[StepRate, StepRate]]:
@@ -263,7 +263,7 @@ def missed(seen: LoadTest, paces: tuple[StepRate, StepRate], **args: float) -> l
         "max_running_requests": 0,
         "cpu_limit": 60.0,
         "memory_limit": 1.0,
-        "pace_limit": 0.8,
+        "step_rate_limit": 0.8,
     }
     return [check.name for check in checks(seen, paces, Namespace(**told | args)) if not check.ok]
 
@@ -275,10 +275,13 @@ def test_every_broken_promise_is_reported() -> None:
     lost = whole(after=good.after._replace(stats=msgspec.structs.replace(stats, decode_tokens=stats.decode_tokens + 1)))
     assert missed(*lost) == ["sampled tokens that the answers have"]
     assert missed(*whole(texts=PairedTexts(compared=4, equal=3, wrong=["x"], asked_tokens=10))) == [
-        "streams with the text of their pair"
+        "streams whose text is that of the unstreamed answer"
     ]
     held = good.after._replace(stats=msgspec.structs.replace(stats, pages_used=1), server=ProcessUsage(0, 1 << 20, 12))
-    assert missed(*whole(after=held)) == ["left at the end", "open files of the server, after - before"]
+    assert missed(*whole(after=held)) == [
+        "requests and pages left at the end",
+        "open files of the server, after - before",
+    ]
     good.rounds[1].records[0].error = "HTTP 500"
     assert missed(good, paces) == ["requests that failed"]
     good.rounds[1].records[0].error = ""
@@ -289,7 +292,9 @@ def test_every_broken_promise_is_reported() -> None:
     assert missed(good, paces, cpu_limit=0.5) == [
         f"server CPU a token, {name}" for name in ("4 streams", "2 streams", "2 streams, chat")
     ]
-    assert missed(good, (StepRate(6.3, 100.0, 10), paces[1])) == ["engine's step rate, 4 streams, of that alone"]
+    assert missed(good, (StepRate(6.3, 100.0, 10), paces[1])) == [
+        "engine step rate, 4 streams, of that without a server"
+    ]
     assert missed(good, (StepRate(6.3, 100.0, 10), paces[1]), max_running_requests=2) == []
 
 

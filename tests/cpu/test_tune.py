@@ -16,7 +16,6 @@ from torch import Tensor
 
 from thalweg.bench import stopwatch, tune
 from thalweg.bench.tune import TunedFiles, Tuner, TuningOutcome
-from thalweg.config.args import parse_options
 from thalweg.config.machine import Machine
 from thalweg.config.options import Options
 from thalweg.config.tree import options_of
@@ -282,7 +281,7 @@ def test_the_examples_of_the_help_are_commands(capsys: pytest.CaptureFixture[str
     lines = [line.split("  ")[1] for line in shown.splitlines() if line.startswith("  thalweg tune ")]
     assert len(lines) >= 3
     for line in lines:
-        parse_options(tune._parser(), shlex.split(line)[2:])  # ends the process where it is none
+        tune.parse(shlex.split(line)[2:])  # ends the process where it is none
 
 
 def test_a_tuned_model_says_the_same_words_and_reads_otherwise(tmp_path: Path) -> None:

@@ -61,16 +61,6 @@ def test_turns_follow_one_another() -> None:
     assert schedule(prompts[:6], 10.0, False, 0)[:4] == [0.0] + [schedule(prompts[:6], 10.0, False, 0)[1]] * 3
 
 
-@pytest.mark.parametrize(
-    ("changed", "words"),
-    [({"groups": 0}, "groups must be"), ({"turns": 0}, "turns"), ({"question": LengthRange(0, 1.0)}, "--gsp-question-len"),
-     ({"output": LengthRange(5, 2.0)}, "--gsp-range-ratio"), ({"pause": -1.0}, "--think-time")],
-)  # fmt: skip
-def test_groups_that_make_no_sense(changed: dict[str, object], words: str) -> None:
-    with pytest.raises(DatasetError, match=words):
-        groups(**changed).check("--gsp")
-
-
 def test_a_later_turn_has_all_that_was_said() -> None:
     first, second, third = (WORDS.prompt(ids, 4) for ids in ([7, 8], [20], [30, 31]))
     then = second.following(first, Reply("91 92", (91, 92)))
@@ -201,16 +191,6 @@ def test_a_broken_row_names_file_line_and_field(tmp_path: Path, field: str, valu
     path = trace(tmp_path / "t.jsonl", ROW, ROW | {field: value})
     with pytest.raises(DatasetError, match=f"t.jsonl, line 2: .*{field}"):
         trace_prompts(path, WORDS, 1, TraceLimits(), seed=0)  # though only the first row was asked for
-
-
-@pytest.mark.parametrize(
-    ("limits", "words"),
-    [(TraceLimits(slowdown=0), "slowdown"), (TraceLimits(scale=0), "scale"), (TraceLimits(scale=2.0), "scale"),
-     (TraceLimits(begin=5, end=5), "nothing between"), (TraceLimits(jitter=-1), "jitter"), (TraceLimits(slowdown=float("nan")), "slowdown")],
-)  # fmt: skip
-def test_limits_that_make_no_sense(tmp_path: Path, limits: TraceLimits, words: str) -> None:
-    with pytest.raises(DatasetError, match=words):
-        trace_prompts(trace(tmp_path / "t.jsonl", ROW), WORDS, 0, limits, seed=0)
 
 
 def test_the_highest_possible_hit_rate_is_reported() -> None:

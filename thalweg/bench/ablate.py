@@ -35,14 +35,13 @@ from thalweg.bench.ablation_columns import (
     columns,
 )
 from thalweg.bench.ablation_tables import differences_from_base, markdown, save_plot
-from thalweg.bench.command import add_flags, exit_status, report_interruption
+from thalweg.bench.command import command, parse_engine_flags, report_interruption
 from thalweg.bench.display import progress_bar
 from thalweg.bench.errors import ResultError
 from thalweg.bench.evaluation import SCORED, TASKS, EvalSettings, read_files
 from thalweg.bench.in_process import configuration
 from thalweg.bench.plots import has_matplotlib
-from thalweg.bench.results import hide_home, provenance
-from thalweg.config.args import options_parser, parse_options
+from thalweg.bench.results import hide_home, provenance, replace_file
 from thalweg.config.machine import Machine
 from thalweg.config.options import Options
 from thalweg.config.tree import non_defaults, settings
@@ -70,7 +69,7 @@ CELL_FLAGS = f"""
 LOAD_FLAGS = """
 --input-len      count=760      mean tokens of a prompt
 --output-len     count=460      mean tokens to write
---spread         number=0.5     lengths are within ± this share of the mean
+--spread         share=0.5     lengths are within ± this share of the mean
 --shared-prefix  whole=0        first tokens that all prompts have in common
 --concurrency    count...=8 32  requests at a time, a run for each
 --waves          count=2        requests of a run, times the concurrency
@@ -91,9 +90,7 @@ RESULT_FLAGS = """
 
 
 def workload(args: Any) -> CellWorkload:
-    """Raises UnsupportedConfig for impossible lengths."""
-    if not 0 <= args.spread < 1:
-        raise UnsupportedConfig(f"--spread: must be at least 0 and less than 1, got {args.spread:g}")
+    """Raises UnsupportedConfig for a shared prefix that is too long."""
     shortest = int(args.input_len * (1 - args.spread))
     if not 0 <= args.shared_prefix < shortest:
         raise UnsupportedConfig(
@@ -107,7 +104,7 @@ def accuracy(args: Any, options: Options) -> EvalSettings:
     """Raises UnsupportedConfig where random weights would be asked."""
     is_random = options.load.load_format == "dummy"
     tasks = tuple(task for task in args.tasks or (() if is_random else SCORED) if task != "none")
-    asked = EvalSettings(tasks=tasks, items=args.items, gsm8k=args.gsm8k, choices=args.choices)
+    asked = msgspec.convert(vars(args) | {"tasks": tasks}, EvalSettings)
     if is_random and asked:
         raise UnsupportedConfig(
             "--load-format dummy: random weights know no answers; leave --tasks, --gsm8k and --choices out"
@@ -150,13 +147,10 @@ class Ablation:
     def save(self) -> None:
         """Writes the JSON, and table and plot beside it; the files are whole at any moment. Raises ResultError."""
         result = self.as_json()
-        texts = {".json": json.dumps(result, ensure_ascii=False, indent=1, default=str) + "\n", ".md": markdown(result)}
+        text = json.dumps(result, ensure_ascii=False, indent=1, default=str) + "\n"
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            for suffix, text in texts.items():
-                new = self.path.with_suffix(f"{suffix}.new")
-                new.write_text(text, encoding="utf-8")
-                new.replace(self.path.with_suffix(suffix))
+            replace_file(self.path, text.encode())
+            replace_file(self.path.with_suffix(".md"), markdown(result).encode())
             if has_matplotlib():
                 save_plot(result, self.path.with_suffix(""))
         except OSError as error:
@@ -229,20 +223,17 @@ def _short(result: Result) -> str:
     return f"{result['single']['decode_tokens_per_s']:.1f} tok/s alone{batch}, in {result['seconds']:.0f} s"
 
 
-def run(argv: list[str]) -> int:
-    """Raises ThalwegError."""
+@command("thalweg ablate")
+def main(argv: list[str]) -> int:
+    """0: done; 1: an error, no cell could run, or one failed or ran out of time; 2: wrong flags; 130: interrupted."""
     text = (
         "Turns features off and on: speed and accuracy of each combination, or why it cannot run. The flags of the"
         " engine are the base."
     )
     groups = ("model", "load", "memory", "schedule", "sampling", "speculative", "parallel")
-    parser = options_parser("thalweg ablate", text, EPILOG, only=groups)
-    add_flags(parser, "Cells", CELL_FLAGS, mode=MODES, column=str)
-    add_flags(parser, "Load", LOAD_FLAGS)
-    add_flags(parser, "Accuracy", ACCURACY_FLAGS, task=(*TASKS, "none"))
-    add_flags(parser, "Results", RESULT_FLAGS)
-    parsed = parse_options(parser, argv)
-    args, options = parsed.args, parsed.options
+    tables = {"Cells": CELL_FLAGS, "Load": LOAD_FLAGS, "Accuracy": ACCURACY_FLAGS, "Results": RESULT_FLAGS}
+    kinds: dict[str, Any] = {"mode": MODES, "column": str, "task": (*TASKS, "none")}
+    args, options = parse_engine_flags(argv, "thalweg ablate", text, tables, groups, EPILOG, **kinds)
     if args.mode == MATRIX and not args.columns:
         raise UnsupportedConfig("--mode matrix: every combination of every feature is too many; name --columns")
     if Path(args.output_file).suffix != ".json":
@@ -261,9 +252,8 @@ def run(argv: list[str]) -> int:
         for cell in found:
             print(f"{differences_from_base(head['columns'], cell.labels)}: {cell.reason or 'can run'}")
         return 0
-    secrets = {str(value) for name, value in base.items() if settings()[name].secret}
-    words = [word for word in argv if not any(secret in word for secret in secrets)]
-    source = provenance("ablate", words, configuration(probe.start()))
+    secrets = [value for name, value in base.items() if settings()[name].secret]
+    source = provenance("ablate", argv, configuration(probe.start()), secrets)
     ablation = Ablation(Path(args.output_file), head, source, found, {})
     if not args.anew:
         ablation.resume(args.cell_timeout, args.any_commit)
@@ -294,8 +284,3 @@ def _head(
         "base": {name: value for name, value in base.items() if name != "model" and not settings()[name].secret},
     }
     return dict(json.loads(json.dumps(head)))  # as it is when it is read again
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """0: done; 1: an error, no cell could run, or one failed or ran out of time; 2: wrong flags; 130: interrupted."""
-    return exit_status("thalweg ablate", run, argv)

@@ -22,11 +22,11 @@ from typing import Any
 
 import msgspec
 
-from thalweg.bench.answering import EngineAnswerer
+from thalweg.bench.answering import EngineAnswerer, PromptFormat
 from thalweg.bench.datasets import OrdinaryTokens, vocabulary_of
-from thalweg.bench.eval_prompts import PromptFormat
 from thalweg.bench.evaluation import EvalSettings, Evaluation, evaluate
 from thalweg.bench.in_process import Generation, exactly, run_all
+from thalweg.bench.results import replace_file
 from thalweg.core.errors import ThalwegError, UnsupportedConfig
 from thalweg.engine.local import LocalEngine
 from thalweg.llm import LLM
@@ -128,9 +128,7 @@ def batch(engine: LocalEngine, work: CellWorkload, vocabulary: OrdinaryTokens, c
         "seconds": seconds,
         "cpu_seconds": cpu,
         "throughput": (inputs + outputs) / seconds,
-        "output_throughput": outputs / seconds,
         "decode_per_request": fmean(len(request.tokens) / (request.end - request.start) for request in requests),
-        "mean_ttft_seconds": fmean(request.first - request.start for request in requests),
     }
 
 
@@ -191,10 +189,7 @@ def failure(status: int, output: Path) -> str:
 
 def main(folder: Path) -> None:
     def save(result: Result) -> None:
-        """The file is whole at any moment."""
-        new = folder / f"{RESULT}.new"
-        new.write_text(json.dumps(result), encoding="utf-8")
-        new.replace(folder / RESULT)
+        replace_file(folder / RESULT, json.dumps(result).encode())
 
     try:
         measure(msgspec.json.decode((folder / ORDER).read_bytes(), type=CellOrder), save)

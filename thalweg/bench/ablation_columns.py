@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
+from thalweg.bench.display import fields
 from thalweg.config.machine import Machine
 from thalweg.config.setting import Setting, nearest
 from thalweg.config.tree import options_of, settings
@@ -22,25 +23,25 @@ from thalweg.launch.resolve import resolve
 from thalweg.launch.resolved import Resolved
 
 UNCHANGED = ...  # the wish of a level that the base has already
-SHORT = {
-    "graph": "cuda_graph_mode",
-    "radix": "radix_cache",
-    "attention": "attention_backend",
-    "nextn": "speculative_algorithm",
-    "ep": "ep_size",
-    "dp-attention": "dp_size",
-    "overlap": "overlap_schedule",
-    "mla": "mla",
-    "tp": "tp_size",
-    "pp": "pp_size",
-    "kv": "kv_cache_dtype",
-    "moe": "moe_runner_backend",
-    "fp8-gemm": "fp8_gemm_backend",
-    "chunk": "chunked_prefill_size",
-    "policy": "schedule_policy",
-    "deterministic": "deterministic_inference",
-    "strip-thinking": "strip_thinking_cache",
-}
+SHORT = fields("""
+graph           cuda_graph_mode
+radix           radix_cache
+attention       attention_backend
+nextn           speculative_algorithm
+ep              ep_size
+dp-attention    dp_size
+overlap         overlap_schedule
+mla             mla
+tp              tp_size
+pp              pp_size
+kv              kv_cache_dtype
+moe             moe_runner_backend
+fp8-gemm        fp8_gemm_backend
+chunk           chunked_prefill_size
+policy          schedule_policy
+deterministic   deterministic_inference
+strip-thinking  strip_thinking_cache
+""")
 OFF, ON = "off", "on"
 ONE, LADDER, MATRIX = "one-at-a-time", "ladder", "matrix"
 MODES = (ONE, LADDER, MATRIX)
@@ -194,19 +195,37 @@ class AblationCell(NamedTuple):
         return json.dumps(self.wishes, sort_keys=True, default=str)
 
 
+Levels = dict[str, ColumnLevel]  # by column; the others are as in the base
+
+
 def cells(mode: str, columns: Sequence[AblationColumn], probe: SettingsProbe) -> list[AblationCell]:
     """The cells of a mode, each once: the base and each column changed alone; everything off and then one column after
-    the other on; every combination.
+    the other on; every combination, the base first where it is one of them.
     """
-    make = {ONE: _one_at_a_time, LADDER: _ladder, MATRIX: _matrix}[mode]
     found: dict[str, AblationCell] = {}
-    for cell in make(columns, probe):
-        found.setdefault(cell.key, cell)
+
+    def add(chosen: Levels) -> AblationCell:
+        cell = _cell(columns, chosen, probe)
+        return found.setdefault(cell.key, cell)
+
+    if mode == MATRIX:
+        ordered = [sorted(column.levels, key=lambda level: level.label != column.base) for column in columns]
+        for levels in itertools.product(*ordered):
+            add({column.name: level for column, level in zip(columns, levels, strict=True)})
+        return list(found.values())
+    chosen = {column.name: column.levels[0] for column in columns} if mode == LADDER else {}
+    add(chosen)
+    for column in columns:
+        for level in column.levels:
+            if mode == ONE and (level.label == column.base or probe.same_as_base(column.wishes(level))):
+                continue
+            changed = {**chosen, column.name: level}
+            if not add(changed).reason and mode == LADDER:  # the next steps do without a level that cannot run
+                chosen = changed
     return list(found.values())
 
 
-def _cell(columns: Sequence[AblationColumn], chosen: Mapping[str, ColumnLevel], probe: SettingsProbe) -> AblationCell:
-    """chosen: by column; the others are as in the base."""
+def _cell(columns: Sequence[AblationColumn], chosen: Levels, probe: SettingsProbe) -> AblationCell:
     wishes: dict[str, Any] = {}
     for column in columns:
         if column.name in chosen:
@@ -216,29 +235,3 @@ def _cell(columns: Sequence[AblationColumn], chosen: Mapping[str, ColumnLevel], 
     if isinstance(resolved, str):
         return AblationCell(labels, wishes, resolved, {})
     return AblationCell(labels, wishes, "", {one.name: one.value for one in resolved.decisions})
-
-
-def _one_at_a_time(columns: Sequence[AblationColumn], probe: SettingsProbe) -> Iterator[AblationCell]:
-    yield _cell(columns, {}, probe)
-    for column in columns:
-        for level in column.levels:
-            if level.label != column.base and not probe.same_as_base(column.wishes(level)):
-                yield _cell(columns, {column.name: level}, probe)
-
-
-def _ladder(columns: Sequence[AblationColumn], probe: SettingsProbe) -> Iterator[AblationCell]:
-    chosen = {column.name: column.levels[0] for column in columns}
-    yield _cell(columns, chosen, probe)
-    for column in columns:
-        for level in column.levels[1:]:
-            cell = _cell(columns, {**chosen, column.name: level}, probe)
-            if not cell.reason:  # the next steps do without a level that cannot run
-                chosen[column.name] = level
-            yield cell
-
-
-def _matrix(columns: Sequence[AblationColumn], probe: SettingsProbe) -> Iterator[AblationCell]:
-    """The base first, where it is one of them."""
-    ordered = [sorted(column.levels, key=lambda level: level.label != column.base) for column in columns]
-    for levels in itertools.product(*ordered):
-        yield _cell(columns, {column.name: level for column, level in zip(columns, levels, strict=True)}, probe)

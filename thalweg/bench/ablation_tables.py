@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from statistics import geometric_mean, median
 from typing import Any, NamedTuple
 
+from thalweg.bench import display
 from thalweg.bench.display import markdown_table
 from thalweg.bench.plots import Bars, Figure, save
 from thalweg.bench.statistics import paired
 
 Json = Mapping[str, Any]
-Rate = Callable[[Json], float | None]  # of one round of a cell
+Rounds = dict[int, float]  # a rate by the number of the round
 
 CONFIDENCE = 0.95
 GOOD_ROUNDS = 5  # from here on Student's t gives intervals of a useful width
@@ -26,49 +26,47 @@ ONE_ROUND = (
 
 
 class RateGroup(NamedTuple):
-    """Rates of one table, by heading."""
+    """Rates of one table."""
 
     title: str
     meaning: str
-    rates: Mapping[str, Rate]
-
-    def full_name(self, rate: str) -> str:
-        return f"{rate}, a CPU second" if "CPU" in self.title else rate
-
-
-def rate_groups(result: Json) -> list[RateGroup]:
-    """The rates of a cell. Results of a CPU have CPU time too: other work on the machine disturbs it less."""
-
-    def batches(name: str, rate: Callable[[Json], float]) -> dict[str, Rate]:
-        return {name.format(count): partial(_of_batch, count, rate) for count in result["workload"]["concurrency"]}
-
-    groups = [
-        RateGroup(
-            "Tokens a second",
-            "decoding of one request alone; else (prompt + output) / time of a run",
-            {"one request": lambda row: float(row["single"]["decode_tokens_per_s"])}
-            | batches("{} at a time", lambda batch: float(batch["throughput"])),
-        ),
-        RateGroup(
-            "Tokens a second of a request",
-            "output tokens / duration, mean of the run's requests",
-            batches("each of {}", lambda batch: float(batch["decode_per_request"])),
-        ),
-    ]
-    if not result["device"]["gpus"]:
-        cpu: dict[str, Rate] = {"one request": lambda row: _tokens(row["single"], "len") / row["single"]["cpu_seconds"]}
-        cpu |= batches("{} at a time", lambda batch: _tokens(batch, "tokens") / batch["cpu_seconds"])
-        meaning = "(prompt + output) / CPU time of the process, which other work on the machine disturbs less"
-        groups.append(RateGroup("Tokens a CPU second", meaning, cpu))
-    return groups
+    batch: Callable[[Json], float]  # of a run of several requests
+    single: Callable[[Json], float] | None  # of one request alone
+    heading: str = "{} at a time"  # of a batch
+    suffix: str = ""  # tells its rates from those of other groups
 
 
-def _of_batch(count: int, rate: Callable[[Json], float], row: Json) -> float | None:
-    return next((rate(batch) for batch in row["batches"] if batch["concurrency"] == count), None)
+def _tokens(measured: Json, unit: str) -> int:
+    return int(measured[f"input_{unit}"] + measured[f"output_{unit}"])
 
 
-def _tokens(measured: Json, unit: str) -> float:
-    return float(measured[f"input_{unit}"] + measured[f"output_{unit}"])
+RATES = (
+    RateGroup(
+        "Tokens a second",
+        "decoding of one request alone; else (prompt + output) / time of a run",
+        lambda batch: float(batch["throughput"]),
+        lambda one: float(one["decode_tokens_per_s"]),
+    ),
+    RateGroup(
+        "Tokens a second of a request",
+        "output tokens / duration, mean of the run's requests",
+        lambda batch: float(batch["decode_per_request"]),
+        None,
+        "each of {}",
+    ),
+)
+CPU_RATES = RateGroup(
+    "Tokens a CPU second",
+    "(prompt + output) / CPU time of the process, which other work on the machine disturbs less",
+    lambda batch: float(_tokens(batch, "tokens") / batch["cpu_seconds"]),
+    lambda one: float(_tokens(one, "len") / one["cpu_seconds"]),
+    suffix=", a CPU second",
+)
+
+
+def rate_groups(result: Json) -> tuple[RateGroup, ...]:
+    """The rates of a cell. Results of a CPU have CPU time too."""
+    return RATES if result["device"]["gpus"] else (*RATES, CPU_RATES)
 
 
 def rounds_of(row: Json) -> dict[int, Json]:
@@ -78,9 +76,16 @@ def rounds_of(row: Json) -> dict[int, Json]:
     return {0: row} | {one.get("round", place): one for place, one in enumerate(row.get("again", ()), 1)}
 
 
-def rates_of(row: Json, rate: Rate) -> list[float]:
-    """Of all rounds that have it."""
-    return [value for one in rounds_of(row).values() if (value := rate(one)) is not None]
+def rates_of(rows: Sequence[Json], group: RateGroup) -> dict[str, list[Rounds]]:
+    """The rates of each cell by heading."""
+    found: dict[str, list[Rounds]] = {}
+    for place, row in enumerate(rows):
+        for number, one in rounds_of(row).items():
+            rates = {} if group.single is None else {"one request": group.single(one["single"])}
+            rates |= {group.heading.format(batch["concurrency"]): group.batch(batch) for batch in one["batches"]}
+            for head, rate in rates.items():
+                found.setdefault(head, [{} for _ in rows])[place][number] = rate
+    return found
 
 
 def differences_from_base(columns: Sequence[Json], labels: Mapping[str, str]) -> str:
@@ -126,8 +131,9 @@ def cell_table(result: Json) -> list[str]:
 
     measured, lines = [row for row in cells if rounds_of(row)], list[str]()
     for group in rate_groups(result):
-        rows = [[*names(row), *(_median(rates_of(row, rate)) for rate in group.rates.values())] for row in measured]
-        lines += [f"{group.title}: {group.meaning}", "", *markdown_table([*heads, *group.rates], rows), ""]
+        if rates := rates_of(measured, group):
+            rows = [[*names(row), *map(_median, cells)] for row, *cells in zip(measured, *rates.values(), strict=True)]
+            lines += [f"{group.title}: {group.meaning}", "", *markdown_table([*heads, *rates], rows), ""]
     shares = [{entry["task"]: accuracy(entry) for entry in row.get("accuracy", ())} for row in measured]
     if tasks := list(dict.fromkeys(task for each in shares for task in each)):
         rows = [
@@ -153,8 +159,9 @@ def _legend(columns: Sequence[Json]) -> str:
     return f"Levels: {'; '.join(parts)}." if parts else ""
 
 
-def _median(values: Sequence[float]) -> str:
+def _median(rounds: Rounds) -> str:
     """With least and most where there are several."""
+    values = rounds.values()
     if not values:
         return "–"
     spread = f" ({_number(min(values))} – {_number(max(values))})" if len(values) > 1 else ""
@@ -167,12 +174,11 @@ def _number(value: float) -> str:
 
 def accuracy(entry: Json) -> str:
     """A share with its 95 % interval, or a perplexity."""
-    if "perplexity" in entry:
-        return f"{entry['perplexity']:.2f}"
-    return f"{entry['share']:.1%} ({entry['low_95']:.1%} – {entry['high_95']:.1%})"
+    result, interval = display.accuracy(entry)
+    return f"{result} ({interval})" if "share" in entry else result
 
 
-Pairs = Sequence[tuple[Json, Json]]
+Pairs = Sequence[tuple[int, int]]  # places of cells: without a feature and with it
 
 
 def effects(result: Json) -> list[str]:
@@ -180,28 +186,31 @@ def effects(result: Json) -> list[str]:
     without it, over all pairs of measured cells that differ in nothing else. Empty where there is no pair.
     """
     measured, pairs = [row for row in result["cells"] if rounds_of(row)], dict[str, Pairs]()
+    places = {tuple(sorted(row["columns"].items())): place for place, row in enumerate(measured)}
     for column in result["columns"]:
         name, (first, *others) = column["name"], column["levels"]
         if column["base"] not in column["levels"]:
             first, others = column["base"], column["levels"]
         for level in others:
             found = [
-                (without, with_it)
-                for with_it in measured
-                for without in measured
-                if with_it["columns"][name] == level and with_it["columns"] == without["columns"] | {name: level}
-                if without["columns"][name] == first
+                (places[without], place)
+                for place, row in enumerate(measured)
+                if row["columns"][name] == level
+                if (without := tuple(sorted((row["columns"] | {name: first}).items()))) in places
             ]
             if found:
                 pairs[name if level == "on" else f"{name} {level}, not {first}"] = found
     if not pairs:
         return []
-    rounds = max(len(_ratios(each, lambda row: 1.0)) for each in pairs.values())
-    lines = ["Effect of each column: the rate with it / the rate without it, geometric mean.", "", _noise(rounds), ""]
+    tables, rounds = list[str](), 0
     for group in rate_groups(result):
-        rows = [[name, *(_effect(each, rate) for rate in group.rates.values())] for name, each in pairs.items()]
-        lines += [f"{group.title}:", "", *markdown_table(["column", *group.rates], rows), ""]
-    return lines[:-1]
+        if rates := rates_of(measured, group):
+            ratios = [[_ratios(each, cells) for cells in rates.values()] for each in pairs.values()]
+            rounds = max(rounds, *(len(each) for row in ratios for each in row))
+            rows = [[name, *map(_effect, row)] for name, row in zip(pairs, ratios, strict=True)]
+            tables += [f"{group.title}:", "", *markdown_table(["column", *rates], rows), ""]
+    about = "Effect of each column: the rate with it / the rate without it, geometric mean."
+    return [about, "", _noise(rounds), "", *tables[:-1]]
 
 
 def _noise(rounds: int) -> str:
@@ -216,23 +225,21 @@ def _noise(rounds: int) -> str:
     )
 
 
-def _ratios(pairs: Pairs, rate: Rate) -> list[list[float]]:
+def _ratios(pairs: Pairs, cells: Sequence[Rounds]) -> list[list[float]]:
     """The ratios of each round's pairs, of the rounds that have the most of them."""
     by_round: dict[int, list[float]] = {}
-    for without, with_it in pairs:
-        before, after = rounds_of(without), rounds_of(with_it)
+    for before, after in ((cells[without], cells[with_it]) for without, with_it in pairs):
         for number in before.keys() & after.keys():
-            if (a := rate(before[number])) and (b := rate(after[number])):
-                by_round.setdefault(number, []).append(b / a)
+            if before[number] and after[number]:
+                by_round.setdefault(number, []).append(after[number] / before[number])
     most = max(map(len, by_round.values()), default=0)
     return [ratios for ratios in by_round.values() if len(ratios) == most]
 
 
-def _effect(pairs: Pairs, rate: Rate) -> str:
+def _effect(rounds: Sequence[Sequence[float]]) -> str:
     """The geometric mean over the pairs with its interval over the rounds, "~" before one that may be 1. Of a single
     round the least and most of the pairs instead.
     """
-    rounds = _ratios(pairs, rate)
     means = [geometric_mean(ratios) for ratios in rounds]
     if not means:
         return "–"
@@ -251,8 +258,12 @@ def digest(result: Json) -> str:
 
 
 def save_plot(result: Json, place: Path) -> None:
-    """Writes `place`.svg: a panel for each rate. Raises BenchError without matplotlib, OSError."""
-    save(figure(result), place, ("svg",), digest(result))
+    """Writes `place`.svg: a panel for each rate; nothing where none is measured. Raises BenchError without matplotlib,
+    OSError.
+    """
+    drawn = figure(result)
+    if drawn.panels:
+        save(drawn, place, ("svg",), digest(result))
 
 
 def figure(result: Json) -> Figure:
@@ -263,10 +274,9 @@ def figure(result: Json) -> Figure:
     note = f"tokens a second, {result['checkpoint']}"
     note += f"; {missing} more could not run or were not measured" if missing else ""
     for group in rate_groups(result):
-        for name, rate in group.rates.items():
-            rounds = [rates_of(row, rate) for row in rows]
-            medians = [median(each) if each else None for each in rounds]
-            ends = [(min(each), max(each)) if len(each) > 1 else None for each in rounds]
+        for head, cells in rates_of(rows, group).items():
+            medians = [median(rounds.values()) if rounds else None for rounds in cells]
+            ends = [(min(rounds.values()), max(rounds.values())) if len(rounds) > 1 else None for rounds in cells]
             beside = ("", [""] * len(rows)) if panels else (note, labels)  # the first panel labels the rows of all
-            panels.append(Bars(group.full_name(name), *beside, {"": medians}, ends))
+            panels.append(Bars(head + group.suffix, *beside, {"": medians}, ends))
     return Figure("", panels)

@@ -12,13 +12,12 @@ from typing import Any, NamedTuple
 
 from rich.table import Table
 
-from thalweg.bench.command import OUTPUT, add_flags, exit_status
+from thalweg.bench.answering import EvalPrompt, PromptFormat
+from thalweg.bench.command import OUTPUT, command, parse_engine_flags
 from thalweg.bench.draft_shapes import CHAIN, DraftShape, Row, draft_shapes, measure_engines, tree_shape
-from thalweg.bench.eval_prompts import EvalPrompt, PromptFormat
-from thalweg.bench.in_process import ENGINE_FLAGS, Generation, run_all
+from thalweg.bench.in_process import Generation, run_all
 from thalweg.bench.statistics import common_length
 from thalweg.bench.tasks import MAKERS, make_items
-from thalweg.config.args import options_parser, parse_options
 from thalweg.config.speculative import RULES
 from thalweg.config.tree import replace
 from thalweg.core.sampling import SamplingParams
@@ -33,7 +32,7 @@ FLAGS = f"""
 --tasks        task...={" ".join(TASKS)}  held-out items of these
 --items        count=110    of each task
 --widths       int...=1 2 3  drafts a step, in a chain
---trees        tree...      BRANCHESxDEPTHxNODES, such as 4x3x16: trees of drafts too
+--trees        tree...      trees of drafts too: 4x3x16 is 4 branches, 3 drafts deep, 16 drafts in all
 --rules        rule...=gumbel-max  that accept drafts
 --temperature  number...=0  0 is greedy
 --top-p        number...=1  of sampled answers
@@ -42,9 +41,9 @@ FLAGS = f"""
 COLUMNS = {
     "task": "{task}", "rule": "{rule}", "temperature": "{temperature}", "top-p": "{top_p}",
     "drafts": lambda row: str(row["width"] if row["shape"] == CHAIN else row["shape"]), "tokens": "{tokens}",
-    "accept length": lambda row: "" if row["accept_length"] is None else f"{row['accept_length']:.2f}",
+    "accept length": "{accept_length:.2f}",
     "by depth": lambda row: " ".join(f"{rate:.3f}" for rate in row["accept_rate_by_depth"]),
-    "as plain": lambda row: f"{row['same_tokens']} of {row['tokens']}" if "same_tokens" in row else "",
+    "as plain": "{same_tokens} of {tokens}",
 }  # fmt: skip
 
 Answers = list[list[int]]
@@ -96,10 +95,8 @@ def count(engine: LocalEngine, prompts: Sequence[EvalPrompt], choice: SamplingCh
 def run(argv: list[str]) -> list[Row]:
     """Prints and writes what there is when it ends early. Raises ThalwegError, KeyboardInterrupt."""
     text = "Counts accepted drafts by task and depth, and compares the answers with plain decoding's."
-    parser = options_parser("thalweg bench acceptance", text, only=ENGINE_FLAGS)
-    add_flags(parser, "Questions", FLAGS, task=TASKS, rule=RULES, int=int, tree=tree_shape)
-    parsed = parse_options(parser, argv)
-    args: Any = parsed.args
+    kinds: dict[str, Any] = {"task": TASKS, "rule": RULES, "int": int, "tree": tree_shape}
+    args, options = parse_engine_flags(argv, "thalweg bench acceptance", text, {"Questions": FLAGS}, **kinds)
     plain: dict[tuple[str, SamplingChoice], Answers] = {}  # answers without drafts
 
     def rows_of(shape: DraftShape, resolved: Resolved, engine: LocalEngine) -> Iterator[Row]:
@@ -118,11 +115,9 @@ def run(argv: list[str]) -> list[Row]:
                 yield {"task": task, "rule": rule, **choice._asdict(), "shape": shape.name, "width": width, **row}
 
     engines = [
-        (shape, replace(parsed.options, speculative_acceptance=rule))
+        (shape, replace(options, speculative_acceptance=rule))
         for rule in args.rules
-        for shape in draft_shapes(
-            args.widths, args.trees if rule == GUMBEL_MAX else []
-        )  # trees: accepted by gumbel-max
+        for shape in draft_shapes(args.widths, args.trees if rule == GUMBEL_MAX else [])  # only it accepts trees
     ]
     fields = {"items": args.items}
     return measure_engines("acceptance", argv, args.output_file, engines, rows_of, table, fields)
@@ -132,15 +127,12 @@ def table(rows: Sequence[Row]) -> Table:
     return make_table("acceptance", COLUMNS, rows, left=2)
 
 
-def _status(argv: list[str]) -> int:
+@command("thalweg bench acceptance")
+def main(argv: list[str]) -> int:
+    """0: done, and all checked answers are plain decoding's; 1: some differ, or an error; 2: wrong flags; 130: Ctrl-C.
+    Results are printed and written.
+    """
     rows = run(argv)
     if wrong := sum(bool(row.get("wrong_answers")) for row in rows):
         print(f"thalweg bench acceptance: {wrong} of {len(rows)} rows differ from plain decoding", file=sys.stderr)
     return int(bool(wrong) or not rows)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """0: done, and all checked answers are plain decoding's; 1: some differ, or an error; 2: wrong flags; 130: Ctrl-C.
-    Results are printed and written.
-    """
-    return exit_status("thalweg bench acceptance", _status, argv)

@@ -1,13 +1,16 @@
-"""Answers to an evaluation's questions, from an engine in this process or from a server over HTTP, with the same token
-ids.
+"""Prompts of an evaluation in the checkpoint's chat format, and their answers: from an engine in this process, or from
+a server over HTTP with the same token ids.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import math
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Iterator, Sequence
 from contextlib import closing
+from pathlib import Path
+from typing import NamedTuple, Protocol
 
 from torch import nn
 
@@ -16,19 +19,78 @@ from thalweg.bench.backends import BACKENDS, RequestOptions
 from thalweg.bench.datasets import Prompt
 from thalweg.bench.display import progress_bar
 from thalweg.bench.errors import BenchError
-from thalweg.bench.eval_prompts import Continuation, EvalAnswer, EvalPrompt
+from thalweg.bench.eval_files import ChoiceQuestion
 from thalweg.bench.http_client import HttpClient
-from thalweg.bench.in_process import Generation, generate
-from thalweg.bench.load import ServerLoad, interruptible
+from thalweg.bench.in_process import Generation, detokenized
+from thalweg.bench.load_driver import ServerLoad, interruptible
 from thalweg.bench.metrics import Record, failures
-from thalweg.core.request import check_request
+from thalweg.bench.statistics import common_length
+from thalweg.bench.tasks import Item
 from thalweg.core.sampling import SamplingParams
-from thalweg.engine.streams import Assembler, Piece
+from thalweg.engine.streams import Piece
 from thalweg.layers.mla import Indexer
 from thalweg.llm import LLM
+from thalweg.text.chat import ChatEncoder, ChatOptions, choose_chat
+from thalweg.text.tokenizer import Tokenizer
 
 GREEDY = 0.0
 SCORE_PROMPT = SamplingParams(max_tokens=0, prompt_logprobs=0, temperature=GREEDY)
+
+
+class EvalPrompt(NamedTuple):
+    """A question."""
+
+    ids: tuple[int, ...]
+    limit: int  # most tokens of the answer
+
+
+class Continuation(NamedTuple):
+    """A prompt and a text that follows it."""
+
+    ids: tuple[int, ...]
+    at: int  # where the continuation begins, at least 1
+
+
+class PromptFormat:
+    """Makes prompts in the checkpoint's chat format."""
+
+    def __init__(self, folder: Path) -> None:
+        self.tokenizer = Tokenizer(folder)
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        options = ChatOptions(special_tokens=self.tokenizer.special_tokens)
+        self.encoder: ChatEncoder = choose_chat(folder, config, options).encoder
+
+    def prompt(self, item: Item) -> EvalPrompt:
+        """Raises InvalidRequest where the checkpoint has no chat format."""
+        text = self.encoder.encode(item.messages, list(item.tools) or None, thinking=item.thinking)
+        return EvalPrompt(tuple(self.tokenizer.encode(text)), item.max_new_tokens)
+
+    def with_target(self, item: Item) -> Continuation:
+        """The prompt with its right answer and the end token."""
+        prompt, target = self.prompt(item).ids, self.tokenizer.encode(item.target, add_special=False)
+        return Continuation((*prompt, *target, self.tokenizer.eos_ids[0]), len(prompt))
+
+
+class Answerer(Protocol):
+    """Answers greedily, and scores continuations. Results come with their place as soon as they are known."""
+
+    def answer(self, prompts: Sequence[EvalPrompt], label: str) -> Iterator[tuple[int, str]]:
+        """Texts, with special tokens and without the end token."""
+
+    def likelihoods(self, texts: Sequence[Continuation], label: str) -> Iterator[tuple[int, float]]:
+        """The log-probability of each continuation, in nats."""
+
+
+def continuations(question: ChoiceQuestion, texts: PromptFormat) -> list[Continuation]:
+    """The prompt with each choice. A token that spans both counts with the choice."""
+    encode = texts.tokenizer.encode
+    if isinstance(question.prompt, str):
+        before = encode(question.prompt)
+        wholes = [encode(question.prompt + choice) for choice in question.choices]
+    else:
+        before = encode(texts.encoder.encode(question.prompt, None, thinking=False))
+        wholes = [[*before, *encode(choice, add_special=False)] for choice in question.choices]
+    return [Continuation(tuple(whole), max(common_length(before, whole), 1)) for whole in wholes]
 
 
 class NoAnswer(BenchError):
@@ -41,36 +103,33 @@ class EngineAnswerer:
     def __init__(self, llm: LLM, progress: bool) -> None:
         self.llm, self.progress = llm, progress
 
-    def answer(self, prompts: Sequence[EvalPrompt], label: str, into: dict[int, EvalAnswer]) -> None:
+    def answer(self, prompts: Sequence[EvalPrompt], label: str) -> Iterator[tuple[int, str]]:
         """Raises InvalidRequest for a prompt that is too long."""
         requests = [
             Generation(ids, SamplingParams(temperature=GREEDY, max_tokens=limit, skip_special_tokens=False))
             for ids, limit in prompts
         ]
         for place, pieces in self._results(requests, label):
-            text, ids = "".join(piece.text for piece in pieces), [token for piece in pieces for token in piece.ids]
-            into[place] = EvalAnswer(text, tuple(ids))
+            yield place, "".join(piece.text for piece in pieces)
 
-    def likelihoods(self, texts: Sequence[Continuation], label: str, into: dict[int, float]) -> None:
+    def likelihoods(self, texts: Sequence[Continuation], label: str) -> Iterator[tuple[int, float]]:
         """Raises InvalidRequest for a text that is too long."""
         for place, pieces in self._results([Generation(text.ids, SCORE_PROMPT) for text in texts], label):
             entries = next(piece.prompt_logprobs for piece in pieces if piece.prompt_logprobs)
-            into[place] = math.fsum(entry.logprob for entry in entries[texts[place].at - 1 :])
+            yield place, math.fsum(entry.logprob for entry in entries[texts[place].at - 1 :])
 
     def _results(self, requests: Sequence[Generation], label: str) -> Iterator[tuple[int, list[Piece]]]:
         """(place, pieces) of each request as it ends."""
-        engine, tokenizer = self.llm.engine, self.llm.texts.tokenizer
-        assemblers, pieces = dict[int, Assembler](), dict[int, list[Piece]]()
         places = {id(request): place for place, request in enumerate(requests)}
-        for place, request in enumerate(requests):
-            ids = tuple(request.prompt)
-            check_request(ids, request.params, engine.context, engine.vocab)
-            assemblers[place], pieces[place] = Assembler(0, ids, request.params, tokenizer), []
-        with progress_bar(label, len(requests), self.progress) as bar, closing(generate(engine, requests)) as steps:
-            for request, delta in (news for step in steps for news in step.news):
+        pieces: list[list[Piece]] = [[] for _ in requests]
+        with (
+            progress_bar(label, len(requests), self.progress) as bar,
+            closing(detokenized(self.llm, requests)) as results,
+        ):
+            for request, piece, _ in results:
                 place = places[id(request)]
-                pieces[place].append(assemblers[place].feed(delta, 0.0))
-                if delta.finish:
+                pieces[place].append(piece)
+                if piece.finish:
                     bar.advance()
                     yield place, pieces[place]
 
@@ -104,29 +163,28 @@ class ServerAnswerer:
         self.base_url, self.model, self.concurrency, self.progress = base_url, model, concurrency, progress
         self.headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
-    def answer(self, prompts: Sequence[EvalPrompt], label: str, into: dict[int, EvalAnswer]) -> None:
+    def answer(self, prompts: Sequence[EvalPrompt], label: str) -> Iterator[tuple[int, str]]:
         """Raises NoAnswer as soon as a request fails, KeyboardInterrupt on Ctrl-C."""
         options = RequestOptions(self.model, GREEDY, ignore_eos=False, extra={"skip_special_tokens": False})
         requests = [Prompt(limit, ids=ids, input_len=len(ids)) for ids, limit in prompts]
-        for place, record in self._answered(requests, options, label, into):
-            into[place] = EvalAnswer(record.text)
+        for place, record in self._answered(requests, options, label):
+            yield place, record.text
 
-    def likelihoods(self, texts: Sequence[Continuation], label: str, into: dict[int, float]) -> None:
+    def likelihoods(self, texts: Sequence[Continuation], label: str) -> Iterator[tuple[int, float]]:
         """Raises NoAnswer when a request fails, or the server gives no log-probabilities of the prompt."""
         scoring = {"echo": True, "logprobs": 0}
         options = RequestOptions(self.model, GREEDY, ignore_eos=False, stream=False, extra=scoring)
         requests = [Prompt(1, ids=text.ids, input_len=len(text.ids)) for text in texts]  # not every server takes 0
-        for place, record in self._answered(requests, options, label, into):
-            into[place] = _log_probability(record, texts[place], label)
+        for place, record in self._answered(requests, options, label):
+            yield place, _log_probability(record, texts[place], label)
 
-    def _answered(
-        self, prompts: Sequence[Prompt], options: RequestOptions, label: str, into: Sized
-    ) -> Iterator[tuple[int, Record]]:
+    def _answered(self, prompts: Sequence[Prompt], options: RequestOptions, label: str) -> Iterator[tuple[int, Record]]:
         """(place, record) of each answer. Raises NoAnswer and KeyboardInterrupt after the last one."""
         records, stopped = asyncio.run(self._send(prompts, options, label))
-        yield from ((place, record) for place, record in enumerate(records) if record.ok)
+        good = [(place, record) for place, record in enumerate(records) if record.ok]
+        yield from good
         for reason in failures(records):
-            raise NoAnswer(f"{len(into)} of {len(prompts)} requests of {label} were answered, then: {reason}")
+            raise NoAnswer(f"{len(good)} of {len(prompts)} requests of {label} were answered, then: {reason}")
         if stopped:
             raise KeyboardInterrupt
 

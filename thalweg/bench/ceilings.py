@@ -17,26 +17,23 @@ PLAIN_SIDE = 4096  # of products in float32
 
 
 def measure() -> Ceilings:
-    """A read-only sum, a bf16 product and, where the GPU has it, an FP8 one with a scale a tensor, all of random
-    numbers. Frees what it takes.
-    """
-    read, bf16 = _read(), _bf16()
-    fp8 = _fp8() if torch.cuda.get_device_capability() >= (8, 9) else bf16
-    torch.cuda.empty_cache()
-    return Ceilings(read, bf16, fp8)
+    """Of a GPU."""
+    top = rates(torch.device("cuda"))
+    return Ceilings(top["read"], top["bf16"], top["fp8"])
 
 
 def rates(device: torch.device) -> dict[str, float]:
-    """By name: "read" in bytes a second; "float32" (without tf32), "bf16" and, on a GPU, "fp8" products in FLOP/s. Of a
-    CPU with the threads that torch has.
+    """By name: "read" in bytes a second, of a read-only sum; "float32" (without tf32), "bf16" and, on a GPU, "fp8"
+    (with a scale a tensor, where it has that) products of random numbers in FLOP/s. Of a CPU with the threads that
+    torch has. Frees what it takes.
     """
+    types = {"float32": torch.float32, "bf16": torch.bfloat16}
     if device.type != "cuda":
-        types = {"float32": torch.float32, "bf16": torch.bfloat16}
         return {"read": processor.read()} | {name: processor.product(dtype) for name, dtype in types.items()}
-    a, b = (torch.randn(PLAIN_SIDE, PLAIN_SIDE, device=device) for _ in range(2))
-    plain = 2 * PLAIN_SIDE**3 / _seconds(lambda: a @ b)
-    top = measure()
-    return {"read": top.read, "float32": plain, "bf16": top.bf16, "fp8": top.fp8}
+    top = {"read": _read()} | {name: _product(dtype) for name, dtype in types.items()}
+    top["fp8"] = _fp8() if torch.cuda.get_device_capability() >= (8, 9) else top["bf16"]
+    torch.cuda.empty_cache()
+    return top
 
 
 def _read() -> float:
@@ -44,9 +41,10 @@ def _read() -> float:
     return big.numel() * big.itemsize / _seconds(big.sum)
 
 
-def _bf16() -> float:
-    a, b = (torch.randn(SIDE, SIDE, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    return 2 * SIDE**3 / _seconds(lambda: a @ b)
+def _product(dtype: torch.dtype) -> float:
+    side = PLAIN_SIDE if dtype == torch.float32 else SIDE
+    a, b = (torch.randn(side, side, device="cuda", dtype=dtype) for _ in range(2))
+    return 2 * side**3 / _seconds(lambda: a @ b)
 
 
 def _fp8() -> float:

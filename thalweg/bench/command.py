@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
+from thalweg.config.args import options_parser, parse_options
+from thalweg.config.options import Options
 from thalweg.config.setting import nearest
 from thalweg.core.errors import ThalwegError, UnsupportedConfig
 
+ENGINE_FLAGS = ("model", "load", "memory", "schedule", "speculative")  # groups of the engine's flags
 UNKNOWN = "unrecognized arguments: "
 
 
@@ -28,17 +32,27 @@ class CommandParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}\n`{self.prog} --help` lists all flags\n")
 
 
-def _number(least: int, text: str) -> int:
-    """An argparse type: a whole number from `least` on."""
-    if not text.isdigit() or int(text) < least:
-        raise argparse.ArgumentTypeError(f"expected a whole number from {least} on, got {text!r}")
-    return int(text)
+def _checked(read: Callable[[str], float], expected: str, is_valid: Callable[[float], bool], text: str) -> float:
+    """An argparse type."""
+    try:
+        value = read(text)
+    except ValueError:
+        value = math.nan
+    if not is_valid(value):
+        raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
+    return value
 
 
 KINDS: dict[str, Any] = {
-    "whole": partial(_number, 0), "count": partial(_number, 1), "number": float, "seconds": float,
+    "whole": partial(_checked, int, "a whole number from 0 on", lambda value: value >= 0),
+    "count": partial(_checked, int, "a whole number from 1 on", lambda value: value >= 1),
+    "number": float,
+    "positive": partial(_checked, float, "a number above 0", lambda value: value > 0),
+    "share": partial(_checked, float, "a number between 0 and 1", lambda value: 0 <= value <= 1),
+    "seconds": partial(_checked, float, "a number of seconds from 0 on", lambda value: 0 <= value < math.inf),
     "text": str, "name": str, "url": str, "file": str, "folder": str, "path": Path,
 }  # fmt: skip
+METAVARS = {"whole": "N", "count": "N", "number": "X", "positive": "X", "share": "X"}
 OUTPUT = (
     "--output-file --result-filename  file  write the result: .jsonl gets one more line, another name is written anew"
 )
@@ -63,7 +77,7 @@ def add_flags(parser: argparse.ArgumentParser, title: str, table: str, **kinds: 
         known = (KINDS | kinds)[kind]
         options: dict[str, Any] = {"choices": known} if isinstance(known, tuple) else {"type": known}
         if not isinstance(known, tuple) or several:
-            options["metavar"] = {"whole": "N", "count": "N", "number": "X"}.get(kind, kind.upper())
+            options["metavar"] = METAVARS.get(kind, kind.upper())
         read = options.get("type", str)
         if several:
             options |= {"nargs": "+", "default": [read(word) for word in default.split()]}
@@ -72,23 +86,34 @@ def add_flags(parser: argparse.ArgumentParser, title: str, table: str, **kinds: 
         group.add_argument(*names.split(), help=text, **options)
 
 
-def exit_status(command: str, run: Callable[[list[str]], int], argv: Sequence[str] | None) -> int:
-    """Runs a command. 2: wrong flags or settings; 1: another error, which is printed; 130: Ctrl-C."""
-    try:
-        return run(list(sys.argv[1:] if argv is None else argv))
-    except ThalwegError as error:
-        print(f"{command}: {error}", file=sys.stderr)
-        return 2 if isinstance(error, UnsupportedConfig) else 1
-    except KeyboardInterrupt:
-        return 130
+def parse_engine_flags(
+    argv: Sequence[str], prog: str, text: str, tables: Mapping[str, str], only: Sequence[str] = ENGINE_FLAGS,
+    epilog: str = "", **kinds: Any,
+) -> tuple[Any, Options]:  # fmt: skip
+    """A command's own flags and the engine's settings. tables: its flags by the title of their group; only: groups of
+    the engine's. Raises UnsupportedConfig.
+    """
+    parser = options_parser(prog, text, epilog, only)
+    for title, table in tables.items():
+        add_flags(parser, title, table, **kinds)
+    parsed = parse_options(parser, argv)
+    return parsed.args, parsed.options
 
 
 def command(name: str) -> Callable[[Callable[[list[str]], int]], Callable[[Sequence[str] | None], int]]:
-    """Makes a function of the words after a command's name its `main`, with the exit statuses of `exit_status`."""
+    """Makes a function of the words after a command's name its `main`. The exit status is the function's, or 2: wrong
+    flags or settings; 1: another error, which is printed; 130: Ctrl-C.
+    """
 
     def decorate(run: Callable[[list[str]], int]) -> Callable[[Sequence[str] | None], int]:
         def main(argv: Sequence[str] | None = None) -> int:
-            return exit_status(name, run, argv)
+            try:
+                return run(list(sys.argv[1:] if argv is None else argv))
+            except ThalwegError as error:
+                print(f"{name}: {error}", file=sys.stderr)
+                return 2 if isinstance(error, UnsupportedConfig) else 1
+            except KeyboardInterrupt:
+                return 130
 
         return main
 

@@ -11,30 +11,19 @@ from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
-from thalweg.bench.command import OUTPUT, CommandParser, add_flags, exit_status
+from thalweg.bench.command import OUTPUT, CommandParser, add_flags, command
 from thalweg.bench.display import show
 from thalweg.bench.result_files import Json, Measurement, Points, ResultFileError, command_of, load, points
-from thalweg.bench.results import provenance, write
+from thalweg.bench.results import save
 from thalweg.bench.statistics import Ratio, paired, share_ratio, welch
 
 VERDICTS = {"better": "green", "worse": "red", "same": "dim", "unclear": "yellow", "unknown": "dim"}
 LARGE = 9.0  # a tenfold change and more is printed as a factor
 # fields of a configuration that do not set anything: where a run was written, what the server happened to do
-UNRELATED = (
-    "client.output_file",
-    "client.result_filename",
-    "client.tag",
-    "client.base_url",
-    "client.host",
-    "client.port",
-    "client.disable_tqdm",
-    "client.output_details",
-    "server.internal_states",
-    "server.uptime_seconds",
-    "server.requests",
-    "server.status",
-    "server.reason",
-)
+UNRELATED = """
+client.output_file client.result_filename client.tag client.base_url client.host client.port client.disable_tqdm
+client.output_details server.internal_states server.uptime_seconds server.requests server.status server.reason
+""".split()
 REASONS = (".reason", ".source")  # why a setting has its value
 SWEPT = {"client.seed", "client.request_rate", "client.max_concurrency"}  # may differ between files of one side
 FLAGS = f"""
@@ -195,7 +184,9 @@ def _read(names: str) -> list[Json]:
     return all_results
 
 
-def _run(argv: list[str]) -> int:
+@command("thalweg bench compare")
+def main(argv: list[str]) -> int:
+    """0: compared; 1: a file cannot be compared; 3: something got worse and --fail-on-worse was given."""
     description = (
         "Shows what changed from A to B beyond noise. Each is a result of bench serve, offline, one-batch, startup or"
         " kernels, of eval or ablate; several files with commas between them are repeats of one."
@@ -211,13 +202,7 @@ def _run(argv: list[str]) -> int:
     lines = words(found, different, warnings)
     show(table(found, (args.a, args.b)))
     print("\n".join(lines))
-    if args.output_file:
-        result = {"a": args.a, "b": args.b, "changes": [asdict(one) for one in found], "words": lines}
-        fields = [{"field": name, "a": left, "b": right} for name, left, right in different]
-        write(Path(args.output_file), result | {"differences": fields, **provenance("bench compare", argv, vars(args))})
+    fields = [{"field": name, "a": left, "b": right} for name, left, right in different]
+    result = {"a": args.a, "b": args.b, "changes": [asdict(one) for one in found], "words": lines}
+    save(args.output_file, "bench compare", argv, vars(args), result | {"differences": fields})
     return 3 if args.fail_on_worse and any(one.verdict == "worse" for one in found) else 0
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """0: compared; 1: a file cannot be compared; 3: something got worse and --fail-on-worse was given."""
-    return exit_status("thalweg bench compare", _run, argv)

@@ -20,11 +20,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from thalweg.bench.command import OUTPUT, PartialRun, add_flags, command
+from thalweg.bench.command import ENGINE_FLAGS, OUTPUT, PartialRun, command, parse_engine_flags
 from thalweg.bench.display import progress_bar, show
 from thalweg.bench.in_process import (
     BENCH_SEED,
-    ENGINE_FLAGS,
     Lengths,
     Tokens,
     configuration,
@@ -33,9 +32,8 @@ from thalweg.bench.in_process import (
     start,
     time_batch,
 )
-from thalweg.bench.results import provenance, write
+from thalweg.bench.results import save
 from thalweg.bench.statistics import common_length, median
-from thalweg.config.args import options_parser, parse_options
 from thalweg.core.errors import CheckpointError, UnsupportedConfig
 from thalweg.launch.report import make_table
 
@@ -137,7 +135,6 @@ def judge(tokens: int, seconds: Mapping[str, list[float]], outputs: Mapping[str,
         "seconds": seconds,
         "fastest_other": fastest,
         "ratio": rates[OURS] / rates[fastest],
-        "ratio_of_best_runs": min(seconds[fastest]) / min(seconds[OURS]),
         "same_tokens": {name: agreement(outputs[OURS], outputs[name]) for name in rates if name != OURS},
     }
 
@@ -161,11 +158,10 @@ def main(argv: list[str]) -> int:
     text = (
         "Tokens a second of Thalweg and of the fastest of transformers' generate, on the same prompts in the same run."
     )
-    parser = options_parser("thalweg bench compare-transformers", text, only=ENGINE_FLAGS[:4])
-    add_flags(parser, "Comparison", FLAGS)
-    parsed = parse_options(parser, argv)
-    args: Any = parsed.args
-    resolved, engine = start(reserve(parsed.options, max(args.batch_size), args.input_len, args.output_len))
+    args, options = parse_engine_flags(
+        argv, "thalweg bench compare-transformers", text, {"Comparison": FLAGS}, ENGINE_FLAGS[:4]
+    )
+    resolved, engine = start(reserve(options, max(args.batch_size), args.input_len, args.output_len))
     if (dtype := resolved.engine.dtype) != "float32":
         raise UnsupportedConfig(
             f"the comparison runs in float32 on both sides, and --dtype is {dtype}: use --dtype float32"
@@ -180,9 +176,9 @@ def main(argv: list[str]) -> int:
             rows.append({"batch_size": batch, **compete(engines, prompts, args.output_len, args.rounds)})
             bar.advance()
     show(make_table("output tokens a second", COLUMNS, rows))
-    if args.output_file and rows:
+    if rows:
         load = {"checkpoint": resolved.path.resolve().name, "threads": torch.get_num_threads(), "seed": args.bench_seed}
         load |= {name: getattr(args, name) for name in ("input_len", "output_len", "rounds")}
-        source = provenance("bench compare-transformers", argv, configuration(resolved))
-        write(Path(args.output_file), {"load": load, "results": rows, **run.as_json(), **source})
+        result = {"load": load, "results": rows, **run.as_json()}
+        save(args.output_file, "bench compare-transformers", argv, configuration(resolved), result)
     return run.finish()

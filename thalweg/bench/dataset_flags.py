@@ -17,14 +17,19 @@ from thalweg.bench.datasets import (
     random_prompts,
     shared_prompts,
 )
+from thalweg.bench.display import fields
 from thalweg.bench.errors import DatasetError
 from thalweg.bench.traces import TraceLimits, trace_prompts
 
 DATASETS = ("random", "generated-shared-prefix", "conversations", "trace", "sharegpt", "file")
-ALIASES = {
-    "random-ids": "random", "mooncake": "trace", "servegen": "trace", "openai": "file", "custom": "file",
-    "gsp": "generated-shared-prefix",
-}  # fmt: skip
+ALIASES = fields("""
+random-ids  random
+mooncake    trace
+servegen    trace
+openai      file
+custom      file
+gsp         generated-shared-prefix
+""")
 FROM_FILES = ("trace", "sharegpt", "file")
 SHORTENING_FLAGS = {
     "trace": "--trace-max-input-len, --trace-max-output-len or --trace-length-scale",
@@ -39,31 +44,31 @@ FLAGS = f"""
                                 or conversations
 --num-prompts   whole           how many; default 1000 for random, 64 conversations, all of a file
 --seed          whole=1         of tokens, lengths and arrivals
---random-input-len --random-input  whole=1024  longest prompt, or turn of a conversation, in tokens
---random-output-len --random-output --output-len  whole=1024  longest output in tokens; for files, where a line has none
---random-range-ratio    number=0.0  lengths are uniform in [R x length, length]: 1 is fixed, 0 halves the mean. This is
+--random-input-len --random-input  count=1024  longest prompt, or turn of a conversation, in tokens
+--random-output-len --random-output --output-len  count=1024  longest output in tokens; for files, where a line has none
+--random-range-ratio    share=0.0  lengths are uniform in [R x length, length]: 1 is fixed, 0 halves the mean. This is
                                     SGLang's meaning; in vLLM 0 is fixed and R means plus or minus R
 --sharegpt-output-len   whole=0     tokens of every answer; 0: as in the file
 --sharegpt-context-len  whole=0     leave out longer ones, question and answer together; 0: no limit
---num-turns             whole=4     turns of each of the conversations
+--num-turns             count=4     turns of each of the conversations
 --system-prompt-len     whole=0     tokens that all conversations begin with
 --think-time            seconds=0   mean pause between an answer and the next turn, exponential
---gsp-num-groups        whole=64    system prompts of generated-shared-prefix
---gsp-prompts-per-group  whole=16   prompts, or conversations, with each of them
+--gsp-num-groups        count=64    system prompts of generated-shared-prefix
+--gsp-prompts-per-group  count=16   prompts, or conversations, with each of them
 --gsp-system-prompt-len  whole=2048  tokens of each of them
---gsp-question-len      whole=128   tokens behind it
---gsp-output-len        whole=256   tokens of each answer
---gsp-num-turns         whole=1     turns of each
---gsp-range-ratio       number=1    as --random-range-ratio
+--gsp-question-len      count=128   tokens behind it
+--gsp-output-len        count=256   tokens of each answer
+--gsp-num-turns         count=1     turns of each
+--gsp-range-ratio       share=1    as --random-range-ratio
 --gsp-ordered           switch      group after group; else in random order
 --trace-max-input-len   whole=0     cut longer prompts of a trace to this; 0: no limit
 --trace-max-output-len  whole=0     cut longer outputs of a trace to this; 0: no limit
---trace-length-scale    number=1    multiply all lengths, and the 512 tokens of a prefix block, before that: prefixes
+--trace-length-scale    share=1    multiply all lengths, and the 512 tokens of a prefix block, before that: prefixes
                                     keep their share
 --trace-begin           seconds=0   take the part of the recording from here
---trace-end             seconds=inf  to here
+--trace-end             positive=inf  to here
 --trace-jitter          seconds=0   move each time of the recording by up to this (Mooncake's are multiples of 3 s)
---trace-slowdown-factor --mooncake-slowdown-factor --time-scale  number=1  multiply a trace's times: 2 is half its
+--trace-slowdown-factor --mooncake-slowdown-factor --time-scale  positive=1  multiply a trace's times: 2 is half its
                                     speed, 0.1 ten times its speed
 """
 
@@ -119,13 +124,12 @@ def load_prompts(args: Any, vocabulary: OrdinaryTokens | None, seed: int) -> lis
     if name == "random":
         return random_prompts(vocabulary, count, *lengths, args.random_range_ratio, seed)
     if name == "conversations":
-        flag, ratio, turns, size = "--random", args.random_range_ratio, args.num_turns, (1, count)
+        ratio, turns, size = args.random_range_ratio, args.num_turns, (1, count)
         system, ordered = LengthRange(args.system_prompt_len, 1.0), False
     else:
-        flag, ratio, turns = "--gsp", args.gsp_range_ratio, args.gsp_num_turns
+        ratio, turns = args.gsp_range_ratio, args.gsp_num_turns
         size, lengths = (args.gsp_num_groups, args.gsp_prompts_per_group), (args.gsp_question_len, args.gsp_output_len)
         system, ordered = LengthRange(args.gsp_system_prompt_len, ratio), args.gsp_ordered
     question, output = (LengthRange(length, ratio) for length in lengths)
-    wish = PromptGroups(*size, system, question, output, turns, args.think_time, ordered)
-    wish.check(flag)
-    return shared_prompts(vocabulary, wish, seed)
+    groups = PromptGroups(*size, system, question, output, turns, args.think_time, ordered)
+    return shared_prompts(vocabulary, groups, seed)

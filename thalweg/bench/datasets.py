@@ -132,22 +132,12 @@ class LengthRange(NamedTuple):
     def draw(self, rng: Random) -> int:
         return rng.randint(max(1, int(self.most * self.ratio)), self.most)
 
-    def check(self, length: str, ratio: str) -> None:
-        """Raises DatasetError that names the flags."""
-        if not 0.0 <= self.ratio <= 1.0:
-            raise DatasetError(f"{ratio} must be between 0 and 1, got {self.ratio}: 1 gives fixed lengths")
-        if self.most < 1:
-            raise DatasetError(f"{length} must be at least 1, got {self.most}")
-
 
 def random_prompts(
     vocabulary: OrdinaryTokens, count: int, input_len: int, output_len: int, range_ratio: float, seed: int
 ) -> list[Prompt]:
-    """Random tokens. Raises DatasetError."""
-    inputs, outputs = LengthRange(input_len, range_ratio), LengthRange(output_len, range_ratio)
-    inputs.check("--random-input-len", "--random-range-ratio")
-    outputs.check("--random-output-len", "--random-range-ratio")
-    rng = Random(seed)
+    """Random tokens."""
+    inputs, outputs, rng = LengthRange(input_len, range_ratio), LengthRange(output_len, range_ratio), Random(seed)
     lengths = [(inputs.draw(rng), outputs.draw(rng)) for _ in range(count)]
     return [vocabulary.prompt(vocabulary.draw(rng, size), output) for size, output in lengths]
 
@@ -164,19 +154,6 @@ class PromptGroups:
     turns: int = 1
     pause: float = 0.0  # mean seconds from an answer to the next turn, exponential
     ordered: bool = False  # group by group, else in random order
-
-    def check(self, flag: str) -> None:
-        """flag: the first part of the flags' names. Raises DatasetError."""
-        for name, value in (("groups", self.groups), ("prompts in each group", self.each), ("turns", self.turns)):
-            if value < 1:
-                raise DatasetError(f"{flag}-*: the number of {name} must be at least 1, got {value}")
-        lengths = {"question-len": self.question, "output-len": self.output}
-        if self.system.most:
-            lengths["system-prompt-len"] = self.system
-        for name, length in lengths.items():
-            length.check(f"{flag}-{name}", f"{flag}-range-ratio")
-        if not 0 <= self.pause < float("inf"):
-            raise DatasetError(f"--think-time is a number of seconds from 0 on, got {self.pause}")
 
 
 def shared_prompts(vocabulary: OrdinaryTokens, wish: PromptGroups, seed: int) -> list[Prompt]:
@@ -234,17 +211,13 @@ def schedule(
     """Seconds after the start at which each prompt is due; later turns of a conversation have their pauses instead.
 
     timestamps: the trace's own times. Else a renewal process of `rate` a second: gaps are Gamma of shape `burstiness`
-    (1: Poisson, below 1: bursts), or all at once (inf). Raises DatasetError.
+    (1: Poisson, below 1: bursts), or all at once (inf).
     """
     if timestamps:
         first = min(prompt.at for prompt in prompts)
         return [prompt.at - first for prompt in prompts]
     if rate == float("inf"):
         return [0.0] * len(prompts)
-    if not rate > 0:
-        raise DatasetError(f"--request-rate must be above 0 (or inf), got {rate}")
-    if not burstiness > 0:
-        raise DatasetError(f"--burstiness must be above 0, got {burstiness}: 1 is a Poisson process")
     rng, at, due = Random(seed + 1), 0.0, []
     for prompt in prompts:
         due.append(at)

@@ -19,12 +19,44 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from thalweg.core.format import format_known
+
 Row = Mapping[str, Any]
 WIDTH = 140  # characters, where neither a terminal nor COLUMNS gives the width
 
 
+def fields(table: str) -> dict[str, str]:
+    """Fields by heading, from a text with a line for each: the heading, and the field as its last word."""
+    return dict(line.rsplit(maxsplit=1) for line in table.strip().splitlines())
+
+
+def block(template: str, row: Row) -> str:
+    """The sections of a template, with blank lines between them, whose fields the row has; closed by a line."""
+    sections = [format_known(section, row) for section in template.split("\n\n")]
+    return "\n".join([*filter(None, sections), "=" * 50])
+
+
 def show(table: Table, width: int = WIDTH) -> None:
     Console(width=shutil.get_terminal_size((width, 0)).columns).print(table)
+
+
+def field_table(rows: Sequence[Row], columns: Mapping[str, str]) -> list[str]:
+    """Markdown with the columns (heading: field) that some row has; those of the cache only where one is not 0."""
+    shown = {
+        head: key
+        for head, key in columns.items()
+        if any(row.get(key) if key.startswith("cache_") else row.get(key) is not None for row in rows)
+    }
+    return markdown_table(list(shown), [[row.get(key) for key in shown.values()] for row in rows])
+
+
+def accuracy(row: Row) -> tuple[str, str]:
+    """A row of an evaluation: its result, and the interval or what else tells how sure it is."""
+    if "share" in row:
+        return f"{row['share']:.1%}", f"{row['low_95']:.1%} – {row['high_95']:.1%}"
+    if "perplexity" in row:
+        return f"{row['perplexity']:.4g}", f"{row['bits_per_byte']:.3f} bits a byte"
+    return f"{row['value']:.4g}", "" if row["stderr"] is None else f"standard error {row['stderr']:.2g}"
 
 
 def markdown_table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:

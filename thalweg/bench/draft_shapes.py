@@ -7,7 +7,6 @@ import gc
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -17,7 +16,7 @@ from rich.table import Table
 from thalweg.bench.command import PartialRun
 from thalweg.bench.display import show
 from thalweg.bench.in_process import configuration
-from thalweg.bench.results import provenance, write
+from thalweg.bench.results import save
 from thalweg.config.options import Options
 from thalweg.config.tree import replace
 from thalweg.core.errors import UnsupportedConfig
@@ -48,7 +47,9 @@ def tree_shape(text: str) -> DraftShape:
     """An argparse type."""
     match = re.fullmatch(r"(\d+)x(\d+)x(\d+)", text)
     if match is None or int(match[1]) < 2:
-        raise argparse.ArgumentTypeError(f"expected BRANCHESxDEPTHxNODES with 2 branches or more, got {text!r}")
+        raise argparse.ArgumentTypeError(
+            f"expected branches x depth x drafts with 2 branches or more, such as 4x3x16, got {text!r}"
+        )
     branches, deepest, nodes = (int(number) for number in match.groups())
     return DraftShape(branches, deepest, nodes, (nodes,))
 
@@ -89,11 +90,11 @@ def measure_engines(
 
     fields: of the result beside its rows. Raises ThalwegError, KeyboardInterrupt.
     """
-    rows, source = list[Row](), dict[str, object]()
+    rows, settings = list[Row](), dict[str, object]()
     with PartialRun() as partial:
         for shape, config in engines:
             resolved, engine = started(shape, config)
-            source = provenance(f"bench {command}", argv, configuration(resolved))
+            settings = configuration(resolved)
             for row in rows_of(shape, resolved, engine):
                 rows.append(row)
                 print(" ".join(f"{name}={value}" for name, value in row.items()), file=sys.stderr)
@@ -101,7 +102,7 @@ def measure_engines(
             gc.collect()  # the weights of the next engine may not fit beside these
             torch.cuda.empty_cache()
     show(table(rows))
-    if output_file and rows:
-        write(Path(output_file), {command: rows, **fields, **partial.as_json(), **source})
+    if rows:
+        save(output_file, f"bench {command}", argv, settings, {command: rows, **fields, **partial.as_json()})
     partial.finish()
     return rows

@@ -14,10 +14,9 @@ from rich.console import Console
 from rich.table import Table
 
 from thalweg.bench import harness
-from thalweg.bench.answering import EngineAnswerer, ServerAnswerer
-from thalweg.bench.command import OUTPUT, PartialRun, add_flags, exit_status
-from thalweg.bench.display import show
-from thalweg.bench.eval_prompts import Answerer, PromptFormat
+from thalweg.bench.answering import Answerer, EngineAnswerer, PromptFormat, ServerAnswerer
+from thalweg.bench.command import ENGINE_FLAGS, OUTPUT, PartialRun, command, parse_engine_flags
+from thalweg.bench.display import accuracy, show
 from thalweg.bench.evaluation import (
     CHOICE,
     MOST_ITEMS,
@@ -30,9 +29,8 @@ from thalweg.bench.evaluation import (
     evaluate,
     read_files,
 )
-from thalweg.bench.in_process import ENGINE_FLAGS, configuration
-from thalweg.bench.results import provenance, write
-from thalweg.config.args import options_parser, parse_options
+from thalweg.bench.in_process import configuration
+from thalweg.bench.results import save
 from thalweg.config.options import Options
 from thalweg.config.tree import non_defaults
 from thalweg.core.errors import UnsupportedConfig
@@ -77,8 +75,7 @@ def _chosen(args: Any, answerer: Answerer) -> tuple[str, ...]:
 
 
 def _settings(args: Any, tasks: tuple[str, ...]) -> EvalSettings:
-    names = ("items", "gsm8k", "gsm8k_shots", "shots", "max_new_tokens", "thinking", "choices")
-    return EvalSettings(tasks=tasks, seed=args.items_seed, **{name: getattr(args, name) for name in names})
+    return msgspec.convert(vars(args) | {"tasks": tasks, "seed": args.items_seed}, EvalSettings)
 
 
 def table(rows: Sequence[Row]) -> Table:
@@ -87,17 +84,13 @@ def table(rows: Sequence[Row]) -> Table:
     def items(row: Mapping[str, Any]) -> str:
         return str(row.get("items", row["total"])) + (f" of {row['asked']}" if "asked" in row else "")
 
-    def result(row: Mapping[str, Any]) -> str:
-        return f"{row['share']:.1%}" if "share" in row else f"{row.get('perplexity', row.get('value')):.4g}"
-
-    def interval(row: Mapping[str, Any]) -> str:
-        if "share" in row:
-            return f"{row['low_95']:.1%} – {row['high_95']:.1%}"
-        if "perplexity" in row:
-            return f"{row['bits_per_byte']:.3f} bits a byte"
-        return "" if row["stderr"] is None else f"standard error {row['stderr']:.2g}"
-
-    columns = {"task": "{task}", "items": items, "result": result, "95 % interval": interval, "s": "{seconds:.0f}"}
+    columns = {
+        "task": "{task}",
+        "items": items,
+        "result": lambda row: accuracy(row)[0],
+        "95 % interval": lambda row: accuracy(row)[1],
+        "s": "{seconds:.0f}",
+    }
     return make_table("held-out results", columns, rows, left=1)
 
 
@@ -117,22 +110,20 @@ def _start(options: Options, args: Any) -> tuple[Evaluation, Mapping[str, object
     return Evaluation(PromptFormat(resolved.path), engine, args.items, args.items_seed), configuration(resolved)
 
 
-def run(argv: list[str]) -> int:
-    """Evaluates, prints and writes; what is done is kept when Ctrl-C or an error ends it. Raises ThalwegError."""
+@command("thalweg eval")
+def main(argv: list[str]) -> int:
+    """0: done; 1: an error; 2: wrong flags; 130: Ctrl-C. What is done is printed and written."""
     text = "Accuracy on the bundled held-out tasks, on files of questions, and on tasks of lm-evaluation-harness."
-    parser = options_parser("thalweg eval", text, only=ENGINE_FLAGS[:4])
-    add_flags(parser, "Evaluation", FLAGS, task=TASKS)
-    add_flags(parser, "A server instead of the engine", SERVER_FLAGS)
-    add_flags(parser, "Results", OUTPUT)
-    add_flags(parser, "lm-evaluation-harness", harness.FLAGS, api=tuple(harness.MODELS))
-    parsed = parse_options(parser, argv)
-    args: Any = parsed.args
+    tables = {"Evaluation": FLAGS, "A server instead of the engine": SERVER_FLAGS, "Results": OUTPUT}
+    tables["lm-evaluation-harness"] = harness.FLAGS
+    kinds: dict[str, Any] = {"task": TASKS, "api": tuple(harness.MODELS)}
+    args, options = parse_engine_flags(argv, "thalweg eval", text, tables, ENGINE_FLAGS[:4], **kinds)
     partial, rows = PartialRun(), list[Row]()
     if args.harness:
-        rows, evaluated, configured = harness.run(parsed.options, args)
+        rows, evaluated, configured = harness.run(options, args)
     else:
         read_files(_settings(args, ()))  # errors in them are reported before a model is loaded
-        evaluation, configured = _start(parsed.options, args)
+        evaluation, configured = _start(options, args)
         settings, rows = _settings(args, _chosen(args, evaluation.answerer)), evaluation.rows
         evaluated = msgspec.to_builtins(settings)
         with partial:
@@ -140,18 +131,10 @@ def run(argv: list[str]) -> int:
                 pass
     if rows:
         show(table(rows))
-        if args.output_file:
-            head = {"checkpoint": Path(parsed.options.model.model).resolve().name, "evaluation": evaluated}
-            words = [word for word in argv if not args.api_key or args.api_key not in word]
-            source = provenance("eval", words, configured)
-            write(Path(args.output_file), {**head, "results": rows, **partial.as_json(), **source})
+        result = {"checkpoint": Path(options.model.model).resolve().name, "evaluation": evaluated, "results": rows}
+        save(args.output_file, "eval", argv, configured, result | partial.as_json(), [args.api_key])
         if partial.ended:
             print(
                 f"thalweg eval: PARTIAL: {partial.ended}; the rows are of what was answered until then", file=sys.stderr
             )
     return partial.finish(0 if rows else 1)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """0: done; 1: an error; 2: wrong flags; 130: Ctrl-C. Results are printed and written."""
-    return exit_status("thalweg eval", run, argv)

@@ -24,8 +24,6 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 
 from thalweg.bench.dataset_files import json_lines
-from thalweg.bench.eval_prompts import Continuation, PromptFormat
-from thalweg.bench.statistics import common_length
 from thalweg.bench.task_pools import RECALL_VALUES
 from thalweg.bench.tasks import Item, Message, plain_number
 
@@ -72,7 +70,6 @@ def problem_items(
         Item(
             task="gsm8k",
             messages=(*before, {"role": "user", "content": problem.question}),
-            tools=(),
             thinking=thinking,
             target=problem.answer,
             answer=str(problem.number),
@@ -139,15 +136,3 @@ def recall_questions(items: Sequence[Item]) -> list[ChoiceQuestion]:
         choices = tuple(f"{begin}{word}." for word in words)
         questions.append(ChoiceQuestion(item.messages, choices, words.index(item.answer)))
     return questions
-
-
-def continuations(question: ChoiceQuestion, texts: PromptFormat) -> list[Continuation]:
-    """The prompt with each choice. A token that spans both counts with the choice."""
-    encode = texts.tokenizer.encode
-    if isinstance(question.prompt, str):
-        before = encode(question.prompt)
-        wholes = [encode(question.prompt + choice) for choice in question.choices]
-    else:
-        before = encode(texts.encoder.encode(question.prompt, None, thinking=False))
-        wholes = [[*before, *encode(choice, add_special=False)] for choice in question.choices]
-    return [Continuation(tuple(whole), max(common_length(before, whole), 1)) for whole in wholes]

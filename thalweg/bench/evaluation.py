@@ -15,17 +15,15 @@ from pathlib import Path
 import msgspec
 
 from thalweg.attention.selection import RandomSelection, select_top_k
-from thalweg.bench.answering import EngineAnswerer
+from thalweg.bench.answering import Answerer, EngineAnswerer, PromptFormat, continuations
 from thalweg.bench.errors import DatasetError
 from thalweg.bench.eval_files import (
     ChoiceQuestion,
-    continuations,
     problem_items,
     read_problems,
     read_questions,
     recall_questions,
 )
-from thalweg.bench.eval_prompts import Answerer, EvalAnswer, PromptFormat
 from thalweg.bench.statistics import Share
 from thalweg.bench.tasks import Item, make_items, score
 from thalweg.core.errors import UnsupportedConfig
@@ -111,13 +109,13 @@ class Evaluation:
 
     def share(self, name: str, items: Sequence[Item]) -> None:
         """A row: the share of right answers."""
-        begin, answers = time.perf_counter(), dict[int, EvalAnswer]()
+        begin, answers = time.perf_counter(), dict[int, str]()
         try:
-            self.answerer.answer([self.texts.prompt(item) for item in items], name, answers)
+            answers.update(self.answerer.answer([self.texts.prompt(item) for item in items], name))
         finally:
-            failed = [place for place, answer in sorted(answers.items()) if not score(items[place], answer.text)]
+            failed = [place for place, answer in sorted(answers.items()) if not score(items[place], answer)]
             wrong = [
-                {"question": items[place].messages[-1], "answer": answers[place].text, "right": items[place].answer}
+                {"question": items[place].messages[-1], "answer": answers[place], "right": items[place].answer}
                 for place in failed[:KEPT_WRONG]
             ]
             share = Share(len(answers) - len(failed), len(answers))
@@ -130,7 +128,7 @@ class Evaluation:
         begin, nats = time.perf_counter(), dict[int, float]()
         texts = [text for question in questions for text in continuations(question, self.texts)]
         try:
-            self.answerer.likelihoods(texts, name, nats)
+            nats.update(self.answerer.likelihoods(texts, name))
         finally:
             first, hits = 0, list[tuple[bool, bool]]()
             for question in questions:
@@ -149,7 +147,7 @@ class Evaluation:
         items, begin, logs = self.held_out("dialogue"), time.perf_counter(), dict[int, float]()
         texts = [self.texts.with_target(item) for item in items]
         try:
-            engine.likelihoods(texts, "dialogue", logs)
+            logs.update(engine.likelihoods(texts, "dialogue"))
         finally:
             tokens = sum(len(texts[place].ids) - texts[place].at for place in logs) or 1
             size, nats = sum(len(items[place].target.encode()) for place in logs) or 1, -math.fsum(logs.values())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from random import Random
 from typing import NamedTuple
@@ -18,17 +19,19 @@ from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.grammar import NO_GRAMMAR, Grammar
 from thalweg.core.messages import TokenDelta
 from thalweg.core.plan import PAGE
+from thalweg.core.request import check_request
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.local import LocalEngine
+from thalweg.engine.streams import Assembler, Piece
 from thalweg.launch.resolve import resolve
 from thalweg.launch.resolved import Resolved
+from thalweg.llm import LLM
 
 BATCHES = """
 --batch-size  count...=1     sequences at a time
 --input-len   count...=1024  tokens of each prompt
 """
 BENCH_SEED = "--bench-seed  whole=1  of the random tokens"
-ENGINE_FLAGS = ("model", "load", "memory", "schedule", "speculative")  # groups of flags of the engine
 
 Tokens = list[int]
 
@@ -111,6 +114,23 @@ def run_all(engine: LocalEngine, requests: Sequence[Generation], concurrency: in
     """`generate` without a look at the steps."""
     for _ in generate(engine, requests, concurrency):
         pass
+
+
+def detokenized(
+    llm: LLM, requests: Sequence[Generation]
+) -> Generator[tuple[Generation, Piece, EngineStep], None, None]:
+    """Runs all requests with detokenizing, as `LLM.generate` does it; each piece of text with its request and step.
+    Raises InvalidRequest.
+    """
+    assemblers = {}
+    for one in requests:
+        ids = tuple(one.prompt)
+        check_request(ids, one.params, llm.engine.context, llm.engine.vocab)
+        assemblers[id(one)] = Assembler(0, ids, one.params, llm.texts.tokenizer)
+    with closing(generate(llm.engine, requests)) as steps:
+        for step in steps:
+            for request, delta in step.news:
+                yield request, assemblers[id(request)].feed(delta, 0.0), step
 
 
 @dataclass(slots=True)

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -17,9 +16,9 @@ from rich.table import Table
 from torch import Tensor
 
 from thalweg.bench import ceilings, stopwatch
-from thalweg.bench.command import OUTPUT, CommandParser, PartialRun, add_flags, exit_status
+from thalweg.bench.command import OUTPUT, CommandParser, PartialRun, add_flags, command
 from thalweg.bench.display import progress_bar, show
-from thalweg.bench.results import provenance, write
+from thalweg.bench.results import save
 from thalweg.core.errors import UnsupportedConfig
 from thalweg.kernels.case import Inputs, KernelCase, Run, TimedCase
 from thalweg.kernels.catalog import OPERATIONS
@@ -38,7 +37,7 @@ FLAGS = f"""
 """
 COLUMNS = {
     "operation": "{operation}", "case": "{case}", "backend": "{backend}",
-    "µs": lambda row: "failed" if row["failed"] else f"{row['us']:.2f}", "floor µs": "{floor_us:.2f}",
+    "µs": lambda row: "failed" if row["failed"] else f"{row['us']:.2f}", "limit µs": "{floor_us:.2f}",
     "share": "{share:.2f}", "GB/s": "{gbs:.1f}", "TFLOP/s": "{tflops:.3g}",
 }  # fmt: skip
 
@@ -54,8 +53,8 @@ class KernelRow:
     how: str = ""  # it was timed: see `stopwatch.CallTime`
     gbs: float = 0.0
     tflops: float = 0.0
-    floor_us: float = 0.0  # the longer of bytes / read bandwidth and FLOPs / rate of products
-    share: float = 0.0  # floor / time
+    floor_us: float = 0.0  # the hardware's limit: the longer of bytes / read bandwidth and FLOPs / rate of products
+    share: float = 0.0  # of it that is reached: floor_us / us
     error: float = 0.0  # of the reference, relative to its largest value; of a small case of the exact result
     failed: str = ""  # why there is no time
 
@@ -147,9 +146,9 @@ class KernelBenchmark:
         seconds, how = stopwatch.time_calls(calls, self.device, self.seconds, capture)
         costs = [case.cost(given) for given in inputs]
         flops, moved = (sum(column) / len(costs) for column in zip(*costs, strict=True))
-        floor = max(moved / self.top["read"], flops / self.top[case.math])
-        rates = {"gbs": moved / seconds / 1e9, "tflops": flops / seconds / 1e12, "share": floor / seconds}
-        return replace(row, us=seconds * 1e6, how=how, floor_us=floor * 1e6, **rates)
+        limit = max(moved / self.top["read"], flops / self.top[case.math])
+        rates = {"gbs": moved / seconds / 1e9, "tflops": flops / seconds / 1e12, "share": limit / seconds}
+        return replace(row, us=seconds * 1e6, how=how, floor_us=limit * 1e6, **rates)
 
     def inputs(self, work: KernelWork) -> list[Inputs]:
         """As many draws as exceed the caches."""
@@ -178,8 +177,9 @@ def table(rows: Sequence[KernelRow]) -> Table:
     return make_table("kernels", COLUMNS, [asdict(row) for row in rows], left=3)
 
 
-def run(argv: list[str]) -> int:
-    """Measures and prints. Raises ResultError, UnsupportedConfig."""
+@command("thalweg bench kernels")
+def main(argv: list[str]) -> int:
+    """0: done; 1: a kernel failed, or an error; 2: wrong flags; 130: Ctrl-C. Results are printed and written."""
     text = (
         "Times every operation's kernels in models' sizes by every backend that runs here, beside the device's limits."
     )
@@ -220,15 +220,7 @@ def run(argv: list[str]) -> int:
     failed = [row for row in rows if row.failed]
     for row in failed:
         print(f"FAILED {row.operation}, {row.case}, {row.backend}: {row.failed}", file=sys.stderr)
-    if args.output_file:
-        settings = {"device": device.type, "threads": torch.get_num_threads(), "seconds": args.seconds}
-        measured = {"ceilings": top, "rows": [asdict(row) for row in rows], **run.as_json()}
-        write(Path(args.output_file), measured | provenance("bench kernels", argv, settings))
+    settings = {"device": device.type, "threads": torch.get_num_threads(), "seconds": args.seconds}
+    measured = {"ceilings": top, "rows": [asdict(row) for row in rows], **run.as_json()}
+    save(args.output_file, "bench kernels", argv, settings, measured)
     return run.finish(int(bool(failed)))
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """0: done; 1: a kernel failed, or an error; 2: wrong flags; 130: Ctrl-C. Results are printed and
-    written.
-    """
-    return exit_status("thalweg bench kernels", run, argv)

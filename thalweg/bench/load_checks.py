@@ -81,7 +81,7 @@ class LoadRound(NamedTuple):
         return {
             **{f"{name}_cpu_us_per_token": us for name, us in self.cpu_us.items()},
             "server_overhead_ms": self.overhead,
-            "engine_pace": msgspec.to_builtins(self.rate),
+            "engine_step_rate": msgspec.to_builtins(self.rate),
             **measure(self.records, self.duration),
             "failures": failures(self.records),
         }
@@ -136,7 +136,7 @@ class Check(NamedTuple):
 
     @property
     def line(self) -> str:
-        return f"{'ok' if self.ok else 'MISSED':<8}{self.name:<52}{self.measured}  (limit: {self.limit})"
+        return f"{'ok' if self.ok else 'MISSED':<8}{self.name:<58}{self.measured}  (limit: {self.limit})"
 
 
 def checks(test: LoadTest, alone: tuple[StepRate, StepRate], args: argparse.Namespace) -> Iterator[Check]:
@@ -149,9 +149,16 @@ def checks(test: LoadTest, alone: tuple[StepRate, StepRate], args: argparse.Name
     yield Check("sampled tokens that the answers have", f"{received} of {sampled}", "all", received == sampled)
     differ = f"{texts.excused} differ at a near-tie of the model, {len(texts.wrong)} wrong"
     equal = f"{texts.equal} of {texts.compared}, {differ}"
-    yield Check("streams with the text of their pair", equal, "none wrong", texts.compared > 0 and not texts.wrong)
+    yield Check(
+        "streams whose text is that of the unstreamed answer",
+        equal,
+        "none wrong",
+        texts.compared > 0 and not texts.wrong,
+    )
     files, left = test.after.server.files - test.before.server.files, test.after.left
-    yield Check("left at the end", "{} running, {} waiting, {} pages".format(*left), "nothing", not any(left))
+    yield Check(
+        "requests and pages left at the end", "{} running, {} waiting, {} pages".format(*left), "nothing", not any(left)
+    )
     yield Check("open files of the server, after - before", f"{files}", "at most 2", files <= 2)
     for name in ("server", "engine"):  # growth after the first round, which fills caches, pools and the heap
         first, *later = (max(getattr(s, name).rss for s in load.samples) / MIB for load in test.loads)
@@ -165,13 +172,13 @@ def checks(test: LoadTest, alone: tuple[StepRate, StepRate], args: argparse.Name
         yield Check(f"server CPU a token, {name}", f"{us:.1f} us", f"{args.cpu_limit:g} us", us < args.cpu_limit)
     slots = args.max_running_requests or args.streams
     if slots >= args.streams:  # else prompts are computed all the time, and no two steps are alike
-        yield _rate(streams, test.rounds, alone[0], args.pace_limit)
+        yield _rate(streams, test.rounds, alone[0], args.step_rate_limit)
     if slots >= args.few:
-        yield _rate(few, [test.few], alone[1], args.pace_limit)
+        yield _rate(few, [test.few], alone[1], args.step_rate_limit)
 
 
 def _rate(name: str, rounds: Sequence[LoadRound], alone: StepRate, limit: float) -> Check:
-    label, wanted = f"engine's step rate, {name}, of that alone", f"{limit:.0%}"
+    label, wanted = f"engine step rate, {name}, of that without a server", f"{limit:.0%}"
     rates = [rate for load in rounds if (rate := load.rate) is not None]
     if not rates:
         return Check(label, "not measured: the load was too short for two samples", wanted, False)
@@ -189,7 +196,7 @@ def as_json(test: LoadTest, alone: tuple[StepRate, StepRate], checked: Sequence[
         "ok": all(check.ok for check in checked),
         "alone": dict(zip(("streams", "few"), msgspec.to_builtins(alone), strict=True)),
         "rounds": [load.as_json() for load in test.rounds],
-        "twins": test.pairs.as_json(),
+        "not_streamed": test.pairs.as_json(),
         "few": test.few.as_json(),
         "few_chat": test.chat.as_json(),
         "texts": asdict(test.texts),

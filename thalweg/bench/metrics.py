@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from thalweg.bench.display import markdown_table
+from thalweg.bench.display import block, field_table, fields
 from thalweg.bench.statistics import median, percentile
 
 PERCENTILES = (90, 95, 99)
@@ -186,17 +186,16 @@ def by_turn(records: Sequence[Record]) -> list[dict[str, object]]:
     return rows
 
 
-HEAD = """\
+# as SGLang prints it; sections that only Thalweg has follow
+BLOCK = """\
 ============ Serving Benchmark Result ============
 Backend:                                 {backend}
 Traffic request rate:                    {request_rate}
 Max request concurrency:                 {concurrency_limit}
 Successful requests:                     {completed}
-"""
-FAILED = """\
-Failed requests:                         {failed}
-"""
-THROUGHPUT = """\
+
+Failed requests:                         {failed:d}
+
 Benchmark duration (s):                  {duration:.2f}
 Total input tokens:                      {total_input_tokens}
 Total generated tokens:                  {total_output_tokens}
@@ -207,97 +206,92 @@ Peak output token throughput (tok/s):    {max_output_tokens_per_s:.2f}
 Peak concurrent requests:                {max_concurrent_requests}
 Total token throughput (tok/s):          {total_throughput:.2f}
 Concurrency:                             {concurrency:.2f}
-"""
-GOODPUT = """\
+
 Request goodput (req/s):                 {goodput:.2f}
 Share of requests within limits (%):     {goodput_percent:.2f} ({limits})
-"""
-ACCEPT_LENGTH = """\
+
 Accept length:                           {accept_length:.2f}
-"""
-LATENCY = """\
-{title:-^50}
-{mean_label:<40} {mean:.2f}
-{median_label:<40} {median:.2f}
-{p90_label:<40} {p90:.2f}
-{p95_label:<40} {p95:.2f}
-{p99_label:<40} {p99:.2f}
-"""
-TITLES = {
-    "e2e_latency": ("End-to-End Latency", "E2E Latency"),
-    "ttft": ("Time to First Token", "TTFT"),
-    "tpot": ("Time per Output Token (excl. 1st token)", "TPOT"),
-    "itl": ("Inter-Token Latency", "ITL"),
-}
-MAX_ITL = """\
+
+----------------End-to-End Latency----------------
+Mean E2E Latency (ms):                   {mean_e2e_latency_ms:.2f}
+Median E2E Latency (ms):                 {median_e2e_latency_ms:.2f}
+P90 E2E Latency (ms):                    {p90_e2e_latency_ms:.2f}
+P95 E2E Latency (ms):                    {p95_e2e_latency_ms:.2f}
+P99 E2E Latency (ms):                    {p99_e2e_latency_ms:.2f}
+---------------Time to First Token----------------
+Mean TTFT (ms):                          {mean_ttft_ms:.2f}
+Median TTFT (ms):                        {median_ttft_ms:.2f}
+P90 TTFT (ms):                           {p90_ttft_ms:.2f}
+P95 TTFT (ms):                           {p95_ttft_ms:.2f}
+P99 TTFT (ms):                           {p99_ttft_ms:.2f}
+-----Time per Output Token (excl. 1st token)------
+Mean TPOT (ms):                          {mean_tpot_ms:.2f}
+Median TPOT (ms):                        {median_tpot_ms:.2f}
+P90 TPOT (ms):                           {p90_tpot_ms:.2f}
+P95 TPOT (ms):                           {p95_tpot_ms:.2f}
+P99 TPOT (ms):                           {p99_tpot_ms:.2f}
+---------------Inter-Token Latency----------------
+Mean ITL (ms):                           {mean_itl_ms:.2f}
+Median ITL (ms):                         {median_itl_ms:.2f}
+P90 ITL (ms):                            {p90_itl_ms:.2f}
+P95 ITL (ms):                            {p95_itl_ms:.2f}
+P99 ITL (ms):                            {p99_itl_ms:.2f}
 Max ITL (ms):                            {max_itl_ms:.2f}
-"""
-CACHE = """\
+
 -------------------Prefix Cache-------------------
 Total prompt tokens:                     {total_input_tokens}
 Total cached tokens:                     {total_cached_tokens}
 Cache hit rate (%):                      {cache_hit_percent:.2f}
-"""
-POSSIBLE = """\
+
 Possible with an endless cache (%):      {possible_percent:.2f}
-"""
-TURNS = """\
+
 -------------Turns of a Conversation--------------
-turn  answered  input tok  cached  TTFT p50   p99 ms  TPOT p50
-"""
-TURN = """\
-{turn:>4} {completed:>9} {mean_input_tokens:>10.0f} {cache_hit_rate:>7.1%} \
-{median_ttft_ms:>9.2f} {p99_ttft_ms:>8.2f} {median_tpot_ms:>9.2f}
-"""
-OVERHEAD = """\
+{turns:s}
+
 -----Server Overhead (engine step to socket)------
-Mean overhead (ms):                      {mean:.2f}
-P50 overhead (ms):                       {p50:.2f}
-P99 overhead (ms):                       {p99:.2f}
-"""
-SWEEP = {
-    "rate": "request_rate",
-    "concurrency": "max_concurrency",
-    "done": "completed",
-    "req/s": "request_throughput",
-    "out tok/s": "output_throughput",
-    "TTFT p50": "median_ttft_ms",
-    "p99 ms": "p99_ttft_ms",
-    "TPOT p50": "median_tpot_ms",
-    "p99 ms ": "p99_tpot_ms",
-    "E2E p50 ms": "median_e2e_latency_ms",
-    "goodput": "goodput",
-}
+Mean overhead (ms):                      {server_overhead_ms[mean]:.2f}
+P50 overhead (ms):                       {server_overhead_ms[p50]:.2f}
+P99 overhead (ms):                       {server_overhead_ms[p99]:.2f}"""
+TURNS = fields("""
+turn           turn
+answered       completed
+prompt tokens  mean_input_tokens
+cache hits     cache_hit_rate
+TTFT p50 ms    median_ttft_ms
+TTFT p99       p99_ttft_ms
+TPOT p50 ms    median_tpot_ms
+""")
+SWEEP = fields("""
+rate         request_rate
+concurrency  max_concurrency
+done         completed
+req/s        request_throughput
+out tok/s    output_throughput
+TTFT p50     median_ttft_ms
+TTFT p99     p99_ttft_ms
+TPOT p50     median_tpot_ms
+TPOT p99     p99_tpot_ms
+E2E p50 ms   median_e2e_latency_ms
+goodput      goodput
+""")
 
 
 def render(row: Mapping[str, Any]) -> str:
-    """SGLang's block; sections that only Thalweg has follow."""
-    limits = ", ".join(f"{name} {limit:g} ms" for name, limit in row.get("goodput_limits_ms", {}).items())
-    shown = dict(row) | {
+    """The numbers of a point."""
+    limits, hits = row.get("goodput_limits_ms", {}), row["cache_hit_rate"]
+    possible, turns = row.get("cache_hit_possible"), row.get("by_turn")
+    shown = {
         "concurrency_limit": row["max_concurrency"] or "not set",
-        "cache_hit_percent": 100 * row["cache_hit_rate"],
-        "possible_percent": 100 * (row.get("cache_hit_possible") or 0.0),
+        "failed": row["failed"] or None,
         "goodput_percent": 100 * row.get("goodput_share", 0.0),
-        "limits": limits,
+        "limits": ", ".join(f"{name} {limit:g} ms" for name, limit in limits.items()),
+        "cache_hit_percent": 100 * hits if hits else None,
+        "possible_percent": 100 * possible if hits and possible is not None else None,
+        "turns": "\n".join(field_table(turns, TURNS)) if turns else None,
     }
-    parts = [HEAD, FAILED if row["failed"] else "", THROUGHPUT, GOODPUT if limits else ""]
-    parts += [ACCEPT_LENGTH if row["accept_length"] is not None else ""]
-    for name, (title, short) in TITLES.items():
-        keys = ("mean", "median", *(f"p{q}" for q in PERCENTILES))
-        labels = {f"{key}_label": f"{key.capitalize()} {short} (ms):" for key in keys}
-        parts.append(LATENCY.format(title=title, **labels, **{key: row[f"{key}_{name}_ms"] for key in keys}))
-    parts.append(MAX_ITL)
-    if row["cache_hit_rate"]:
-        parts += [CACHE, POSSIBLE if row.get("cache_hit_possible") is not None else ""]
-    text = "".join(parts).format_map(shown)
-    if turns := row.get("by_turn"):
-        text += TURNS + "".join(TURN.format_map(turn) for turn in turns)
-    if row["server_overhead_ms"]:
-        text += OVERHEAD.format_map(row["server_overhead_ms"])
-    return text + "=" * 50
+    return block(BLOCK, dict(row) | shown)
 
 
 def sweep_table(rows: Sequence[Mapping[str, object]]) -> str:
     """The points of a sweep, one a line."""
-    columns = {head: key for head, key in SWEEP.items() if any(row.get(key) is not None for row in rows)}
-    return "\n".join(markdown_table(list(columns), [[row.get(key) for key in columns.values()] for row in rows]))
+    return "\n".join(field_table(rows, SWEEP))

@@ -8,23 +8,20 @@ import time
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from thalweg.bench.command import OUTPUT, PartialRun, add_flags, command
+from thalweg.bench.command import ENGINE_FLAGS, OUTPUT, PartialRun, add_flags, command
 from thalweg.bench.dataset_flags import add_dataset_flags, check_dataset, load_prompts
 from thalweg.bench.datasets import OrdinaryTokens, ids_of, vocabulary_of
-from thalweg.bench.display import progress_bar
+from thalweg.bench.display import block, progress_bar
 from thalweg.bench.errors import DatasetError
-from thalweg.bench.in_process import ENGINE_FLAGS, Generation, configuration, generate
-from thalweg.bench.results import provenance, write
+from thalweg.bench.in_process import Generation, configuration, detokenized
+from thalweg.bench.results import save
 from thalweg.config.args import options_parser, parse_options
 from thalweg.config.tree import non_defaults
-from thalweg.core.request import check_request
 from thalweg.core.sampling import SamplingParams
-from thalweg.engine.streams import Assembler
 from thalweg.llm import LLM
 
 WARM_UP = 8  # sequences, and tokens of each
@@ -47,8 +44,9 @@ Request throughput (req/s):              {request_throughput:.2f}
 Input token throughput (tok/s):          {input_throughput:.2f}
 Output token throughput (tok/s):         {output_throughput:.2f}
 Total token throughput (tok/s):          {total_throughput:.2f}
-CPU time an output token (us):           {cpu_us_per_output_token:.2f}"""
-ACCEPT_LENGTH = "\nAccept length:                           {accept_length:.2f}"
+CPU time an output token (us):           {cpu_us_per_output_token:.2f}
+
+Accept length:                           {accept_length:.2f}"""
 
 
 @dataclass(slots=True)
@@ -96,32 +94,20 @@ def requests(args: Any, vocabulary: OrdinaryTokens, seed: int, ignore_eos: bool,
 
 def measure(llm: LLM, wanted: Sequence[Generation], done: OfflinePass) -> None:
     """All sequences at once; `done` has what was computed by then when Ctrl-C ends it. Raises InvalidRequest."""
-    engine = llm.engine
-    for request in wanted:
-        check_request(tuple(request.prompt), request.params, engine.context, engine.vocab)
-    begin, cpu, before = time.perf_counter(), time.process_time(), engine.loop.stats().acceptance
-    assemblers = {id(one): Assembler(0, tuple(one.prompt), one.params, llm.texts.tokenizer) for one in wanted}
+    begin, cpu, before = time.perf_counter(), time.process_time(), llm.engine.loop.stats().acceptance
     try:
-        with progress_bar("sequences", len(wanted)) as bar, closing(generate(engine, wanted)) as steps:
-            for step in steps:
+        with progress_bar("sequences", len(wanted)) as bar, closing(detokenized(llm, wanted)) as results:
+            for request, piece, step in results:
                 second = int(step.end - begin)
-                for request, delta in step.news:
-                    piece = assemblers[id(request)].feed(delta, 0.0)
-                    done.by_second += [0] * (second + 1 - len(done.by_second))
-                    done.by_second[second] += len(piece.ids)
-                    done.seconds, done.cpu = time.perf_counter() - begin, time.process_time() - cpu
-                    if delta.finish:
-                        done.done, done.input_tokens = done.done + 1, done.input_tokens + len(request.prompt)
-                        done.cached += piece.cached_tokens
-                        bar.advance(note=f"{sum(done.by_second)} tokens")
+                done.by_second += [0] * (second + 1 - len(done.by_second))
+                done.by_second[second] += len(piece.ids)
+                done.seconds, done.cpu = time.perf_counter() - begin, time.process_time() - cpu
+                if piece.finish:
+                    done.done, done.input_tokens = done.done + 1, done.input_tokens + len(request.prompt)
+                    done.cached += piece.cached_tokens
+                    bar.advance(note=f"{sum(done.by_second)} tokens")
     finally:
-        done.accept_length = engine.loop.stats().acceptance.since(before).mean_length
-
-
-def render(row: dict[str, Any]) -> str:
-    """SGLang's block, and the CPU time."""
-    drafts = ACCEPT_LENGTH if row["accept_length"] is not None else ""
-    return (BLOCK + drafts).format_map(row) + "\n" + "=" * 50
+        done.accept_length = llm.engine.loop.stats().acceptance.since(before).mean_length
 
 
 @command("thalweg bench offline")
@@ -155,10 +141,9 @@ def main(argv: list[str]) -> int:
             done.append(OfflinePass())
             measure(llm, wanted, done[-1])
     rows = [each.as_json(number) for number, each in enumerate(done)]
-    print("\n".join(map(render, rows)))
+    print("\n".join(block(BLOCK, row) for row in rows))
     client = {name: value for name, value in vars(args).items() if name not in ("given", "notices")}
     client["trace_end"] = str(args.trace_end)  # infinity is not a JSON number
-    source = provenance("bench offline", argv, {"client": client, **configuration(llm.texts.resolved)})
-    if args.output_file:
-        write(Path(args.output_file), {"tag": args.tag, "points": rows, **partial.as_json(), **source})
+    settings = {"client": client, **configuration(llm.texts.resolved)}
+    save(args.output_file, "bench offline", argv, settings, {"tag": args.tag, "points": rows, **partial.as_json()})
     return partial.finish()

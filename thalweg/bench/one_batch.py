@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import asdict
-from pathlib import Path
 from random import Random
 from typing import Any
 
 import torch
 
 from thalweg.bench import ceilings, coverage
-from thalweg.bench.command import OUTPUT, PartialRun, add_flags, command
+from thalweg.bench.command import OUTPUT, PartialRun, command, parse_engine_flags
 from thalweg.bench.display import progress_bar, show
 from thalweg.bench.in_process import (
     BATCHES,
     BENCH_SEED,
-    ENGINE_FLAGS,
     Lengths,
     Timing,
     configuration,
@@ -25,9 +23,8 @@ from thalweg.bench.in_process import (
     start,
     time_batch,
 )
-from thalweg.bench.results import provenance, write
-from thalweg.bench.statistics import median, percentile
-from thalweg.config.args import options_parser, parse_options
+from thalweg.bench.results import save
+from thalweg.bench.statistics import median
 from thalweg.engine.local import LocalEngine
 from thalweg.launch.planning import roofline
 from thalweg.launch.planning.layouts import ONE
@@ -47,12 +44,12 @@ FLAGS = f"""
 {OUTPUT}
 """
 COLUMNS = {
-    "batch": "{batch_size}", "input": "{input_len}", "output": "{output_len}",
+    "batch": "{batch_size}", "in": "{input_len}", "out": "{output_len}",
     "prefill s": "{prefill_latency:.4f}", "prefill tok/s": "{prefill_throughput:.0f}",
-    "total s": "{total_latency:.3f}", "decode tok/s": "{median_decode_throughput:.1f}",
+    "total s": "{total_latency:.2f}", "decode tok/s": "{median_decode_throughput:.1f}",
     "decode ms": lambda row: f"{1000 * row['median_decode_latency']:.2f}",
-    "accept length": lambda row: f"{row['accept_length']:.2f}" if "accept_length" in row else "",
-    "of the floor": lambda row: f"{row['decode_share']:.1%}" if "decode_share" in row else "",
+    "accept length": "{accept_length:.2f}",
+    "of the limit": "{decode_share:.1%}",
 }  # fmt: skip
 
 Case = tuple[int, int, int]  # batch size, input length, output length
@@ -60,26 +57,20 @@ Row = dict[str, Any]
 
 
 def shares(resolved: Resolved, case: Case, timing: Timing, top: Ceilings, covered: tuple[float, ...]) -> Row:
-    """Floors in seconds, and the share of them that was reached. covered: distinct experts of each layer in a decode
-    step, () without experts.
+    """The hardware's limits in seconds, and the share of them that was reached. covered: distinct experts of each layer
+    in a decode step, () without experts.
     """
     batch, input_len, output_len = case
-    facts = read_facts(resolved.path)
     shapes = {
         "prefill": roofline.StepShape(batch, input_len, input_len),
         "decode": roofline.StepShape(batch, 1, input_len + output_len // 2, covered),
     }
-    model = PlannedModel(facts).on(ONE)
+    model = PlannedModel(read_facts(resolved.path)).on(ONE)
     seconds, row = {"prefill": timing.prefill, "decode": median(timing.decode)}, Row()
     for name, shape in shapes.items():
-        phases = roofline.phases(model, shape)
-        floor = row[f"{name}_floor"] = roofline.seconds(phases, top)
-        row[f"{name}_share"] = floor / seconds[name] if seconds[name] else 0.0
-        row[f"{name}_floor_by_phase"] = roofline.by_name(phases, top)
-    if covered:
-        assert facts.moe is not None
-        row |= {"experts_a_layer": covered, "experts_if_uniform": roofline.expected(facts.moe, batch)}
-    return row
+        limit = row[f"{name}_floor"] = roofline.seconds(roofline.phases(model, shape), top)
+        row[f"{name}_share"] = limit / seconds[name] if seconds[name] else 0.0
+    return row | ({"experts_a_layer": covered} if covered else {})
 
 
 def report(case: Case, timing: Timing, run_name: str) -> Row:
@@ -95,7 +86,6 @@ def report(case: Case, timing: Timing, run_name: str) -> Row:
         **timing.as_json(),
         "prefill_throughput": batch * input_len / timing.prefill,
         "median_decode_throughput": tokens / step if step else 0.0,
-        "p99_decode_latency": percentile(timing.decode, 99) if timing.decode else 0.0,
         "overall_throughput": batch * (input_len + output_len) / timing.total,
         "output_throughput": batch * output_len / timing.total,
     }
@@ -112,13 +102,10 @@ def measure(engine: LocalEngine, resolved: Resolved, case: Case, repeat: int, rn
 def main(argv: list[str]) -> int:
     """0: done; 1: an error; 2: wrong flags; 130: Ctrl-C. Results are printed and written."""
     text = "Times prefill and decode of batches of random tokens: every batch size with every input and output length."
-    parser = options_parser("thalweg bench one-batch", text, only=ENGINE_FLAGS)
-    add_flags(parser, "Batches", FLAGS)
-    parsed = parse_options(parser, argv)
-    args, options = parsed.args, parsed.options
+    args, options = parse_engine_flags(argv, "thalweg bench one-batch", text, {"Batches": FLAGS})
     cases: list[Case] = list(itertools.product(args.batch_size, args.input_len, args.output_len))
     longest = Lengths(max(args.input_len), max(args.output_len))
-    on_gpu = options.load.device != "cpu" and torch.cuda.is_available()  # the floor of a CPU is not known
+    on_gpu = options.load.device != "cpu" and torch.cuda.is_available()  # the limits of a CPU are not measured
     top = ceilings.measure() if on_gpu else None
     resolved, engine = start(reserve(options, max(args.batch_size), longest.input, longest.output), longest)
     rng, rows = Random(args.bench_seed), list[Row]()
@@ -138,8 +125,6 @@ def main(argv: list[str]) -> int:
             rows.append(row)
             bar.advance()
     show(make_table("one batch", COLUMNS, rows))
-    if args.output_file:
-        measured = {} if top is None else {"ceilings": asdict(top)}
-        source = provenance("bench one-batch", argv, configuration(resolved))
-        write(Path(args.output_file), {"results": rows, **run.as_json(), **measured, **source})
+    measured = {"results": rows, **run.as_json()} | ({} if top is None else {"ceilings": asdict(top)})
+    save(args.output_file, "bench one-batch", argv, configuration(resolved), measured)
     return run.finish()

@@ -197,7 +197,7 @@ class Replayer:
         return replace(plan, binds=binds + plan.binds, appends=tables + plan.appends)
 
     def _launch(self, plan: StepPlan, masks: Mapping[int, GrammarState] = NO_MASKS) -> Sequence[Output]:
-        """A, B and their output."""
+        """Forward, sampling and their output."""
         number, self._launched = self._launched, self._launched + 1
         again = replace(plan, step=number, seen=number - 1, waits_for_commit=False)
         self.worker.forward(again, None)

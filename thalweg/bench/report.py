@@ -8,10 +8,11 @@ from pathlib import Path
 from statistics import fmean
 
 from thalweg.bench import ablation_tables, plots
-from thalweg.bench.command import CommandParser, add_flags, exit_status
+from thalweg.bench.command import CommandParser, add_flags, command
 from thalweg.bench.compare import percent
-from thalweg.bench.display import markdown_table
+from thalweg.bench.display import accuracy, field_table, fields, markdown_table
 from thalweg.bench.errors import BenchError
+from thalweg.bench.metrics import TURNS
 from thalweg.bench.plots import FORMATS, GREEN, GREY, RED, Bars, Distribution, Figure, Lines, Seconds
 from thalweg.bench.result_files import INCOMPLETE, Json, ResultFileError, command_of, load, serving_rows
 
@@ -28,60 +29,56 @@ class Section:
     figures: list[Figure]
 
 
-SERVED = {
-    "rate": "request_rate",
-    "concurrency": "max_concurrency",
-    "done": "completed",
-    "failed": "failed",
-    "req/s": "request_throughput",
-    "goodput": "goodput",
-    "in tok/s": "input_throughput",
-    "out tok/s": "output_throughput",
-    "TTFT p50 ms": "median_ttft_ms",
-    "TTFT p99": "p99_ttft_ms",
-    "TPOT p50 ms": "median_tpot_ms",
-    "TPOT p99": "p99_tpot_ms",
-    "ITL p50 ms": "median_itl_ms",
-    "ITL p99": "p99_itl_ms",
-    "cache hits": "cache_hit_rate",
-    "possible": "cache_hit_possible",
-    "accept length": "accept_length",
-}
-TURNS = {
-    "turn": "turn", "answered": "completed", "prompt tokens": "mean_input_tokens", "cache hits": "cache_hit_rate",
-    "TTFT p50 ms": "median_ttft_ms", "TTFT p99": "p99_ttft_ms", "TPOT p50 ms": "median_tpot_ms",
-}  # fmt: skip
-OFFLINE = {
-    "requests": "successful_requests",
-    "seconds": "total_latency",
-    "in tok/s": "input_throughput",
-    "out tok/s": "output_throughput",
-    "total tok/s": "total_throughput",
-    "CPU us an output token": "cpu_us_per_output_token",
-}
-BATCHES = {
-    "batch": "batch_size", "in": "input_len", "out": "output_len", "prefill s": "prefill_latency",
-    "prefill tok/s": "prefill_throughput", "decode ms": "decode_ms", "decode tok/s": "median_decode_throughput",
-    "share of the floor": "decode_share",
-}  # fmt: skip
+SERVED = fields("""
+rate           request_rate
+concurrency    max_concurrency
+done           completed
+failed         failed
+req/s          request_throughput
+goodput        goodput
+in tok/s       input_throughput
+out tok/s      output_throughput
+TTFT p50 ms    median_ttft_ms
+TTFT p99       p99_ttft_ms
+TPOT p50 ms    median_tpot_ms
+TPOT p99       p99_tpot_ms
+ITL p50 ms     median_itl_ms
+ITL p99        p99_itl_ms
+cache hits     cache_hit_rate
+possible       cache_hit_possible
+accept length  accept_length
+""")
+OFFLINE = fields("""
+requests                successful_requests
+seconds                 total_latency
+in tok/s                input_throughput
+out tok/s               output_throughput
+total tok/s             total_throughput
+CPU us an output token  cpu_us_per_output_token
+""")
+BATCHES = fields("""
+batch               batch_size
+in                  input_len
+out                 output_len
+prefill s           prefill_latency
+prefill tok/s       prefill_throughput
+decode ms           decode_ms
+decode tok/s        median_decode_throughput
+share of the limit  decode_share
+""")
 FLAGS = """
 --out     path=report        folder of report.md and the plots
 --format  format...=png svg  of the plots; md: tables alone
 """
-KERNELS = {
-    "operation": "operation", "case": "case", "backend": "backend", "us": "us", "GB/s": "gbs", "TFLOP/s": "tflops",
-    "share of its ceiling": "share",
-}  # fmt: skip
-
-
-def _table(rows: Sequence[Json], columns: Mapping[str, str]) -> list[str]:
-    """The columns (heading: field) that some row has; those of the cache only where one is not 0."""
-    shown = {
-        head: key
-        for head, key in columns.items()
-        if any(row.get(key) if key.startswith("cache_") else row.get(key) is not None for row in rows)
-    }
-    return markdown_table(list(shown), [[row.get(key) for key in shown.values()] for row in rows])
+KERNELS = fields("""
+operation             operation
+case                  case
+backend               backend
+us                    us
+GB/s                  gbs
+TFLOP/s               tflops
+share of its ceiling  share
+""")
 
 
 def _serve(result: Json) -> Section:
@@ -91,7 +88,7 @@ def _serve(result: Json) -> Section:
     rows = serving_rows(result)
     if not rows:
         raise ResultFileError("a result without any measurement: the run ended before the first one")
-    lines, figures = _table(rows, SERVED), list[Figure]()
+    lines, figures = field_table(rows, SERVED), list[Figure]()
     moving = next((key for key in ("request_rate", "max_concurrency") if len({row[key] for row in rows}) > 1), "")
     places = {row[moving] for row in rows} if moving else set()
     if places and not places & {None, "inf"}:
@@ -104,7 +101,7 @@ def _serve(result: Json) -> Section:
         output = Seconds("output", "tokens of each second after the start", row["tokens_by_second"])
         figures.append(Figure("latency", [*panels, output]))
     if turns := next((row["by_turn"] for row in rows if row.get("by_turn")), None):
-        lines += ["", *_table(turns, TURNS)]
+        lines += ["", *field_table(turns, TURNS)]
         figures.append(Figure("turns", [
             _lines("TTFT of each turn, ms", "turn", turns, {mark: f"{mark}_ttft_ms" for mark in MARKS}),
             _lines("prompt tokens", "turn", turns, {"mean": "mean_input_tokens"}),
@@ -141,7 +138,7 @@ def _offline(result: Json) -> Section:
 
 def _one_batch(result: Json) -> Section:
     rows = [row | {"decode_ms": 1000 * row["median_decode_latency"]} for row in result["results"]]
-    return Section(_table(rows, BATCHES), [])
+    return Section(field_table(rows, BATCHES), [])
 
 
 def _startup(result: Json) -> Section:
@@ -154,7 +151,7 @@ def _startup(result: Json) -> Section:
     heads = {name: name for name in ("start", "ready s", "first token s", *phases, "CPU s")}
     labels, values = [row["start"] for row in rows], {phase: [row.get(phase) for row in rows] for phase in phases}
     bars = Bars("from the command to the first token", "seconds", labels, values)
-    return Section(_table(rows, heads), [Figure("phases", [bars])])
+    return Section(field_table(rows, heads), [Figure("phases", [bars])])
 
 
 def _compare(result: Json) -> Section:
@@ -179,12 +176,8 @@ def _compare(result: Json) -> Section:
 
 
 def _eval(result: Json) -> Section:
-    rows = [row for row in result["results"] if "share" in row and row.get("total")]
-    cells = [
-        [row["task"], row["hits"], row["total"], f"{row['share']:.1%}", f"{row['low_95']:.1%} … {row['high_95']:.1%}"]
-        for row in rows
-    ]
-    return Section(markdown_table(("task", "right", "of", "share", "95 % interval"), cells), [])
+    rows = [[row["task"], row.get("items", row["total"]), *accuracy(row)] for row in result["results"]]
+    return Section(markdown_table(("task", "items", "result", "95 % interval"), rows), [])
 
 
 def _kernels(result: Json) -> Section:
@@ -195,7 +188,7 @@ def _kernels(result: Json) -> Section:
         if row["failed"]
     ]
     good = [row for row in result["rows"] if not row["failed"]]
-    return Section([*_table(good, KERNELS), *(["", *failed] if failed else [])], [])
+    return Section([*field_table(good, KERNELS), *(["", *failed] if failed else [])], [])
 
 
 def _ablate(result: Json) -> Section:
@@ -257,7 +250,9 @@ def report(files: Sequence[Path], out: Path, formats: Sequence[str]) -> list[Pat
     return [page, *written]
 
 
-def _run(argv: list[str]) -> int:
+@command("thalweg bench report")
+def main(argv: list[str]) -> int:
+    """0: written; 1: a file is no result or cannot be written, or matplotlib is missing."""
     description = (
         "Tables and plots of results of bench serve, offline, one-batch, startup, compare, kernels, eval and ablate."
     )
@@ -271,8 +266,3 @@ def _run(argv: list[str]) -> int:
         raise BenchError(f"cannot write the report: {error}") from error
     print("\n".join(map(str, paths)))
     return 0
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """0: written; 1: a file is no result or cannot be written, or matplotlib is missing."""
-    return exit_status("thalweg bench report", _run, argv)

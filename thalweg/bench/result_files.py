@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from thalweg.bench.ablation_tables import differences_from_base, rate_groups, rounds_of
+from thalweg.bench.ablation_tables import differences_from_base, rate_groups, rates_of
 from thalweg.bench.errors import ResultError
 
 Json = Mapping[str, Any]
@@ -30,20 +30,23 @@ class Measurement:
     hits: tuple[int, int] | None = None  # (hits, total) of a share
 
 
-RATE, LATENCY, SECONDS = ("tok/s", True, 1.0), ("ms", False, 1.0), ("s", False, 1.0)
-# unit, whether more is better, and what a value is multiplied with, of each field that is compared
-FIELDS: dict[str, tuple[str, bool, float]] = {
-    **dict.fromkeys(("request_throughput", "goodput"), ("req/s", True, 1.0)),
-    **dict.fromkeys(("output_throughput", "total_throughput"), RATE),
-    **{
-        f"{statistic}_{latency}_ms": LATENCY
-        for latency in ("ttft", "tpot", "itl", "e2e_latency")
-        for statistic in ("mean", "median", "p99")
-    },
-    **dict.fromkeys(("accept_length", "cache_hit_rate"), ("", True, 1.0)),
-    **dict.fromkeys(("prefill_latency", "median_decode_latency", "total_latency"), ("ms", False, 1000.0)),
-    **dict.fromkeys(("ready_seconds", "first_token_seconds", "cpu_seconds"), SECONDS),
-    **dict.fromkeys(("us", "cpu_us_per_output_token"), ("us", False, 1.0)),
+# unit ("-": none), whether more is better, what a value is multiplied with, and the fields that are compared
+COMPARED = """
+req/s  more  1     request_throughput goodput
+tok/s  more  1     output_throughput total_throughput
+ms     less  1     mean_ttft_ms median_ttft_ms p99_ttft_ms
+ms     less  1     mean_tpot_ms median_tpot_ms p99_tpot_ms
+ms     less  1     mean_itl_ms median_itl_ms p99_itl_ms
+ms     less  1     mean_e2e_latency_ms median_e2e_latency_ms p99_e2e_latency_ms
+-      more  1     accept_length cache_hit_rate
+ms     less  1000  prefill_latency median_decode_latency total_latency
+s      less  1     ready_seconds first_token_seconds cpu_seconds
+us     less  1     us cpu_us_per_output_token
+"""
+FIELDS = {
+    name: (unit.strip("-"), better == "more", float(scale))
+    for unit, better, scale, *names in map(str.split, COMPARED.strip().splitlines())
+    for name in names
 }
 
 Point = dict[str, Measurement]
@@ -172,9 +175,9 @@ def _ablate(result: Json) -> Iterator[tuple[str, Point]]:
     for row in result["cells"]:
         point: Point = {}
         for group in rate_groups(result):
-            for name, rate in group.rates.items():
-                if values := [float(value) for one in rounds_of(row).values() if (value := rate(one))]:
-                    point[group.full_name(name)] = Measurement("tok/s", True, values)
+            for head, (rates,) in rates_of([row], group).items():
+                if values := [rate for rate in rates.values() if rate]:
+                    point[head + group.suffix] = Measurement("tok/s", True, values)
         for entry in row.get("accuracy", ()):
             if entry.get("total") and "hits" in entry:
                 point[str(entry["task"])] = _share(entry)

@@ -10,7 +10,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
@@ -58,6 +58,10 @@ def commit() -> str:
         return ""
 
 
+def date() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+
+
 def hide_home(value: Any) -> Any:
     """The value as JSON has it, with ~ for the user's folder: results are shown to others."""
     if isinstance(value, str):
@@ -68,16 +72,29 @@ def hide_home(value: Any) -> Any:
     return [hide_home(element) for element in value] if isinstance(value, list | tuple) else value
 
 
-def provenance(command: str, argv: list[str], configuration: Mapping[str, object]) -> dict[str, object]:
-    """Fields of every result. configuration: the resolved settings in full, the server's too where it reports them."""
+def provenance(
+    command: str, argv: list[str], configuration: Mapping[str, object], secrets: Collection[object] = ()
+) -> dict[str, object]:
+    """Fields of every result. configuration: the resolved settings in full, the server's too where it reports them.
+    secrets: texts that the command must not show.
+    """
+    words = ["***" if any(secret and str(secret) in word for secret in secrets) else word for word in argv]
     return {
-        "command": shlex.join(["thalweg", *command.split(), *argv]),
-        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "command": shlex.join(["thalweg", *command.split(), *words]),
+        "date": date(),
         "device": device(),
         "versions": versions(),
         "commit": commit(),
         "configuration": hide_home(configuration),
     }
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Writes a file, and its folder where there is none; the file is whole at any moment. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_suffix(f"{path.suffix}.new")
+    new.write_bytes(content)
+    new.replace(path)
 
 
 def write(path: Path, result: Mapping[str, object]) -> None:
@@ -94,3 +111,16 @@ def write(path: Path, result: Mapping[str, object]) -> None:
     except OSError as error:
         sys.stdout.write(text)
         raise ResultError(f"cannot write {path} ({error.strerror}); the result is printed above") from error
+
+
+def save(
+    path: str,
+    command: str,
+    argv: list[str],
+    configuration: Mapping[str, object],
+    result: Mapping[str, object],
+    secrets: Collection[object] = (),
+) -> None:
+    """Writes a result with its provenance to --output-file, where that was given. Raises ResultError."""
+    if path:
+        write(Path(path), {**result, **provenance(command, argv, configuration, secrets)})

@@ -1,5 +1,5 @@
-"""`thalweg roofline`: a step's time by operation, each against its floor, the gaps between them, and where most time is
-lost.
+"""`thalweg roofline`: a step's time by operation, each against the hardware's limit, the gaps between them, and where
+most time is lost. A limit is the least time that reading the operation's bytes or computing its FLOPs can take.
 """
 
 from __future__ import annotations
@@ -15,14 +15,12 @@ from statistics import fmean, median
 from typing import Any, NamedTuple
 
 import torch
-from rich.table import Table
 
 from thalweg.bench import ceilings, coverage, step_profile
-from thalweg.bench.command import OUTPUT, PartialRun, add_flags, exit_status
+from thalweg.bench.command import ENGINE_FLAGS, OUTPUT, PartialRun, command, parse_engine_flags
 from thalweg.bench.display import show
 from thalweg.bench.in_process import (
     BENCH_SEED,
-    ENGINE_FLAGS,
     Lengths,
     Tokens,
     configuration,
@@ -33,9 +31,9 @@ from thalweg.bench.in_process import (
     start,
     time_batch,
 )
-from thalweg.bench.results import provenance, write
+from thalweg.bench.results import save
 from thalweg.bench.step_profile import ProfiledStep
-from thalweg.config.args import ParsedOptions, options_parser, parse_options
+from thalweg.config.options import Options
 from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.messages import StartProfile, StopProfile
 from thalweg.engine.local import LocalEngine
@@ -59,7 +57,7 @@ examples:
 
 A profiled step is slower, on a CPU by a tenth or more; the time of steps without a profile is printed too."""
 FLAGS = f"""
---trace       path        a profile of /start_profile, in place of a run; forward and sampling by kernel, without floors
+--trace       path        a profile of /start_profile, in place of a run; forward and sampling by kernel, without limits
 --batch-size  count...=1  sequences at a time
 --context     count=1024  tokens of each before the first decode step
 --steps       count=24    decode steps that are profiled
@@ -73,12 +71,12 @@ COLUMNS = {
     "spans": "{count:.0f}",
     "µs": "{us:.1f}",
     "of step": lambda row: f"{row['us'] / row['step']:.1%}",
-    "floor µs": lambda row: "–" if row["floor_us"] is None else f"{row['floor_us']:.1f}",
-    "reached": lambda row: f"{row['floor_us'] / row['us']:.2f}" if row["floor_us"] is not None and row["us"] else "–",
+    "limit µs": "{floor_us:.1f}",
+    "reached": lambda row: f"{row['floor_us'] / row['us']:.2f}" if row["floor_us"] and row["us"] else "",
     "lost µs": "{lost_us:.1f}",
 }
 
-Floors = Mapping[str, float]  # seconds by phase
+Limits = Mapping[str, float]  # seconds by phase
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,15 +96,15 @@ class OperationTime:
     count: float
     us: float  # by which it delayed the end of the step
     floor_us: float | None  # None where nothing must be read or computed
-    lost_us: float  # above the floor
+    lost_us: float  # above the limit
     lines: tuple[KernelTime, ...]  # its first kernels, the longest first; of the gaps the kernels after them
 
     def in_words(self, step_us: float) -> str:
         """Its loss."""
-        above = "without a floor"
+        above = "without a limit"
         if self.floor_us is not None:
             slower = self.us / max(self.floor_us, 1e-9)
-            above = f"above the floor of {_us(self.floor_us)}: it takes {_us(self.us)}, {slower:.1f} times as long"
+            above = f"above the limit of {_us(self.floor_us)}: it takes {_us(self.us)}, {slower:.1f} times as long"
         most = "".join(f"; most in {line.count:.4g} x `{line.name}` {_us(line.us)}" for line in self.lines[:1])
         share = f"{_us(self.lost_us)} ({self.lost_us / step_us:.0%} of the step)"
         return f"{self.operation}: {share} {above}, {self.count:.4g} x{most}"
@@ -124,8 +122,7 @@ class StepBreakdown:
     tokens: int
     steps: int
     us: float  # mean of a step
-    median_us: float
-    floor_us: float | None  # None where no floor is known
+    floor_us: float | None  # None where no limit is known
     parts: tuple[OperationTime, ...]  # the longest first; with the gaps they add up to the step
 
     def losses(self) -> list[str]:
@@ -134,32 +131,30 @@ class StepBreakdown:
         return [part.in_words(self.us) for part in ordered if part.lost_us > 0]
 
 
-def break_down(steps: Sequence[ProfiledStep], floors: Floors) -> StepBreakdown:
-    """The mean of steps of one kind. floors: {} where none are known."""
-    us: dict[tuple[str, str], list[float]] = defaultdict(list)  # by operation and kernel
+def break_down(steps: Sequence[ProfiledStep], limits: Limits) -> StepBreakdown:
+    """The mean of steps of one kind. limits: {} where none are known."""
+    us: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))  # by operation and kernel
     for step in steps:
         for span, gap, added in step_profile.delays(step):
-            us[span.operation, span.name].append(added)
+            us[span.operation][span.name].append(added)
             if gap:
-                us[GAPS, span.name].append(gap)
+                us[GAPS][span.name].append(gap)
         if (after := step.end - max(span.end for span in step.spans)) > 0:
-            us[GAPS, "the next step"].append(after)
-    floor_us: dict[str, float] = defaultdict(float)
-    for phase, seconds in floors.items():
-        floor_us[step_profile.ATTENTION if phase == "index" else phase] += 1e6 * seconds
-    lines: dict[str, list[KernelTime]] = {operation: [] for operation in floor_us}
-    for (operation, name), times in us.items():
-        lines.setdefault(operation, []).append(KernelTime(name, len(times) / len(steps), sum(times) / len(steps)))
+            us[GAPS]["the next step"].append(after)
+    limit_us: dict[str, float] = defaultdict(float)
+    for phase, seconds in limits.items():
+        limit_us[step_profile.ATTENTION if phase == "index" else phase] += 1e6 * seconds
     parts = []
-    for operation, mine in lines.items():
-        floor, total = floor_us.get(operation), sum(line.us for line in mine)
-        shown = tuple(sorted(mine, key=lambda line: -line.us)[:KERNELS])
-        count = sum(line.count for line in mine)
-        parts.append(OperationTime(operation, count, total, floor, total - (floor or 0.0), shown))
-    ordered = tuple(sorted(parts, key=lambda part: -part.us))
-    durations, known = [step.end - step.begin for step in steps], sum(floor_us.values()) if floors else None
+    for operation in us.keys() | limit_us.keys():
+        lines = [KernelTime(name, len(all) / len(steps), sum(all) / len(steps)) for name, all in us[operation].items()]
+        limit, total = limit_us.get(operation), sum(line.us for line in lines)
+        longest = tuple(sorted(lines, key=lambda line: -line.us)[:KERNELS])
+        count = sum(line.count for line in lines)
+        parts.append(OperationTime(operation, count, total, limit, total - (limit or 0.0), longest))
+    durations, known = [step.end - step.begin for step in steps], sum(limit_us.values()) if limits else None
+    ordered = tuple(sorted(parts, key=lambda part: (-part.us, part.operation)))
     kind = steps[0].rows, steps[0].tokens, len(steps)
-    return StepBreakdown(*kind, fmean(durations), median(durations), known, ordered)
+    return StepBreakdown(*kind, fmean(durations), known, ordered)
 
 
 class RooflineRun(NamedTuple):
@@ -179,34 +174,29 @@ def profiled(engine: LocalEngine, prompts: Sequence[list[Tokens]], steps: int, f
     return Path(engine.control(StopProfile(id=2)))
 
 
-def table(step: StepBreakdown) -> Table:
-    title = f"{step.rows} rows, {step.tokens} tokens: {step.us / 1e3:.3f} ms a step, mean of {step.steps}"
-    if floor := step.floor_us:
-        title += f"; floor {floor / 1e3:.3f} ms, share reached {floor / step.us:.2f}"
-    return make_table(title, COLUMNS, [asdict(part) | {"step": step.us} for part in step.parts], left=2)
-
-
 def show_steps(steps: Sequence[StepBreakdown]) -> None:
     for step in steps:
-        show(table(step))
+        title = f"{step.rows} rows, {step.tokens} tokens: {step.us / 1e3:.3f} ms a step, mean of {step.steps}"
+        if limit := step.floor_us:
+            title += f"; limit {limit / 1e3:.3f} ms, share reached {limit / step.us:.2f}"
+        show(make_table(title, COLUMNS, [asdict(part) | {"step": step.us} for part in step.parts], left=2))
         print(f"Where most time of a step of {step.rows} rows and {step.tokens} tokens is lost:")
         print("".join(f"  {place}. {text}\n" for place, text in enumerate(step.losses(), 1)))
 
 
-def of_trace(parsed: ParsedOptions) -> tuple[dict[str, object], Iterator[RooflineRun]]:
+def of_trace(trace: Path) -> Iterator[RooflineRun]:
     """Of a file. Raises UnsupportedConfig."""
-    kinds = step_profile.steps_by_kind(step_profile.read(parsed.args.trace).steps)
-    return {}, iter([RooflineRun([break_down(steps, {}) for steps in kinds.values()], {})])
+    kinds = step_profile.steps_by_kind(step_profile.read(trace).steps)
+    yield RooflineRun([break_down(steps, {}) for steps in kinds.values()], {})
 
 
-def of_model(parsed: ParsedOptions) -> tuple[dict[str, object], Iterator[RooflineRun]]:
-    """What is known of all runs, and a run in this process for each batch size, made when it is asked for. Raises
-    ThalwegError.
+def of_model(args: Any, options: Options) -> tuple[dict[str, object], dict[str, object], Iterator[RooflineRun]]:
+    """Fields of the result, the configuration, and a run in this process for each batch size, made when it is asked
+    for. Raises ThalwegError.
     """
-    args = parsed.args
-    gpu = parsed.options.load.device != "cpu" and torch.cuda.is_available()
+    gpu = options.load.device != "cpu" and torch.cuda.is_available()
     rates = ceilings.rates(torch.device("cuda")) if gpu else {}  # while memory is free
-    room = reserve(parsed.options, max(args.batch_size), args.context, args.steps + 1)
+    room = reserve(options, max(args.batch_size), args.context, args.steps + 1)
     resolved, engine = start(room, Lengths(args.context, args.steps, "--context {} and --steps {}", 1))
     rates = rates or ceilings.rates(torch.device("cpu"))  # with the threads that the engine has set
     config = engine.config
@@ -216,7 +206,7 @@ def of_model(parsed: ParsedOptions) -> tuple[dict[str, object], Iterator[Rooflin
     model = PlannedModel(read_facts(resolved.path), config.dtype, plain, config.kernels).on(ONE)
     rng = Random(args.bench_seed)
 
-    def floors(rows: int, tokens: int, covered: tuple[float, ...]) -> Floors:
+    def limits(rows: int, tokens: int, covered: tuple[float, ...]) -> Limits:
         """Of a step of equal rows: a decode step in the middle of the run, or a prompt from its beginning. covered:
         distinct experts of each layer in a decode step.
         """
@@ -246,38 +236,35 @@ def of_model(parsed: ParsedOptions) -> tuple[dict[str, object], Iterator[Rooflin
         facts = {"batch_size": rows, "experts_a_layer": covered}
         facts |= {"unprofiled_decode_ms": decode, "unprofiled_prefill_ms": prefill}
         kinds = step_profile.steps_by_kind(profile.steps)
-        return RooflineRun([break_down(each, floors(*kind, covered)) for kind, each in kinds.items()], facts)
+        return RooflineRun([break_down(each, limits(*kind, covered)) for kind, each in kinds.items()], facts)
 
     common = {"model": resolved.path.resolve().name, "context": args.context, "ceilings": asdict(top)}
-    return common | {"configuration": configuration(resolved)}, map(run_of, args.batch_size)
+    return common, configuration(resolved), map(run_of, args.batch_size)
 
 
 def run(argv: list[str]) -> list[RooflineRun]:
     """Measures or reads; prints each run and writes all of them, also where Ctrl-C or an error ends it. Raises
     ThalwegError, KeyboardInterrupt.
     """
-    text = "Where a step's time goes: each operation against its floor, the gaps, and the five largest losses."
-    parser = options_parser("thalweg roofline", text, EPILOG, ENGINE_FLAGS[:4])
-    add_flags(parser, "This command", FLAGS)
-    parsed = parse_options(parser, argv)
-    args: Any = parsed.args
-    if args.trace is None and not parsed.options.model.model:
+    text = "Where a step's time goes: each operation against the hardware's limit, the gaps, the five largest losses."
+    args, options = parse_engine_flags(
+        argv, "thalweg roofline", text, {"This command": FLAGS}, ENGINE_FLAGS[:4], EPILOG
+    )
+    if args.trace is None and not options.model.model:
         raise UnsupportedConfig("give a model to run, or --trace FILE with a profile of one; see --help")
-    common, measured = (of_model if args.trace is None else of_trace)(parsed)
-    settings, runs = common.pop("configuration", {}), list[RooflineRun]()
-    assert isinstance(settings, dict)
+    common, settings, measured = of_model(args, options) if args.trace is None else ({}, {}, of_trace(args.trace))
+    runs = list[RooflineRun]()
     with PartialRun() as partial:
         for one in measured:
             runs.append(one)
             show_steps(one.steps)
-    if args.output_file:
-        rows = [{**one.facts, "steps": [asdict(step) | {"lost": step.losses()} for step in one.steps]} for one in runs]
-        result = {**common, "runs": rows, **partial.as_json()}
-        write(Path(args.output_file), result | provenance("roofline", argv, settings))
+    rows = [{**one.facts, "steps": [asdict(step) | {"lost": step.losses()} for step in one.steps]} for one in runs]
+    save(args.output_file, "roofline", argv, settings, {**common, "runs": rows, **partial.as_json()})
     partial.finish()
     return runs
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@command("thalweg roofline")
+def main(argv: list[str]) -> int:
     """0: done; 1: an error; 2: wrong flags; 130: Ctrl-C. Results are printed and written."""
-    return exit_status("thalweg roofline", lambda words: int(not run(words)), argv)
+    return int(not run(argv))

@@ -22,10 +22,10 @@ from thalweg.bench.backends import BACKENDS, RequestOptions, send_request
 from thalweg.bench.command import OUTPUT, CommandParser, add_flags, command
 from thalweg.bench.dataset_flags import add_dataset_flags, check_dataset, load_prompts, shortening_flags
 from thalweg.bench.datasets import OrdinaryTokens, possible_hits, schedule, vocabulary_of
-from thalweg.bench.display import progress_bar
+from thalweg.bench.display import fields, progress_bar
 from thalweg.bench.errors import BenchError, HttpError
 from thalweg.bench.http_client import HttpClient
-from thalweg.bench.load import ServerLoad, interruptible, no_garbage_collection
+from thalweg.bench.load_driver import ServerLoad, interruptible, no_garbage_collection
 from thalweg.bench.metrics import (
     LIMITS,
     Record,
@@ -60,13 +60,13 @@ SERVER_FLAGS = """
 --request-timeout  seconds=21600   until a request counts as failed
 """
 TIMING_FLAGS = """
---request-rate     number...=inf  requests a second, a Poisson process; inf: all at once. Several are measured one after
-                                  another
---burstiness       number=1       gaps between requests are Gamma of this shape: 1 is Poisson, 0.5 comes in bursts, 4 is
-                                  more regular
+--request-rate     positive...=inf  requests a second, a Poisson process; inf: all at once. Several are measured one
+                                  after another
+--burstiness       positive=1       gaps between requests are Gamma of this shape: 1 is Poisson, 0.5 comes in bursts, 4
+                                  is more regular
 --max-concurrency  whole...=0     most requests (conversations) under way; later ones wait. 0: no limit. Several are
                                   measured one after another
---repeat           whole=1        measure everything so often, with other random tokens each time, so that `bench
+--repeat           count=1        measure everything so often, with other random tokens each time, so that `bench
                                   compare` knows the noise
 --use-trace-timestamps  switch    send each request of a trace at its recorded time
 --warmup-requests  whole=1        requests before the clock starts
@@ -136,10 +136,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         parser.error("--use-trace-timestamps needs --dataset-name trace")
     if args.use_trace_timestamps and args.request_rate != [float("inf")]:
         parser.error("--use-trace-timestamps and --request-rate both set when to send: leave one out")
-    if any(not rate > 0 for rate in args.request_rate):
-        parser.error("--request-rate must be above 0 (or inf)")
-    if args.repeat < 1:
-        parser.error("--repeat must be at least 1")
     args.goodput = dict(args.goodput)
     if args.top_p is not None:
         if args.backend == "sglang":
@@ -205,11 +201,19 @@ async def drive(load: ServerLoad, due: Sequence[float], concurrency: int, label:
 
 
 # names in SGLang's results, and fields of a record
-DETAILS = {
-    "input_lens": "prompt_tokens", "output_lens": "output_tokens", "cached_lens": "cached_tokens",
-    "start_times": "start", "send_delays": "send_delay", "latencies": "latency", "ttfts": "ttft", "itls": "itl",
-    "turns": "turn", "generated_texts": "text", "errors": "error",
-}  # fmt: skip
+DETAILS = fields("""
+input_lens       prompt_tokens
+output_lens      output_tokens
+cached_lens      cached_tokens
+start_times      start
+send_delays      send_delay
+latencies        latency
+ttfts            ttft
+itls             itl
+turns            turn
+generated_texts  text
+errors           error
+""")
 
 
 class ServingBenchmark:
@@ -317,12 +321,11 @@ def _ending(ended: str) -> dict[str, object]:
 
 def _source(args: argparse.Namespace, argv: Sequence[str], info: Mapping[str, object]) -> dict[str, object]:
     """The provenance, without secrets. Infinities are not JSON numbers, so they go as text."""
-    secrets = [secret for secret in (args.api_key, *(value for _, value in args.header)) if secret]
-    words = ["***" if any(secret in word for secret in secrets) else word for word in argv]
     client = {name: value for name, value in vars(args).items() if name not in ("api_key", "header")}
     client["request_rate"] = "trace" if args.use_trace_timestamps else [str(rate) for rate in args.request_rate]
     client["trace_end"] = str(args.trace_end)
-    return provenance("bench serve", words, {"client": client, "server": dict(info)})
+    secrets = [args.api_key, *(value for _, value in args.header)]
+    return provenance("bench serve", list(argv), {"client": client, "server": dict(info)}, secrets)
 
 
 async def run(args: argparse.Namespace, argv: list[str]) -> dict[str, Any]:

@@ -17,15 +17,15 @@ from thalweg.bench.http_client import HttpClient, HttpReply
 
 TIMEOUT_SECONDS = 120.0  # of a page: a profile takes long
 EMIT = "thalweg_emit_seconds"  # a histogram of the time from an engine's step to the socket (Thalweg only)
-# the same counter of Thalweg, SGLang and vLLM; vLLM's prefix counters are in tokens
-COUNTERS = {
-    "prompt_tokens": ("thalweg_prompt_tokens_total", "sglang:prompt_tokens_total", "vllm:prefix_cache_queries_total"),
-    "cached_tokens": ("thalweg_cached_tokens_total", "sglang:cached_tokens_total", "vllm:prefix_cache_hits_total"),
-    "drafts": ("thalweg_verifications_total", "vllm:spec_decode_num_drafts_total"),
-    "accepted": ("thalweg_accepted_tokens_total", "vllm:spec_decode_num_accepted_tokens_total"),
-    "emit_seconds": (f"{EMIT}_sum",),
-}
-NAMES = {alias: name for name, aliases in COUNTERS.items() for alias in aliases}
+# a counter, and what Thalweg, SGLang and vLLM call it; vLLM's prefix counters are in tokens
+COUNTERS = """
+prompt_tokens  thalweg_prompt_tokens_total sglang:prompt_tokens_total vllm:prefix_cache_queries_total
+cached_tokens  thalweg_cached_tokens_total sglang:cached_tokens_total vllm:prefix_cache_hits_total
+drafts         thalweg_verifications_total vllm:spec_decode_num_drafts_total
+accepted       thalweg_accepted_tokens_total vllm:spec_decode_num_accepted_tokens_total
+emit_seconds   thalweg_emit_seconds_sum
+"""
+NAMES = {alias: name for name, *aliases in map(str.split, COUNTERS.strip().splitlines()) for alias in aliases}
 
 
 class Counters(NamedTuple):

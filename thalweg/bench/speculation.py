@@ -8,23 +8,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import product
 from random import Random
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rich.table import Table
 
-from thalweg.bench.command import OUTPUT, add_flags, exit_status
+from thalweg.bench.command import OUTPUT, command, parse_engine_flags
 from thalweg.bench.draft_shapes import ADAPTIVE, DraftShape, Row, draft_shapes, measure_engines, tree_shape
 from thalweg.bench.in_process import (
     BATCHES,
     BENCH_SEED,
-    ENGINE_FLAGS,
     Lengths,
     exactly,
     generate,
     random_batch,
     reserve,
 )
-from thalweg.config.args import options_parser, parse_options
 from thalweg.engine.calibration import planning_clock, step_clock
 from thalweg.engine.local import LocalEngine
 from thalweg.launch.report import make_table
@@ -37,7 +35,7 @@ FLAGS = f"""
 --output-len  count=128      tokens to generate
 --widths      int...=0 1 2 3  drafts a step, in a chain; -1: as many as the engine chooses, up to the largest of
                              the others
---trees       tree...        BRANCHESxDEPTHxNODES, such as 4x3x16: trees of drafts too
+--trees       tree...        trees of drafts too: 4x3x16 is 4 branches, 3 drafts deep, 16 drafts in all
 --repeat      count=1        runs of each; the fastest counts
 {OUTPUT}
 {BENCH_SEED}
@@ -80,7 +78,6 @@ def measure(engine: LocalEngine, prompts: Sequence[Sequence[int]], case: DecodeC
         "accept_rate": drafts.rate,
         "accept_rate_by_depth": drafts.rates_at,
         "drafted_tokens": drafts.drafted,
-        "wasted_drafts": stats.wasted_drafts - before.wasted_drafts,
         "steps_by_num_drafts": [now - then for now, then in zip(stats.steps_by_num_drafts, earlier, strict=False)],
     }
 
@@ -132,17 +129,12 @@ def run(argv: list[str]) -> list[Row]:
     """Measures every width and tree with every batch and context; prints and writes what there is when it ends early.
     Raises ThalwegError, KeyboardInterrupt.
     """
-    parser = options_parser(
-        "thalweg bench speculation",
-        "Times decoding of random batches for each number of drafts a step.",
-        only=ENGINE_FLAGS,
-    )
-    add_flags(parser, "Batches", FLAGS, int=int, tree=tree_shape)
-    parsed = parse_options(parser, argv)
-    args: Any = parsed.args
+    text = "Times decoding of random batches for each number of drafts a step."
+    tables = {"Batches": FLAGS}
+    args, options = parse_engine_flags(argv, "thalweg bench speculation", text, tables, int=int, tree=tree_shape)
     most = max([1, *args.widths, *(tree.nodes for tree in args.trees)])
     longest = Lengths(max(args.input_len), args.output_len)
-    config = reserve(parsed.options, max(args.batch_size), longest.input, longest.output + most)
+    config = reserve(options, max(args.batch_size), longest.input, longest.output + most)
     cases = [
         DecodeCase(batch, length, args.output_len, args.bench_seed)
         for length, batch in product(args.input_len, args.batch_size)
@@ -153,11 +145,12 @@ def run(argv: list[str]) -> list[Row]:
         return rows_of(shape, resolved, engine, cases, args.repeat)
 
     engines = [(shape, config) for shape in draft_shapes(args.widths, args.trees)]
-    simulated = parsed.options.speculative.speculative_simulate_accept_length or 0.0
+    simulated = options.speculative.speculative_simulate_accept_length or 0.0
     fields = {"accept_length": simulated, "output_len": args.output_len}
     return measure_engines("speculation", argv, args.output_file, engines, measured, table, fields)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@command("thalweg bench speculation")
+def main(argv: list[str]) -> int:
     """0: done; 1: an error; 2: wrong flags; 130: Ctrl-C. Results are printed and written."""
-    return exit_status("thalweg bench speculation", lambda words: int(not run(words)), argv)
+    return int(not run(argv))

@@ -18,7 +18,7 @@ from thalweg.bench.display import progress_bar
 from thalweg.bench.errors import BenchError
 from thalweg.bench.http_client import HttpClient
 from thalweg.bench.metrics import Record
-from thalweg.bench.results import provenance, write
+from thalweg.bench.results import save
 from thalweg.bench.server_process import ServerProcess
 
 # of the engine's line "started: model 0.0 s, weights 0.1 s, …; 2.3 s in all"
@@ -121,8 +121,7 @@ def main(argv: list[str]) -> int:
             names = ", ".join(f"{phase['name']} {phase['seconds']:.2f}" for phase in row["phases"])
             print(LINE.format(names=names, **row), flush=True)
             bar.advance()
-    if rows and args.output_file:
-        server = {"flags": server_flags, "resolved": resolved}
-        source = provenance("bench startup", argv, {"client": vars(args), "server": server})
-        write(Path(args.output_file), {"tag": args.tag, "starts": rows, **run.as_json(), **source})
+    if rows:
+        settings = {"client": vars(args), "server": {"flags": server_flags, "resolved": resolved}}
+        save(args.output_file, "bench startup", argv, settings, {"tag": args.tag, "starts": rows, **run.as_json()})
     return run.finish()

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import bisect
 import gzip
-import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,6 +21,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 from torch import nn
 from torch.profiler import record_function
 
@@ -32,16 +32,37 @@ from thalweg.models.token_by_token import TokenByToken
 
 PROJECTIONS, ATTENTION, MLP, EXPERTS, HEAD = "projections", "attention", "mlp", "experts", "head"
 NORM, DRAFTING, COPIES = "norm", "drafting", "copies"
-REST = {"A": "inputs", "B": "sampling"}  # what no range has, by the half of the step
-WHOLE = {"A": "forward", "B": "sampling"}  # the same in a profile without ranges
+REST = {"forward": "inputs", "sample": "sampling"}  # what no range has, by the half of the step
+WHOLE = {"forward": "forward", "sample": "sampling"}  # the same in a profile without ranges
 RANGE = "operation "  # begins the name of a range
 METHODS = ("forward", "forward_", "add_", "add_to", "split", "swiglu", "write_kv", "logits")
 PREFETCHES = ("_prefetch_before", "_prefetch_after")  # of weights, on a CPU
-HALF = re.compile(r"([AB]) step (\d+) rows (\d+) tokens (\d+)")
+HALF = re.compile(r"(forward|sample) step (\d+) rows (\d+) tokens (\d+)")
 ON_GPU = {"kernel", "gpu_memcpy", "gpu_memset"}
 LAUNCHES = {"cuda_runtime", "cuda_driver"}
 
-Event = dict[str, Any]
+
+class TraceEvent(msgspec.Struct):
+    """One of a Chrome trace."""
+
+    name: str = ""
+    ph: str = ""
+    cat: str = ""
+    ts: float = 0.0
+    dur: float = 0.0
+    tid: int | str = 0
+    args: dict[str, Any] = {}
+
+    @property
+    def end(self) -> float:
+        return self.ts + self.dur
+
+
+class Trace(msgspec.Struct):
+    """The parts of a Chrome trace that are read."""
+
+    traceEvents: list[TraceEvent]
+    deviceProperties: list[dict[str, Any]] = []
 
 
 class DeviceSpan(NamedTuple):
@@ -55,9 +76,9 @@ class DeviceSpan(NamedTuple):
 
 
 class StepHalf(NamedTuple):
-    """The forward (A) or the sampling (B) of a step on the engine's thread."""
+    """The forward pass or the sampling of a step on the engine's thread."""
 
-    which: str
+    which: str  # forward or sample
     step: int
     rows: int
     tokens: int
@@ -148,55 +169,45 @@ def read(path: Path) -> StepProfile:
     """Raises UnsupportedConfig for a file that is no profile, or has no steps."""
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            trace = json.load(file)
-        events: list[Event] = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError) as error:
+            trace = msgspec.json.decode(file.read(), type=Trace)
+    except (OSError, EOFError, msgspec.DecodeError) as error:
         raise UnsupportedConfig(f"{path} is no profile ({error}); POST /start_profile writes one") from error
-    events.sort(key=lambda event: (float(event["ts"]), -float(event["dur"])))
-    marks = [event for event in events if event.get("cat") == "user_annotation"]
-    found = [(HALF.fullmatch(event["name"]), event) for event in marks]
-    halves = [StepHalf(m[1], int(m[2]), int(m[3]), int(m[4]), e["ts"], _end(e)) for m, e in found if m]
+    events = [event for event in trace.traceEvents if event.ph == "X"]
+    events.sort(key=lambda event: (event.ts, -event.dur))
+    marks = [event for event in events if event.cat == "user_annotation"]
+    found = [(HALF.fullmatch(event.name), event) for event in marks]
+    halves = [StepHalf(m[1], int(m[2]), int(m[3]), int(m[4]), e.ts, e.end) for m, e in found if m]
     if not halves:
         raise UnsupportedConfig(
             f"{path} has no steps in it: a profile of Thalweg's engine with its CPU activities is needed, see POST"
             " /start_profile"
         )
-    on_gpu = any(event.get("cat") in ON_GPU for event in events)
-    thread = next(event["tid"] for match, event in found if match)
-    spans = _gpu_spans(events) if on_gpu else _cpu_spans(event for event in events if event["tid"] == thread)
-    steps = _steps(halves, spans, [event for event in marks if event["name"].startswith(RANGE)])
-    devices = trace.get("deviceProperties") or [{}]
+    on_gpu = any(event.cat in ON_GPU for event in events)
+    thread = next(event.tid for match, event in found if match)
+    spans = _gpu_spans(events) if on_gpu else _cpu_spans(event for event in events if event.tid == thread)
+    steps = _steps(halves, spans, [event for event in marks if event.name.startswith(RANGE)])
+    devices = trace.deviceProperties or [{}]
     return StepProfile(steps, str(devices[0].get("name", "GPU")) if on_gpu else "")
 
 
-def _end(event: Event) -> float:
-    return float(event["ts"]) + float(event["dur"])
-
-
-def _gpu_spans(events: Sequence[Event]) -> list[DeviceSpan]:
+def _gpu_spans(events: Sequence[TraceEvent]) -> list[DeviceSpan]:
     """In the order of launch. All kernels of a graph have its launch."""
-    launches = {
-        event["args"]["correlation"]: float(event["ts"])
-        for event in events
-        if event.get("cat") in LAUNCHES and "correlation" in event.get("args", {})
-    }
-    spans = [
-        DeviceSpan(
-            launches.get(event["args"].get("correlation"), -1.0), event["ts"], _end(event), short_name(event["name"])
-        )
-        for event in events
-        if event.get("cat") in ON_GPU
-    ]
-    return sorted(spans)
+    launches = {event.args.get("correlation"): event.ts for event in events if event.cat in LAUNCHES}
+    launches.pop(None, None)
+    kernels = [event for event in events if event.cat in ON_GPU]
+    return sorted(
+        DeviceSpan(launches.get(one.args.get("correlation"), -1.0), one.ts, one.end, short_name(one.name))
+        for one in kernels
+    )
 
 
-def _cpu_spans(events: Iterable[Event]) -> list[DeviceSpan]:
+def _cpu_spans(events: Iterable[TraceEvent]) -> list[DeviceSpan]:
     """torch's operators outside of any other one."""
     spans, end = list[DeviceSpan](), 0.0
     for event in events:  # a scripted function only holds operators
-        if event.get("cat") == "cpu_op" and event["name"].startswith("aten::") and event["ts"] >= end:
-            end = _end(event)
-            spans.append(DeviceSpan(event["ts"], event["ts"], end, event["name"].removeprefix("aten::")))
+        if event.cat == "cpu_op" and event.name.startswith("aten::") and event.ts >= end:
+            end = event.end
+            spans.append(DeviceSpan(event.ts, event.ts, end, event.name.removeprefix("aten::")))
     return spans
 
 
@@ -205,20 +216,20 @@ def short_name(name: str) -> str:
     return re.sub(r"^void |<.*|\(.*", "", name.replace("(anonymous namespace)::", "")).split("::")[-1].strip()
 
 
-def _ranges_of(spans: Sequence[DeviceSpan], ranges: Sequence[Event]) -> list[str]:
+def _ranges_of(spans: Sequence[DeviceSpan], ranges: Sequence[TraceEvent]) -> list[str]:
     """The operation of the innermost range around each launch; drafting includes all inside; "" outside of ranges."""
-    found, around, after = list[str](), list[Event](), 0
+    found, around, after = list[str](), list[TraceEvent](), 0
     for span in spans:
-        while after < len(ranges) and ranges[after]["ts"] <= span.issued:
+        while after < len(ranges) and ranges[after].ts <= span.issued:
             around.append(ranges[after])
             after += 1
-        around = [event for event in around if _end(event) >= span.issued]
-        names = [event["name"].removeprefix(RANGE) for event in around]
+        around = [event for event in around if event.end >= span.issued]
+        names = [event.name.removeprefix(RANGE) for event in around]
         found.append("" if not names else DRAFTING if DRAFTING in names else names[-1])
     return found
 
 
-def _steps(halves: Sequence[StepHalf], spans: Sequence[DeviceSpan], ranges: Sequence[Event]) -> list[ProfiledStep]:
+def _steps(halves: Sequence[StepHalf], spans: Sequence[DeviceSpan], ranges: Sequence[TraceEvent]) -> list[ProfiledStep]:
     """The steps in the order of time; eager ones only where there is no other."""
     begins, by_half, loose = [half.begin for half in halves], dict[StepHalf, list[int]](), list[DeviceSpan]()
     for place, span in enumerate(spans):

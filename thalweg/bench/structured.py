@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 from contextlib import closing
-from pathlib import Path
 from random import Random
 from statistics import median
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 from thalweg.bench.command import OUTPUT, CommandParser, PartialRun, add_flags, command
 from thalweg.bench.display import progress_bar
 from thalweg.bench.in_process import Generation, generate
-from thalweg.bench.results import provenance, write
+from thalweg.bench.results import save
 from thalweg.config.tree import options_of
 from thalweg.core.grammar import NO_GRAMMAR, Grammar
 from thalweg.core.sampling import SamplingParams
@@ -24,21 +23,18 @@ from thalweg.launch.resolve import resolve
 PROMPT_TOKENS = 32
 WARM_UP_STEPS = 8
 # Long enough that no row ends while it is measured; strings, numbers and choices alternate.
-SCHEMA = {
-    "type": "array",
-    "minItems": 200,
-    "items": {
-        "type": "object",
-        "properties": {
-            "name": {"type": "string", "maxLength": 24},
-            "count": {"type": "integer", "minimum": 0, "maximum": 9999},
-            "mood": {"enum": ["merry", "sad", "neither"]},
-        },
-        "required": ["name", "count", "mood"],
-        "additionalProperties": False,
-    },
-}
-GRAMMARS = (NO_GRAMMAR, Grammar("json_schema", json.dumps(SCHEMA)))
+SCHEMA = """
+{"type": "array", "minItems": 200, "items": {
+  "type": "object",
+  "properties": {
+    "name": {"type": "string", "maxLength": 24},
+    "count": {"type": "integer", "minimum": 0, "maximum": 9999},
+    "mood": {"enum": ["merry", "sad", "neither"]}
+  },
+  "required": ["name", "count", "mood"],
+  "additionalProperties": false
+}}"""
+GRAMMARS = (NO_GRAMMAR, Grammar("json_schema", SCHEMA))
 FLAGS = f"""
 --model --model-path  folder=models/tiny  of the checkpoint
 --batch               count=32            sequences at a time
@@ -92,9 +88,7 @@ def main(argv: list[str]) -> int:
                 bar.advance()
     for row in rows:
         print(LINE.format(switch="on" if row["overlap"] else "off", **row))
-    if args.output_file and rows:
-        source = {"schema": SCHEMA, "prompt_tokens": PROMPT_TOKENS, "model": args.model}
-        write(
-            Path(args.output_file), {**provenance("bench structured", argv, source), "results": rows, **run.as_json()}
-        )
+    if rows:
+        settings = {"schema": json.loads(SCHEMA), "prompt_tokens": PROMPT_TOKENS, "model": args.model}
+        save(args.output_file, "bench structured", argv, settings, {"results": rows, **run.as_json()})
     return run.finish()

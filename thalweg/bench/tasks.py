@@ -39,12 +39,12 @@ class Item:
 
     task: str
     messages: tuple[Message, ...]  # what a client sends, in OpenAI's form
-    tools: tuple[Message, ...]
-    thinking: bool
     target: str  # a right output in full; with thinking, the reasoning and `</think>` before the answer
     answer: str  # what scoring compares: a number, a word, or the calls as JSON
     identity: str
     max_new_tokens: int  # ample for the target under the bundled tokenizer
+    tools: tuple[Message, ...] = ()
+    thinking: bool = False
 
 
 def split_of(identity: str) -> Split:
@@ -126,7 +126,6 @@ def make_sum(rng: Random, thinking: bool = True) -> Item:
     return Item(
         task="sums",
         messages=({"role": "user", "content": question},),
-        tools=(),
         thinking=thinking,
         target=sum_reasoning(a, b) + _END_OF_THINKING + answer if thinking else answer,
         answer=str(a + b),
@@ -172,8 +171,6 @@ def make_recall(rng: Random) -> Item:
     return Item(
         task="recall",
         messages=({"role": "user", "content": f"{text}\n{recall_question(key)}"},),
-        tools=(),
-        thinking=False,
         target=recall_answer(key, value),
         answer=value,
         identity=text,
@@ -249,7 +246,6 @@ def make_tool_call(rng: Random) -> Item:
         task="tools",
         messages=({"role": "system", "content": "You are a helpful assistant."}, {"role": "user", "content": request}),
         tools=tools,
-        thinking=False,
         target=dsml_block(calls),
         answer=json.dumps([{"name": name, "arguments": arguments} for name, arguments in calls], ensure_ascii=False),
         identity=f"tools {request} {json.dumps(tools)}",
@@ -302,8 +298,6 @@ def dialogue_item(user: str, assistant: str) -> Item:
     return Item(
         task="dialogue",
         messages=({"role": "user", "content": user},),
-        tools=(),
-        thinking=False,
         target=assistant,
         answer=assistant,
         identity=f"dialogue {user} {assistant}",

@@ -59,17 +59,6 @@ class TraceLimits:
     scale: float = 1.0  # multiplies lengths and the tokens of a hash id, which keeps the share of the prefixes
     jitter: float = 0.0  # seconds of the recording that times move at most (Mooncake's are multiples of 3 s)
 
-    def check(self) -> None:
-        """Raises DatasetError that names the flag."""
-        if not 0 < self.slowdown < math.inf:
-            raise DatasetError(f"--trace-slowdown-factor must be above 0, got {self.slowdown}")
-        if not 0 < self.scale <= 1:
-            raise DatasetError(f"--trace-length-scale must be above 0 and at most 1, got {self.scale}")
-        if not 0 <= self.begin < self.end:
-            raise DatasetError(f"--trace-begin {self.begin:g} and --trace-end {self.end:g} leave nothing between them")
-        if not 0 <= self.jitter < math.inf:
-            raise DatasetError(f"--trace-jitter is a number of seconds from 0 on, got {self.jitter}")
-
     def cut(self, length: int, limit: int) -> int:
         scaled = max(1, round(length * self.scale))
         return min(scaled, limit or scaled)
@@ -214,7 +203,6 @@ def trace_prompts(path: Path, vocabulary: OrdinaryTokens, count: int, limits: Tr
     """The first `count` rows (0: all) of the limits' part of a trace with tokens, cut and scaled. Every line is checked
     before anything is sent. Raises DatasetError that names file, line and field.
     """
-    limits.check()
     within = (row for row in _rows(path, limits, seed) if limits.begin <= row.at < limits.end)
     own, jitter = Random(f"{seed}/rows"), Random(f"{seed}/jitter")
     block, blocks, prompts = max(1, round(BLOCK * limits.scale)), dict[int, list[int]](), list[Prompt]()

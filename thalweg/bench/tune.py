@@ -14,24 +14,24 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 import torch
-from rich.table import Table
 from torch import nn
 
 from thalweg.bench import stopwatch
-from thalweg.bench.command import OUTPUT, PartialRun, add_flags, exit_status, report_interruption
+from thalweg.bench.command import OUTPUT, PartialRun, command, parse_engine_flags, report_interruption
 from thalweg.bench.display import progress_bar, show
 from thalweg.bench.errors import ResultError
 from thalweg.bench.kernels import RESIDENT, SEED, difference, last_line, matches
-from thalweg.bench.results import provenance, write
-from thalweg.config.args import OptionsParser, options_parser, parse_options
+from thalweg.bench.results import commit, date, replace_file, save
 from thalweg.config.engine import EngineConfig
 from thalweg.config.machine import Machine
 from thalweg.config.model import ModelFacts
+from thalweg.config.options import Options
 from thalweg.core.errors import UnsupportedConfig
 from thalweg.engine import caches
 from thalweg.engine.build import layer_factory
@@ -77,6 +77,10 @@ class TuningOutcome(NamedTuple):
     found: tuned.TunedCase
     wrong: int  # candidates that were dropped
     reason: str  # of the first of those
+
+
+def _name(search: TuningSearch) -> str:
+    return f"{search.operation} {search.label}"
 
 
 def searches(resolved: Resolved) -> list[TuningSearch]:
@@ -147,16 +151,25 @@ class Tuner:
         inputs = [search.draw(generator, None)]
         copies = max(2, int(self.resident / search.bytes))
         inputs += [search.draw(generator, inputs[0]) for _ in range(copies - 1)]
-        tried, reasons = list(dict.fromkeys((search.default, *search.candidates)))[: self.most], list[str]()
-        times = self._times(search, tried, inputs, reasons)
+        expected, reasons = search.reference(inputs[0]), list[str]()
+
+        def is_right(one: Any) -> bool:
+            return _agrees(search, one, reasons, lambda: [(search.run(one, inputs[0]), expected)])
+
+        def is_right_in_uses(one: Any) -> bool:
+            return _agrees(search, one, reasons, lambda: [((f(),), (g(),)) for f, g in search.uses(one, inputs[0])])
+
+        def timed(candidates: Sequence[Any]) -> dict[Any, float]:
+            """Seconds of the candidates that agree with the reference."""
+            if self.device.type == "cuda" and not search.alike:
+                _compile(search, candidates, inputs[0])
+            return {one: self._time(search, one, inputs, SHORT) for one in candidates if is_right(one)}
+
+        times = timed(list(dict.fromkeys((search.default, *search.candidates)))[: self.most])
         if search.default not in times:
             raise RuntimeError(f"{search.label}: the table's own choice {search.default} fails: {reasons[0]}")
-        further = [one for one in search.further(_ordered(times)) if one not in times]
-        times |= self._times(search, further, inputs, reasons)
-        best: list[Any] = []
-        for one in _ordered(times):
-            if len(best) < FINAL and _agrees(search, one, partial(_error_in_uses, search, one, inputs[0]), reasons):
-                best.append(one)
+        times |= timed([one for one in search.further(_ordered(times)) if one not in times])
+        best = islice(filter(is_right_in_uses, _ordered(times)), FINAL)
         finalists = list(dict.fromkeys((search.default, *best)))
         rounds = [[self._time(search, one, inputs, LONG) for one in finalists] for _ in range(ROUNDS)]
         final = dict(zip(finalists, map(min, zip(*rounds, strict=True)), strict=True))
@@ -166,60 +179,40 @@ class Tuner:
         found = tuned.TunedCase(search.label, flat(search.default), flat(choice), *us, len(times))
         return TuningOutcome(search, found, len(reasons), (reasons or [""])[0])
 
-    def _times(
-        self, search: TuningSearch, tried: Sequence[Any], inputs: Sequence[Inputs], reasons: list[str]
-    ) -> dict[Any, float]:
-        """Seconds of the candidates that agree with the reference; why others do not is added to the reasons."""
-        if self.device.type == "cuda" and not search.alike:
-            self._compile(search, tried, inputs[0])
-        expected = search.reference(inputs[0]) if tried else ()
-        return {
-            one: self._time(search, one, inputs, SHORT)
-            for one in tried
-            if _agrees(search, one, partial(_error, search, one, inputs[0], expected), reasons)
-        }
-
-    def _compile(self, search: TuningSearch, tried: Sequence[Any], given: Inputs) -> None:
-        """All at once: a compiler takes seconds, and other cores are idle. Errors appear again when they are run."""
-
-        @torch.inference_mode()
-        def compile(candidate: Any) -> None:
-            search.run(candidate, given)
-
-        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-            for done in [pool.submit(compile, candidate) for candidate in tried]:
-                done.exception()
-        torch.cuda.synchronize()
-
     def _time(self, search: TuningSearch, candidate: Any, inputs: Sequence[Inputs], seconds: float) -> float:
         calls = [partial(search.run, candidate, given) for given in inputs]
         return stopwatch.time_calls(calls, self.device, seconds).seconds
+
+
+def _compile(search: TuningSearch, candidates: Sequence[Any], given: Inputs) -> None:
+    """All at once: a compiler takes seconds, and other cores are idle. Errors appear again when they are run."""
+
+    @torch.inference_mode()
+    def compile(candidate: Any) -> None:
+        search.run(candidate, given)
+
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        for done in [pool.submit(compile, candidate) for candidate in candidates]:
+            done.exception()
+    torch.cuda.synchronize()
 
 
 def _ordered(times: dict[Any, float]) -> list[Any]:
     return sorted(times, key=lambda candidate: times[candidate])
 
 
-def _error(search: TuningSearch, candidate: Any, given: Inputs, expected: Sequence[Any]) -> float:
-    return difference(search.run(candidate, given), expected)
-
-
-def _error_in_uses(search: TuningSearch, candidate: Any, given: Inputs) -> float:
-    """The largest error in its other uses."""
-    uses = search.uses(candidate, given)
-    return max((difference((result(),), (expected(),)) for result, expected in uses), default=0.0)
-
-
-def _agrees(search: TuningSearch, candidate: Any, error: Callable[[], float], reasons: list[str]) -> bool:
-    """Whether a candidate runs, and its error is tolerated; else the reason is added."""
+def _agrees(search: TuningSearch, candidate: Any, reasons: list[str], pairs: Callable[[], Sequence[Any]]) -> bool:
+    """Whether the results of a candidate are near the expected ones; else the reason is added. pairs: makes (results,
+    expected results).
+    """
     try:
-        value = error()
+        error = max((difference(*pair) for pair in pairs()), default=0.0)
     except Exception as failure:  # noqa: BLE001 - any of a kernel, its compiler, a library
         reasons.append(f"{candidate}: {last_line(failure)}")
         return False
-    if not value <= search.tolerance:
-        reasons.append(f"{candidate}: wrong by {value:.3g}")
-    return value <= search.tolerance
+    if not error <= search.tolerance:
+        reasons.append(f"{candidate}: wrong by {error:.3g}")
+    return error <= search.tolerance
 
 
 class TunedFiles:
@@ -242,10 +235,7 @@ class TunedFiles:
         file = tuned.TunedFile(search.operation, search.key, *source, found, self.source).sealed()
         path = self.folder / tuned.file_name(search.operation, search.key)
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            part = path.with_suffix(".part")
-            part.write_bytes(msgspec.json.format(msgspec.json.encode(file), indent=1))
-            part.replace(path)  # a start meanwhile reads the old one or the new one
+            replace_file(path, msgspec.json.format(msgspec.json.encode(file), indent=1))
         except OSError as error:
             raise ResultError(f"cannot write {path} ({error.strerror}); give another --cache-dir") from error
         return path
@@ -258,40 +248,37 @@ class TunedFiles:
         return () if tuned.unfit(file, self.device, self.versions) else file.found
 
 
-def table(outcomes: Sequence[TuningOutcome]) -> Table:
-    rows = []
-    for one in outcomes:
-        case, kept = one.found, one.found.choice == one.found.default
-        default, choice = ("x".join(map(str, values)) for values in (case.default, case.choice))
-        row = {"operation": one.search.operation, "case": case.case, "table": default}
-        row |= {"chosen": "the same" if kept else choice, "table µs": f"{case.default_us:.2f}"}
-        row |= {"chosen µs": f"{case.us:.2f}", "faster": "–" if kept else f"{1 - case.us / case.default_us:.1%}"}
-        rows.append(row | {"tried": f"{case.candidates}{f' ({one.wrong} dropped)' if one.wrong else ''}"})
-    heads = ("operation", "case", "table", "chosen", "table µs", "chosen µs", "faster", "tried")
-    return make_table("tuned", {head: f"{{{head}}}" for head in heads}, rows, left=4)
+def _row(one: TuningOutcome) -> dict[str, str]:
+    case, default, choice = one.found, *("x".join(map(str, each)) for each in (one.found.default, one.found.choice))
+    return {
+        "operation": one.search.operation,
+        "case": case.case,
+        "table": default,
+        "chosen": "the same" if choice == default else choice,
+        "table µs": f"{case.default_us:.2f}",
+        "chosen µs": f"{case.us:.2f}",
+        "faster": "–" if choice == default else f"{1 - case.us / case.default_us:.1%}",
+        "tried": f"{case.candidates}{f' ({one.wrong} dropped)' if one.wrong else ''}",
+    }
 
 
-def _parser() -> OptionsParser:
+def parse(argv: Sequence[str]) -> tuple[Any, Options]:
     text = "Searches faster tiles and other choices for a model's shapes on this device. Reads no weights."
-    parser = options_parser("thalweg tune", text, EPILOG, ("model", "load"))
-    add_flags(parser, "This command", FLAGS, words=str)
-    return parser
+    return parse_engine_flags(argv, "thalweg tune", text, {"This command": FLAGS}, ("model", "load"), EPILOG, words=str)
 
 
 def run(argv: list[str]) -> TuningRun:
     """Searches, writes, prints. Raises ThalwegError."""
-    parsed = parse_options(_parser(), argv)
-    args: Any = parsed.args
-    resolved = resolve(parsed.options, weights=False)
+    args, options = parse(argv)
+    resolved = resolve(options, weights=False)
     settings, machine = resolved.engine, Machine.here()
     torch.set_num_threads(settings.threads)
     caches.use(settings.cache_dir)
     folder = tuned.folder_of(machine, settings.device, settings.cache_dir)
-    source = provenance("tune", argv, {"threads": settings.threads, "device": settings.device})
-    name = tuned.device_name(machine, settings.device)
-    files = TunedFiles(folder, name, tuned.versions(settings.device), {key: source[key] for key in ("date", "commit")})
+    name, source = tuned.device_name(machine, settings.device), dict[str, object](date=date(), commit=commit())
+    files = TunedFiles(folder, name, tuned.versions(settings.device), source)
     every = searches(resolved)
-    wanted = [search for search in every if matches(f"{search.operation} {search.label}", args.only)]
+    wanted = [search for search in every if matches(_name(search), args.only)]
     if every and not wanted:
         words = " or ".join(map(repr, args.only))
         raise UnsupportedConfig(f"--only: no case has {words} in its name; --list without it shows all")
@@ -299,22 +286,21 @@ def run(argv: list[str]) -> TuningRun:
     print(f"{len(wanted)} cases, {len(wanted) - len(todo)} of them searched before; results go to {folder}")
     if args.list:
         for search in wanted:
-            state = "todo" if search in todo else "done"
-            print(f"  {state}  {search.operation} {search.label}: {len(search.candidates)} candidates")
+            print(f"  {'todo' if search in todo else 'done'}  {_name(search)}: {len(search.candidates)} candidates")
         return TuningRun([], [], "")
     if wanted and not todo:
         print("nothing is left to search; --again repeats it")
     tuner = Tuner(torch.device(settings.device), args.candidates, resolved.sizes.weight_bytes)
     made = _search_all(tuner, todo, files, args.seconds)
     if made.outcomes:
-        show(table(made.outcomes))
-    if args.output_file:
-        rows = [
-            {"operation": one.search.operation, "key": one.search.key, **msgspec.to_builtins(one.found)}
-            for one in made.outcomes
-        ]
-        early = {"partial": bool(made.ended), "ended": made.ended, "failed": made.failed}
-        write(Path(args.output_file), {"rows": rows, **early, **source})
+        rows = list(map(_row, made.outcomes))
+        show(make_table("tuned", {head: f"{{{head}}}" for head in rows[0]}, rows, left=4))
+    cases = [
+        {"operation": one.search.operation, "key": one.search.key, **msgspec.to_builtins(one.found)}
+        for one in made.outcomes
+    ]
+    result = {"rows": cases, "partial": bool(made.ended), "ended": made.ended, "failed": made.failed}
+    save(args.output_file, "tune", argv, {"threads": settings.threads, "device": settings.device}, result)
     return made
 
 
@@ -323,35 +309,32 @@ def _search_all(tuner: Tuner, todo: Sequence[TuningSearch], files: TunedFiles, s
     outcomes, failed, begin = list[TuningOutcome](), list[str](), time.monotonic()
     with PartialRun() as ended, progress_bar("tune", len(todo)) as bar:
         for number, search in enumerate(todo):
-            label, passed = f"{search.operation} {search.label}", time.monotonic() - begin
+            passed = time.monotonic() - begin
             if seconds is not None and passed > seconds:
                 left = len(todo) - number
                 print(f"{left} of {len(todo)} are left after {passed:.0f} s; run it again to continue", file=sys.stderr)
                 return TuningRun(outcomes, failed, "--seconds")
-            bar.label(label)
+            bar.label(_name(search))
             try:
                 outcomes.append(tuner.run(search))
             except Exception as error:  # noqa: BLE001 - any of a kernel, its compiler, a library
-                failed.append(f"{label}: {last_line(error)}")
+                failed.append(f"{_name(search)}: {last_line(error)}")
                 print(f"FAILED {failed[-1]}", file=sys.stderr)
             else:
                 files.put(outcomes[-1])
             bar.advance()
-            print(f"{number + 1}/{len(todo)} {label}", file=sys.stderr)
+            print(f"{number + 1}/{len(todo)} {_name(search)}", file=sys.stderr)
     if isinstance(ended.error, Exception):
         raise ended.error
     return TuningRun(outcomes, failed, ended.ended)
 
 
-def _status(argv: list[str]) -> int:
+@command("thalweg tune")
+def main(argv: list[str]) -> int:
+    """0: done, or as much as --seconds allows; 1: a search failed, or an error; 2: wrong flags; 130: Ctrl-C. What was
+    found is kept.
+    """
     made = run(argv)
     if made.ended == "Ctrl-C":
         return report_interruption("what was found is kept, run it again to continue")
     return int(bool(made.failed))
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """0: done, or as much as --seconds allows; 1: a search failed, or an error; 2: wrong flags; 130: Ctrl-C. What was
-    found is kept.
-    """
-    return exit_status("thalweg tune", _status, argv)

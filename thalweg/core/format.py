@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 
 def format_bytes(count: int) -> str:
     """`16300000000` → `16.3 GB`."""
@@ -9,3 +12,11 @@ def format_bytes(count: int) -> str:
         if abs(count) >= scale:
             return f"{count / scale:.1f} {unit}"
     return f"{count} B"
+
+
+def format_known(column: str, row: Mapping[str, Any]) -> str:
+    """ "" where the row lacks a field, or it is None and has a format."""
+    try:
+        return column.format_map(row)
+    except (KeyError, TypeError):
+        return ""

@@ -1,6 +1,6 @@
 """Operations on a rank between two steps: weight updates and profiles.
 
-A trace has two ranges for each step: "A step 17 rows 8 tokens 8" is its forward, "B step 17 …" its sampling.
+A trace has two ranges for each step: "forward step 17 rows 8 tokens 8" and "sample step 17 …".
 Without a profile the worker calls its runner directly.
 """
 
@@ -37,13 +37,13 @@ class ProfiledRunner(Runner):
         self.__dict__ = vars(runner)
 
     def forward(self, plan: StepPlan, agreed: AgreedStep | None = None) -> ForwardResult | None:
-        with record_function(f"A {_name(plan)}"):
+        with record_function(f"forward {_name(plan)}"):
             return super().forward(plan, agreed)
 
     def sample(
         self, forwarded: ForwardResult | None, masks: GrammarMasks | None = None, num_drafts: int = 0
     ) -> StepResult | None:
-        with record_function(f"B {_name(forwarded.plan)}" if forwarded else "B"):
+        with record_function(f"sample {_name(forwarded.plan)}" if forwarded else "sample"):
             return super().sample(forwarded, masks, num_drafts)
 
 

@@ -7,11 +7,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from thalweg.core.format import format_bytes
+from thalweg.core.format import format_bytes, format_known
 from thalweg.core.plan import PAGE
 from thalweg.launch.resolved import Resolved
 
@@ -72,13 +73,18 @@ def make_table(
     """columns: by heading, format strings of the row's fields or functions of the row. left, notes: the first and the
     last so many hold text, the others numbers.
     """
-    table = Table(title=title, title_justify="left")
-    for place, head in enumerate(columns):
-        is_text = place < left or place >= len(columns) - notes
-        table.add_column(head, justify="left" if is_text else "right", overflow="fold", no_wrap=not is_text)
-    for row in rows:
-        cells = (column(row) if callable(column) else str(column).format_map(row) for column in columns.values())
-        table.add_row(*map(escape, cells))
+    cells = [
+        [column(row) if callable(column) else format_known(str(column), row) for row in rows]
+        for column in columns.values()
+    ]
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for place, (head, column) in enumerate(zip(columns, cells, strict=True)):
+        if place < left or place >= len(columns) - notes:
+            table.add_column(head, overflow="fold")
+        else:  # in a narrow terminal its heading wraps, and text is folded before a number is
+            table.add_column(head, justify="right", min_width=max(map(len, [*head.split(), *column])))
+    for row_cells in zip(*cells, strict=True):
+        table.add_row(*map(escape, row_cells))
     return table
 
 

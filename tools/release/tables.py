@@ -71,7 +71,7 @@ def compare_transformers(result: Result) -> Lines:
 
 def load(result: Result) -> Lines:
     rows = [[one["name"], one["measured"], one["limit"], "yes" if one["ok"] else "**no**"] for one in result["checks"]]
-    return table(["promise", "measured", "limit", "kept"], rows)
+    return table(["check", "measured", "limit", "passed"], rows)
 
 
 def structured(result: Result) -> Lines:
@@ -88,7 +88,7 @@ def prefill(result: Result) -> Lines:
         [one["rows"], one["tokens"], f"{one['ms']:.1f}", f"{one['floor_ms']:.1f}", f"{one['share']:.2f}"]
         for one in result["rows"]
     ]
-    return table(["prompts", "tokens of each", "ms", "floor ms", "share of the floor"], rows)
+    return table(["prompts", "tokens of each", "ms", "limit ms", "share of the limit"], rows)
 
 
 def kernels(result: Result) -> Lines:
@@ -120,7 +120,7 @@ def roofline(result: Result) -> Lines:
     for step in (step for run in result["runs"] for step in run["steps"]):
         parts = sorted(step["parts"], key=lambda part: -part["us"])
         rows = [
-            [part["operation"], f"{part['us']:,.0f}", f"{part['us'] / step['us']:.0%}", _floor(part["floor_us"])]
+            [part["operation"], f"{part['us']:,.0f}", f"{part['us'] / step['us']:.0%}", _limit(part["floor_us"])]
             for part in parts
         ]
         lines += [
@@ -131,11 +131,11 @@ def roofline(result: Result) -> Lines:
             ),
             "",
         ]
-        lines += table(["operation", "µs", "of the step", "floor µs"], rows)
+        lines += table(["operation", "µs", "of the step", "limit µs"], rows)
     return lines[1:]
 
 
-def _floor(us: float | None) -> str:
+def _limit(us: float | None) -> str:
     return "–" if us is None else f"{us:,.1f}"
 
 
@@ -366,7 +366,7 @@ def say(result: Result) -> str:
         states = [one["status"] for one in result["cells"]]
         return f"{states.count('done')} of {len(states)} combinations run"
     if "checks" in result:
-        return f"{sum(one['ok'] for one in result['checks'])} of {len(result['checks'])} promises kept"
+        return f"{sum(one['ok'] for one in result['checks'])} of {len(result['checks'])} checks passed"
     if "output_throughput" in result:
         many = result["max_concurrency"] or "any number"
         return f"{result['output_throughput']:,.0f} tok/s out at {many}, TTFT {result['median_ttft_ms']:.0f} ms"
