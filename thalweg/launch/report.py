@@ -102,7 +102,8 @@ def _cache(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     size, about = report["kv_bytes"], "about " if report["pages_measured_at_start"] else ""
     pages = f"{about}{report['pages']:,} pages x {PAGE} tokens x {size / tokens:,.0f} B = {format_bytes(size)}"
     layout, caches = report.get("layout_of_floors", ONE_GPU), report.get("caches", 1)
-    yield "kv cache", pages + (f" on each GPU of {layout}: {caches} caches" if layout != ONE_GPU else "")
+    pages += f" on each GPU of {layout}" if layout != ONE_GPU else ""
+    yield "kv cache", pages + (f", {caches} caches" if caches > 1 else "")
     lengths = "; ".join("{sequences:,} of {length:,}".format_map(one) for one in report["holds"])
     yield "holds", f"{tokens * caches:,} tokens: sequences of so many: {lengths}"
 
