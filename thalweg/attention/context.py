@@ -144,7 +144,7 @@ class AttentionMetadataBuilder(nn.Module):
         """cos_sin: complex64 [context, dim / 2]."""
         super().__init__()
         self.workspace = workspace
-        positions_S = torch.arange(-(-len(cos_sin) // PAGE) * PAGE, device=cos_sin.device)
+        positions_S = torch.arange(-(-len(cos_sin) // PAGE) * PAGE).to(cos_sin.device)  # made on meta, it loads sympy
         self.register_buffer("cos_sin", cos_sin, persistent=False)
         self.register_buffer("positions_S", positions_S, persistent=False)
 

@@ -49,7 +49,12 @@ def trace(
         warnings.simplefilter("ignore")
         create = program._create_method_from_trace  # type: ignore[attr-defined]
         create("forward", run, inputs, lambda _: "", strict, outplace, names, stored)
-    forward: Program = program._get_method("forward")
-    for _ in range(2):  # TorchScript optimises in its first runs; they write what the step itself writes
-        forward(*inputs)
+        forward: Program = program._get_method("forward")
+        # The first run optimises, and writes what the step itself writes. Other strategies profile a run before, for
+        # fusions that a CPU has not, and take twice the time.
+        strategy = torch.jit.set_fusion_strategy([("STATIC", 0)])
+        try:
+            forward(*inputs)
+        finally:
+            torch.jit.set_fusion_strategy(strategy)
     return forward
