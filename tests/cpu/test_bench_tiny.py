@@ -30,7 +30,7 @@ def llm() -> LLM:
 
 
 def test_one_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("COLUMNS", "80")
     out = tmp_path / "one.json"
     lengths = ["--batch-size", "1", "3", "--input-len", "20", "--output-len", "5", "1", "--repeat", "2"]
     assert one_batch.main([*ENGINE, *lengths, "--result-filename", str(out)]) == 0
@@ -43,7 +43,8 @@ def test_one_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypat
         assert len(r["runs"]) == 2 and r["total_latency"] == min(run["total_latency"] for run in r["runs"])
     assert saved["configuration"]["decisions"] and saved["device"]["cpu"] and saved["versions"]["torch"]
     shown = capsys.readouterr().out
-    assert all(word in shown for word in ("prefill", "decode", "tok/s"))
+    assert all(word in shown for word in ("prefill", "decode", "tok/s", "accept", "limit")) and "…" not in shown
+    assert max(map(len, shown.splitlines())) <= 80
 
 
 @pytest.mark.parametrize(("error", "status"), [(KeyboardInterrupt(), 130), (UnsupportedConfig("no memory"), 2)])
