@@ -30,6 +30,7 @@ from thalweg.text.retention import ThinkingRetention
 THREADS = 4  # for slow work
 LONG_TEXT = 8192  # characters; a longer text is tokenized on a thread, so that running streams do not wait
 MAX_RID = 128
+STARTS_PER_TURN = 4  # requests that start in one turn of the event loop
 T = TypeVar("T")
 
 
@@ -49,7 +50,7 @@ class AppContext:
         self.started = time.time()
         self.grammar_checker = GrammarChecker()
         self._pool = ThreadPoolExecutor(THREADS, "server")
-        self._turn = asyncio.Lock()
+        self._turn = asyncio.Semaphore(STARTS_PER_TURN)
 
     def model(self, name: str | None) -> str:
         """The name to answer with. No name, "" and "default" mean the served model; an unknown name is a 404."""
@@ -103,7 +104,7 @@ class AppContext:
         return ids
 
     async def next_turn(self) -> None:
-        """Waits for a turn of the event loop in which no other request starts, in order of arrival.
+        """Waits for a turn of the event loop in which few other requests start, in order of arrival.
 
         Parsing, rendering and tokenizing a request takes some 0.3 ms. Starting a whole burst in one turn would delay
         the tokens of running streams by that for each request.
