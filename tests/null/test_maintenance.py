@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.null.sim.fleet import SimChannel
-from tests.null.test_scheduler import PAGE, cached, make_scheduler, submit
+from tests.null.test_scheduler import EOS, PAGE, cached, make_scheduler, submit
 from thalweg.core.agreement import AgreedStep
 from thalweg.core.errors import InvalidRequest
 from thalweg.core.messages import (
@@ -52,7 +52,9 @@ class Hands:
 
     def _output(self, uid: int) -> Output:
         r = self.requests[uid]
-        return Output((self.says,), done=r.known + 1 >= r.end) if r.known < r.end else Output(done=True)
+        if r.known >= r.end:
+            return Output(done=True)
+        return Output((self.says,), done=r.known + 1 >= r.end or self.says in r.stop_ids)
 
 
 class Shop:
@@ -135,6 +137,21 @@ class Rank:
 
     def done(self) -> list[ControlReply]:
         return [one for one in self.heard if isinstance(one, ControlReply)]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_the_last_counters_of_an_engine_say_that_it_is_idle(depth: int) -> None:
+    rank = Rank(depth)
+    rank.say(submit(1, PROMPT, max_tokens=8))
+    rank.turn(4)
+    rank.hands.says = EOS  # ends it while the next step is in flight
+    rank.finish()
+    told = [news.stats for news in rank.heard if isinstance(news, StepUpdate) and news.stats]
+    assert (told[-1].running, told[-1].finished, told[-1].pages_used) == (0, 1, 0)
+    assert told[-1].decode_tokens == len(rank.tokens(1)) < 8
+    count = len(rank.heard)
+    rank.turn(3)
+    assert len(rank.heard) == count, "an idle engine says nothing"
 
 
 @pytest.mark.parametrize("depth", [1, 2])

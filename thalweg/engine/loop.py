@@ -72,6 +72,7 @@ class Loop:
         self.inflight: deque[StepPlan] = deque()
         self.num_drafts = 0  # that the last launched step was asked for
         self.busy_since = self.stats_at = self.busy_seconds = 0.0
+        self.was_idle = True
 
     def run(self) -> None:
         """Serves until a client has asked to drain and every request has ended."""
@@ -146,9 +147,11 @@ class Loop:
         return replies
 
     def _send_update(self) -> None:
-        deltas, now, is_idle = self.scheduler.take_deltas(), time.time(), self.scheduler.is_idle
-        with_stats = now - self.stats_at >= STATS_INTERVAL or (is_idle and bool(deltas))
-        if deltas or (with_stats and not is_idle):
+        """Counters go out with deltas, at most every STATS_INTERVAL, and once when everything has ended."""
+        deltas, now, is_idle = self.scheduler.take_deltas(), time.time(), self.scheduler.is_idle and not self.inflight
+        has_ended = is_idle and (bool(deltas) or not self.was_idle)
+        with_stats, self.was_idle = now - self.stats_at >= STATS_INTERVAL or has_ended, is_idle
+        if deltas or has_ended or (with_stats and not is_idle):
             if with_stats:
                 self.stats_at = now
             stats, events = self.stats() if with_stats else None, self.scheduler.take_events()
