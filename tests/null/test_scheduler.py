@@ -17,7 +17,7 @@ from thalweg.core.sampling import SamplingParams
 from thalweg.core.ticket import Ticket, TicketState
 from thalweg.scheduler.draft_length import FixedDraftLength
 from thalweg.scheduler.requests import POLICIES, Limits
-from thalweg.scheduler.scheduler import Scheduler
+from thalweg.scheduler.scheduler import MAX_OVERTAKEN, Scheduler
 
 EOS, VOCAB, PAGE = 0, 100, 4
 
@@ -321,6 +321,36 @@ def test_the_youngest_request_is_preempted_and_loses_no_tokens():
     while 2 in b.requests:
         step(b)
     assert b.is_idle and b.allocator.num_available() == 6
+
+
+def test_a_request_of_low_priority_is_preempted_before_an_urgent_one():
+    b = make_scheduler(pages=7, policy="priority")
+    b.handle([submit(1, 7), submit(2, 7, priority=5)])
+    while not b.counters.preemptions:
+        step(b)
+    assert b.requests[1].state.value == "queued" and 2 in b.live
+    while 2 in b.requests:
+        step(b)
+    assert 1 in b.requests, "it was admitted again, and lost no tokens"
+    while not b.is_idle:
+        step(b)
+
+
+def test_small_requests_overtake_a_large_one_that_does_not_fit():
+    b = make_scheduler(pages=14, slots=80, budget=100)
+    b.handle([submit(1, 13, max_tokens=27)])
+    step(b)
+    b.handle([submit(2, 34, max_tokens=2), *(submit(uid, 2, max_tokens=1) for uid in range(3, 200))])
+    large, counts = b.requests[2], [0]
+    while 1 in b.requests:
+        step(b)
+        counts.append(large.overtaken)
+    assert counts[:3] == sorted(set(counts[:3])), "while it waits, others are admitted in each step"
+    assert max(counts) == 64 == MAX_OVERTAKEN and counts[-1] == 64
+    step(b)
+    assert large.state.value == "running", "then it is the next"
+    while not b.is_idle:
+        step(b)
 
 
 def test_admission_and_preemption_events_are_reported_once():

@@ -73,6 +73,7 @@ class Request:
     computed: int = 0  # tokens whose KV has been launched
     cached: int = 0  # prompt tokens that the first admission found in the prefix cache
     preempted: int = 0  # number of preemptions
+    overtaken: int = 0  # later requests that were admitted because this one did not fit
 
     # steps in flight
     rows_in_flight: int = 0  # rows in flight

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 from bisect import insort
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Callable
 
 from thalweg.core.messages import Submit
 from thalweg.core.plan import SamplingNeeds
@@ -113,6 +113,10 @@ class WaitingQueue:
 
     def remove(self, request: Request) -> None:
         self._requests.remove(request)
+
+    def last(self, running: Iterable[Request]) -> Request:
+        """The running request to preempt first. Keys that change say nothing of running requests: the youngest."""
+        return max(running, key=lambda r: r.uid) if self._is_dynamic else max(running, key=self._key)
 
     def ordered(self) -> list[Request]:
         """The requests in the order in which they should be admitted now."""

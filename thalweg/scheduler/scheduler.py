@@ -40,6 +40,8 @@ from thalweg.scheduler.requests import Limits, WaitingQueue, make_request
 from thalweg.scheduler.results import StepResultProcessor
 
 RUNNING, ENDED = RequestState.RUNNING, (Exit.ABORT, Exit.FINISH)
+MAX_OVERTAKEN = 64  # times that a request may be overtaken by later ones that need fewer pages
+MAX_TRIES = 16  # requests that do not fit, in one plan
 PROMPT_SHARE = 4  # while prompts wait, drafts leave one part in so many of a step's tokens to them
 NO_TIER, NO_DRAFTS, NOTHING_DRAFTED = NoTier(), FixedDraftLength(0), AcceptanceCounts()
 
@@ -241,20 +243,28 @@ class Scheduler:
 
     # ---- admission
     def _plan_admissions(self, builder: PlanBuilder) -> None:
-        """Admits in the order of the policy until a request does not fit. Blocked requests are passed over."""
+        """Admits in the order of the policy. Passes over requests that are blocked, and over large ones for which there
+        are too few pages, until too many have overtaken them.
+        """
         if not self.queue or not self.kv_cache.free_slots or not builder.tokens_left:
             return
         loading = (r for r in self._transferring if r.state is RequestState.LOADING and r.exit is Exit.NONE)
         filling = (*self._prefilling, *builder.prefilling, *loading)
         missing_pages = {self.kv_cache.next_missing_page(r) for r in filling}
+        too_large: list[Request] = []
         for r in self.queue.ordered():
             if self._is_blocked(r, builder, missing_pages):
                 continue
             if not self._admit(r):
-                return
+                too_large.append(r)
+                if not _may_be_overtaken(r) or len(too_large) == MAX_TRIES:
+                    return
+                continue
+            for waiting in too_large:
+                waiting.overtaken += 1
             if r.state is RUNNING:
                 self._plan_chunk(r, builder)
-            if not self.kv_cache.free_slots or not builder.tokens_left:
+            if not self.kv_cache.free_slots or not builder.tokens_left or not all(map(_may_be_overtaken, too_large)):
                 return
             missing_pages.add(self.kv_cache.next_missing_page(r))
 
@@ -312,13 +322,13 @@ class Scheduler:
 
     # ---- leaving
     def _preempt_one(self) -> bool:
-        """Preempts the youngest request, unless pages of others are about to be released."""
+        """Preempts the last request in the queue's order, unless pages of others are about to be released."""
         if self._transferring or any(r.exit is not Exit.NONE for r in self.live.values()):
             return False
-        youngest = max(self.live)
+        last = self.queue.last(self.live.values())
         self.counters.preemptions += 1
-        self._events.append(RequestEvent(youngest, "preempted", time.time()))
-        self._leave(self.live[youngest], Exit.PREEMPT)
+        self._events.append(RequestEvent(last.uid, "preempted", time.time()))
+        self._leave(last, Exit.PREEMPT)
         return True
 
     def _leave(self, r: Request, why: Exit) -> None:
@@ -442,6 +452,11 @@ class Scheduler:
         """The next plan may have rows, so do not wait for messages. False while everything waits on tickets."""
         tickets = (*self._transferring, *self._compiling.values())
         return bool(self.requests) and (self._changed or any(r.ticket and r.ticket.is_done for r in tickets))
+
+
+def _may_be_overtaken(r: Request) -> bool:
+    """A preempted request has made room for others already."""
+    return not r.preempted and r.overtaken < MAX_OVERTAKEN
 
 
 def _is_running(r: Request) -> bool:
