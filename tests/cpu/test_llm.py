@@ -87,6 +87,9 @@ def test_stop_strings_ids_and_minimum(llm: LLM) -> None:
     assert cut.text == base.text[: base.text.index(stop)] and cut.finish == "stop" and cut.stop == stop
     kept = llm.generate(TEXT, msgspec.structs.replace(GREEDY, stop=(stop,), include_stop=True))[0].outputs[0]
     assert kept.text == cut.text + stop
+    few = len(cut.ids) + 2
+    late = llm.generate(TEXT, msgspec.structs.replace(GREEDY, stop=(stop,), min_tokens=few))[0].outputs[0]
+    assert late.text.startswith(kept.text) and len(late.ids) > few, "min_tokens holds off stop strings too"
     by_id = llm.generate(TEXT, msgspec.structs.replace(GREEDY, stop_token_ids=(base.ids[3],)))[0].outputs[0]
     assert by_id.ids == base.ids[: base.ids.index(base.ids[3]) + 1] and by_id.stop == base.ids[3]
     banned = msgspec.structs.replace(GREEDY, stop_token_ids=(base.ids[0],), min_tokens=8)

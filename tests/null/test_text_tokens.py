@@ -189,9 +189,9 @@ def test_other_decoders_join_too(sentencepiece_like: Tokenizer, text: str, rng: 
     assert joined == sentencepiece_like._library.decode(ids, skip_special_tokens=False)
 
 
-def whole_cut(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
-    """The definition: the stop string that is complete first, the longest of those."""
-    for end in range(1, len(text) + 1):
+def whole_cut(text: str, stops: list[str], include: bool, behind: int) -> tuple[str, str | None]:
+    """The definition: the stop string that is complete first behind so many characters, the longest of those."""
+    for end in range(behind + 1, len(text) + 1):
         found = [stop for stop in stops if text[:end].endswith(stop)]
         if found:
             stop = max(found, key=len)
@@ -208,10 +208,11 @@ def whole_cut(text: str, stops: list[str], include: bool) -> tuple[str, str | No
 )
 def test_stop_strings_cut_as_on_the_whole_text(text: str, stops: list[str], include: bool, rng: random.Random) -> None:
     edges = sorted({0, len(text), *(rng.randrange(len(text) + 1) for _ in range(4))})
+    behind = rng.choice((0, *edges))  # as min_tokens
     matcher = StopMatcher(stops, include_stop=include)
     shown, fed = "", ""
     for a, b in itertools.pairwise(edges):
-        cut = matcher.feed(text[a:b])
+        cut = matcher.feed(text[a:b], may_stop=a >= behind)
         shown, fed = shown + cut.text, fed + text[a:b]
         if cut.stop is not None:
             break
@@ -220,7 +221,7 @@ def test_stop_strings_cut_as_on_the_whole_text(text: str, stops: list[str], incl
     else:
         shown += matcher.finish()
         cut = None
-    assert (shown, cut.stop if cut else None) == whole_cut(text, stops, include)
+    assert (shown, cut.stop if cut else None) == whole_cut(text, stops, include, behind)
 
 
 def test_a_stop_string_that_overlaps_itself() -> None:

@@ -100,12 +100,15 @@ class Assembler:
             visible = visible[:-1]
         parts = []
         for i, token in enumerate(visible):
-            cut = self.stops.feed(self.detokenizer.feed((token,)))
+            may_stop = self.completion_tokens + i >= self.params.min_tokens
+            cut = self.stops.feed(self.detokenizer.feed((token,)), may_stop)
             parts.append(cut.text)
             if cut.stop is not None:
                 return "".join(parts), i + 1, cut.stop
         if delta.finish:
-            cut = self.stops.feed(self.detokenizer.finish())
+            cut = self.stops.feed(
+                self.detokenizer.finish(), self.completion_tokens + len(visible) > self.params.min_tokens
+            )
             parts += cut.text, self.stops.finish()
             return "".join(parts), len(delta.tokens), cut.stop
         return "".join(parts), len(delta.tokens), None

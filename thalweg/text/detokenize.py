@@ -104,11 +104,12 @@ class StopMatcher:
         self._include_stop = include_stop
         self._held = ""
 
-    def feed(self, text: str) -> StopCut:
-        """After a cut with a stop the matcher is done."""
-        text = self._held + text
-        ends = [(at + len(stop), -len(stop), stop) for stop in self._stops if (at := text.find(stop)) >= 0]
-        if ends:
+    def feed(self, text: str, may_stop: bool = True) -> StopCut:
+        """After a cut with a stop the matcher is done. may_stop: a stop string that ends in this text counts."""
+        begun, text = len(self._held), self._held + text
+        found = [(text.find(stop, max(begun - len(stop) + 1, 0)), stop) for stop in self._stops]
+        ends = [(at + len(stop), -len(stop), stop) for at, stop in found if at >= 0]
+        if ends and may_stop:
             end, size, stop = min(ends)
             self._held = ""
             return StopCut(text[: end if self._include_stop else end + size], stop)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from thalweg.core.errors import InvalidRequest
+from thalweg.text.tokenizer import check_unicode
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 T = TypeVar("T")
@@ -163,13 +164,3 @@ def _function(tool: Any, field: str) -> Mapping[str, Any]:
         _object(function["parameters"], f"{field}.function.parameters", "a JSON schema")
     check_unicode(to_json(function), f"{field}.function")
     return function
-
-
-def check_unicode(text: str, field: str) -> str:
-    """Refuses lone surrogates, which JSON can spell and UTF-8 cannot."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        message = f"contains a lone surrogate at character {error.start}: not valid Unicode"
-        raise InvalidRequest(field, message) from None
-    return text

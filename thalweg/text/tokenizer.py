@@ -10,9 +10,8 @@ from typing import Any
 from tokenizers import AddedToken, decoders
 from tokenizers import Tokenizer as Library
 
-from thalweg.core.errors import CheckpointError
+from thalweg.core.errors import CheckpointError, InvalidRequest
 from thalweg.text.detokenize import ByteDetokenizer, Detokenizer, WindowDetokenizer, byte_pieces
-from thalweg.text.messages import check_unicode
 
 PROBE = 1 << 16  # characters; the beginning of a text that is tokenized to judge the whole
 MARGIN = 64  # tokens that the cut end of a beginning may have too many, beside an eighth
@@ -168,3 +167,13 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     tokens = {key: value for key, value in config.items() if key.endswith("_token")}
     texts = {key: value.get("content") if isinstance(value, dict) else value for key, value in tokens.items()}
     return {key: text for key, text in texts.items() if isinstance(text, str)}
+
+
+def check_unicode(text: str, field: str) -> str:
+    """Refuses lone surrogates, which JSON can spell and UTF-8 cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        message = f"contains a lone surrogate at character {error.start}: not valid Unicode"
+        raise InvalidRequest(field, message) from None
+    return text
