@@ -122,8 +122,47 @@ def test_dense_nonsense() -> None:
     config = zoo.draw_config("llama", 1)
     with pytest.raises(CheckpointError, match="num_key_value_heads"):
         facts_of(config | {"num_attention_heads": 6, "num_key_value_heads": 4}, "config.json")
-    with pytest.raises(CheckpointError, match="use_sliding_window"):
-        facts_of(config | {"use_sliding_window": True}, "config.json")
+    window = {"use_sliding_window": True, "sliding_window": 16}
+    with pytest.raises(CheckpointError, match="sliding_window is used by a layer"):
+        facts_of(config | window, "config.json")
+    layers = config["num_hidden_layers"]
+    for unused in (
+        {"sliding_window": None}, {"sliding_window": 1 << 20}, {"max_window_layers": layers},
+        {"layer_types": ["full_attention"] * layers}, {"use_sliding_window": False},
+    ):  # fmt: skip
+        facts_of(config | window | unused, "config.json")
+    with pytest.raises(CheckpointError, match="layer_types"):
+        facts_of(config | {"layer_types": ["linear_attention"] * layers}, "config.json")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("rope_interleave", False), ("attention_bias", True), ("final_logit_softcapping", 30.0), ("logit_scale", 2),
+        ("residual_multiplier", 0.5), ("rope_scaling", {"type": "yarn", "factor": 2, "mrope_section": [8, 4, 4]}),
+        ("rope_parameters", {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}),
+        ("compression_config", {"quant_method": "sparse"}),
+    ],
+)  # fmt: skip
+def test_a_field_that_changes_the_mathematics_and_is_not_read_is_refused(field: str, value: object) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        read_config_facts(V3 | {field: value}, "config.json")
+    shown = list(value)[-1] if isinstance(value, dict) and field.startswith("rope") else field
+    assert shown in str(caught.value)
+
+
+def test_fields_without_effect_pass() -> None:
+    extra = {
+        "transformers_version": "5.0", "_name_or_path": "x", "attention_dropout": 0.1, "unsloth_fixed": True,
+        "auto_map": {"AutoModel": "x"}, "pad_token_id": 2, "new_switch": False, "aux_loss_alpha": 0.001,
+    }  # fmt: skip
+    assert read_config_facts(V3 | extra, "config.json") == read_config_facts(V3, "config.json")
+
+
+def test_an_unknown_architecture_is_named_before_its_fields() -> None:
+    for name in ("KimiK25ForConditionalGeneration", "Llama4ForConditionalGeneration", "LlavaForConditionalGeneration"):
+        with pytest.raises(CheckpointError, match=name):
+            read_config_facts({"architectures": [name], "text_config": {"hidden_size": 64}}, "config.json")
 
 
 @pytest.mark.parametrize("content", ["", "{", "[1]", "\xff"])

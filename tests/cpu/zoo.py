@@ -148,6 +148,12 @@ def _llama(draw: random.Random) -> dict[str, Any]:
     return dense(draw) | {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rope_scaling": scaling}
 
 
+def _mistral(draw: random.Random) -> dict[str, Any]:
+    config = dense(draw)
+    own = {"head_dim": config["head_dim"] * 2, "sliding_window": None}
+    return config | {"architectures": ["MistralForCausalLM"], "model_type": "mistral", **own}
+
+
 def _qwen2(draw: random.Random) -> dict[str, Any]:
     return dense(draw) | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "use_sliding_window": False}
 
@@ -167,8 +173,8 @@ def _qwen3_moe(draw: random.Random) -> dict[str, Any]:
 
 
 FAMILIES = {
-    "v2": _v2, "v2-lite": _v2_lite, "v3": _v3, "kimi-k2": _kimi, "v32": _v32, "glm-5": _glm, "llama": _llama, "qwen2": _qwen2,
-    "qwen3": _qwen3, "qwen3-moe": _qwen3_moe,
+    "v2": _v2, "v2-lite": _v2_lite, "v3": _v3, "kimi-k2": _kimi, "v32": _v32, "glm-5": _glm, "llama": _llama,
+    "mistral": _mistral, "qwen2": _qwen2, "qwen3": _qwen3, "qwen3-moe": _qwen3_moe,
 }  # fmt: skip
 
 

@@ -3,7 +3,8 @@
 The records of this module are the table of the fields that are read: each field has its type, bounds and default, and
 the class says its published name. Field names follow Thalweg, not the file: every family is read into the same records.
 Both spellings of the rotary fields are understood (`rope_scaling` + `rope_theta`, and transformers ≥ 5's
-`rope_parameters`). Nonsense is a CheckpointError that names the field.
+`rope_parameters`). Nonsense is a CheckpointError that names the field, and so is a field that no record reads and that
+may change the mathematics.
 """
 
 from __future__ import annotations
@@ -178,6 +179,10 @@ class OtherFields(msgspec.Struct, frozen=True, kw_only=True):
 
     hidden_act: Literal["silu"] = "silu"
     use_sliding_window: bool = False
+    sliding_window: Count = 0
+    max_window_layers: Count = 0  # the first layer with a window, without `layer_types`
+    layer_types: list[Literal["full_attention", "sliding_attention", "indexed_attention"]] = []
+    rope_interleave: bool = True  # of MLA: neighbouring dims rotate, not halves
     model_type: str = ""
     num_hidden_layers: Size
     scoring_func: str = ""
@@ -193,6 +198,21 @@ class OtherFields(msgspec.Struct, frozen=True, kw_only=True):
     moe_layer_freq: Count = 1
     decoder_sparse_step: Count = 1
     mlp_only_layers: list[int] = []
+
+
+RECORDS = MlaFacts, IndexerFacts, MoeFacts, ModelFacts, OtherFields
+OF_ROPE = {*RopeFacts.__struct_encode_fields__, "type"}
+READ = {name for kind in RECORDS for name in kind.__struct_encode_fields__} | {
+    "architectures", "dtype", "rope_theta", "rope_scaling", "rope_parameters",
+}  # fmt: skip
+# of training, of `generate`, and what other fields say too
+WITHOUT_EFFECT = re.compile(
+    r"_.*|.*(_dropout|_pdrop|_loss_coef|_loss_alpha|_version)|unsloth_.*|output_.*|return_dict.*"
+    r"|(pad|unk|sep|cls|mask|decoder_start|forced_bos|forced_eos)_token_id|initializer_range|init_std|use_cache|seq_aux"
+    r"|pretraining_tp|ep_size|auto_map|qk_head_dim|id2label|label2id|problem_type|tokenizer_class|max_length|do_sample"
+    r"|temperature|top_k|top_p|typical_p|num_beams|num_beam_groups|num_return_sequences|(repetition|length)_penalty"
+    r"|name_or_path|index_share_for_mtp_iteration|architecture|attn_implementation"
+)
 
 
 def read_config(folder: Path, whose: str) -> dict[str, Any]:
@@ -245,6 +265,7 @@ def facts_of(
         **given,
         "architecture": architecture_of(config, where),
     }
+    _check_read(config, {*READ, *(alias for others in fields.values() for alias in others)}, where)
     other = record(OtherFields, given, where)
     mla = record(MlaFacts, given, where) if "kv_lora_rank" in given else None
     heads = given.get("num_attention_heads")
@@ -268,6 +289,16 @@ def facts_of(
     return facts
 
 
+def _check_read(given: Mapping[str, Any], read: set[str], where: str) -> None:
+    """Raises CheckpointError for a field that is not read. Empty values switch nothing on."""
+    for name, value in given.items():
+        if name not in read and not WITHOUT_EFFECT.fullmatch(name) and value not in (None, False, "", [], {}):
+            raise CheckpointError(
+                f"{where}: {name} is {value!r}, which is not supported and may change what the model computes; if it"
+                " does not, delete it from the file"
+            )
+
+
 def record(kind: type[R], given: Mapping[str, Any], where: str) -> R:
     """A record of the fields that it reads. Raises CheckpointError naming the first that is wrong."""
     try:
@@ -287,6 +318,8 @@ def _rope(given: Mapping[str, Any], dim: int, where: str) -> RopeFacts:
     where = f"{where}: rope_scaling"
     parameters = {name: value for name, value in parameters.items() if value is not None}
     kind = parameters.get("rope_type", parameters.get("type", "default"))
+    whole = {name: value for name, value in parameters.items() if (name, value) != ("partial_rotary_factor", 1.0)}
+    _check_read(whole, OF_ROPE, where)
     basis = {"rope_theta": given.get("rope_theta", 10000.0), **parameters, "dim": dim, "rope_type": kind}
     if kind == "default":
         return record(RopeFacts, {name: basis[name] for name in ("dim", "rope_theta")}, where)
@@ -354,8 +387,12 @@ def _conditions(facts: ModelFacts, other: OtherFields) -> Iterator[tuple[object,
     mla, moe, indexer = facts.mla, facts.moe, facts.indexer
     yield facts.heads % facts.kv_heads, "num_key_value_heads", f"must divide num_attention_heads ({facts.heads})"
     yield facts.rope.dim % 2, "qk_rope_head_dim" if mla else "head_dim", "must be even to rotate"
-    yield other.use_sliding_window, "use_sliding_window", "is not supported: attention would need a window"
+    has_window = other.use_sliding_window and 0 < other.sliding_window < facts.context
+    kinds = "sliding_attention" in other.layer_types if other.layer_types else other.max_window_layers < facts.layers
+    yield has_window and kinds, "sliding_window", f"is used by a layer and below the context of {facts.context}"
     if mla is not None:
+        yield facts.attention_bias, "attention_bias", "is not supported with MLA"
+        yield not other.rope_interleave, "rope_interleave", "must be true: neighbouring dims of MLA rotate"
         ranks = {"q_lora_rank": mla.q_lora, "kv_lora_rank": mla.kv_lora, "qk_nope_head_dim": mla.nope}
         for field, rank in ranks.items():
             yield rank % 2, field, "must be even (pairs of dims rotate in place after it)"

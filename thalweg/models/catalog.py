@@ -35,6 +35,7 @@ class Family:
 
 DEEPSEEK = Family(deepseek.DeepseekLayer, deepseek.workspace)
 LLAMA = Family(dense.DenseLayer, dense.workspace)
+MISTRAL = Family(dense.DenseLayer, dense.workspace, defaults={"use_sliding_window": True})
 QWEN2 = Family(dense.DenseLayer, dense.workspace, fields={"qkv_bias": ("attention_bias",)}, defaults={"qkv_bias": True})
 QWEN3 = Family(dense.QwenNormedLayer, dense.workspace)
 QWEN3_MOE = Family(
@@ -50,6 +51,7 @@ FAMILIES: dict[str, Family] = {
     "GlmMoeDsaForCausalLM": DEEPSEEK,
     "KimiK2ForCausalLM": DEEPSEEK,
     "LlamaForCausalLM": LLAMA,
+    "MistralForCausalLM": MISTRAL,
     "Qwen2ForCausalLM": QWEN2,
     "Qwen3ForCausalLM": QWEN3,
     "Qwen3MoeForCausalLM": QWEN3_MOE,
