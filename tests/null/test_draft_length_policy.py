@@ -179,7 +179,7 @@ def check(
     assert got >= BEHIND * max(best), f"{got / max(best):.3f} of the best, {best.index(max(best))} drafts: {where}"
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_any_machine_batch_and_acceptance(seed: int) -> None:
     rng = random.Random(seed)
     machine, rows = any_machine(rng), rng.choice((1, 2, 3, 5, 8, 16, 32, 64, 100, 256))
@@ -204,7 +204,7 @@ def test_from_the_first_token_on_it_is_no_slower_than_plain_decoding(rows: int) 
 
 
 @pytest.mark.parametrize("rows", [1, 8, 64])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(1))
 def test_acceptance_that_drifts(rows: int, seed: int) -> None:
     """From text that is foreseen to text that is not, and back."""
     rng = random.Random(seed)
@@ -213,7 +213,7 @@ def test_acceptance_that_drifts(rows: int, seed: int) -> None:
 
 
 @pytest.mark.parametrize("context", [60, 4096, 32768, 65536])
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_times_that_change_with_the_context(seed: int, context: int) -> None:
     """Attention to a long context is as long as the weights take, or much longer: where it only reads, verification is
     nearly free; where each token computes as much again, it never pays.
@@ -239,7 +239,7 @@ def test_one_context_says_nothing_of_another() -> None:
             check(machine, 1, [odds], 4000, seed=1, context=context)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(1))
 @pytest.mark.parametrize(
     ("rows", "taken_for", "is_", "odds"),
     [
