@@ -239,7 +239,7 @@ class _Voice:
         self.finish = "stop"
         if self.stop is None and not params.ignore_eos:
             self.tokens.append(EOS)
-        limit = CONTEXT - len(prompt) if params.max_tokens is None else params.max_tokens
+        limit = min(CONTEXT - len(prompt), CONTEXT if params.max_tokens is None else params.max_tokens)
         if params.ignore_eos:
             self.tokens = (self.tokens * (limit // len(self.tokens) + 1))[:limit]
         if len(self.tokens) > limit or params.ignore_eos:

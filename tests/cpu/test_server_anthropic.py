@@ -11,7 +11,7 @@ import anthropic
 import httpx
 import pytest
 
-from tests.cpu.fakes import FakeFront, Script, default_script, fake_app, serving
+from tests.cpu.fakes import CONTEXT, FakeFront, Script, default_script, fake_app, serving
 from thalweg.config.server import ServerOptions
 
 MESSAGES = [{"role": "user", "content": "Say something about rivers."}]
@@ -51,6 +51,20 @@ def ask(**more: Any) -> dict[str, Any]:
 
 def prompt_of(front: FakeFront) -> str:
     return bytes(front.seen[-1][0]).decode()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_fills_the_context(stream: bool) -> None:
+    """Clients send large defaults: the output is cut, and the stop reason says so."""
+    with client_of(lambda prompt, choice: "x" * 2 * CONTEXT) as (client, _):
+        if stream:
+            with client.messages.stream(**ask(max_tokens=1 << 20)) as events:
+                message = events.get_final_message()
+        else:
+            message = client.messages.create(**ask(max_tokens=1 << 20), timeout=60)
+        assert message.stop_reason == "model_context_window_exceeded"
+        assert message.usage.input_tokens + message.usage.output_tokens == CONTEXT
+        assert client.messages.create(**ask(max_tokens=5)).stop_reason == "max_tokens"
 
 
 def test_an_answer() -> None:

@@ -119,6 +119,25 @@ def test_a_prompt_beyond_the_context_is_refused(api: httpx.Client) -> None:
     assert api.post("/generate", json=native).json()["error"]["param"] == "input_ids[1]"
 
 
+def test_an_output_that_the_context_has_no_room_for_is_refused(api: httpx.Client) -> None:
+    """But not where the length is our own default, and not in the native API."""
+    messages = {"messages": [{"role": "user", "content": "x"}]}
+    for path, field, body in (
+        ("/v1/completions", "max_tokens", {"prompt": "x" * 9}),
+        ("/v1/completions", "max_tokens", {"prompt": [[1], [2] * 9]}),
+        ("/v1/chat/completions", "max_tokens", messages),
+        ("/v1/chat/completions", "max_completion_tokens", messages),
+        ("/v1/responses", "max_output_tokens", {"input": "x"}),
+    ):
+        answer = api.post(path, json=body | {field: CONTEXT - 5})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, field) and str(CONTEXT) in error["message"], path
+        assert api.post(path, json=body | {field: 20}).status_code == 200
+    assert api.post("/v1/completions", json={"prompt": "x" * (CONTEXT - 5)}).status_code == 200
+    native = {"text": "x" * 9, "sampling_params": {"max_new_tokens": CONTEXT}}
+    assert api.post("/generate", json=native).status_code == 200
+
+
 def test_an_empty_prompt_is_refused_though_the_tokenizer_would_add_a_token() -> None:
     front = FakeFront()
     front.tokenizer.encode = lambda text, add_special=True: [1, *text.encode()]  # type: ignore[method-assign]

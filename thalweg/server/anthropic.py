@@ -150,7 +150,7 @@ class ToolUseContent(msgspec.Struct, tag_field="type", tag="tool_use"):
 
 
 MessageContent = TextContent | ThinkingContent | ToolUseContent
-StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
 
 
 class MessagesResponse(msgspec.Struct):
@@ -258,9 +258,9 @@ _DELTAS = {  # type, field of the text
 
 
 class MessagesStreamEncoder(PartsEncoder):
-    def __init__(self, id: str, model: str, parser: AnswerParser) -> None:
+    def __init__(self, id: str, model: str, max_tokens: int, parser: AnswerParser) -> None:
         super().__init__(parser)
-        self._id, self._model = id, model
+        self._id, self._model, self._max_tokens = id, model, max_tokens
 
     def begin(self, piece: Piece) -> bytes:
         message = MessagesResponse(self._id, self._model, [], None, None, _usage(piece))
@@ -293,7 +293,8 @@ class MessagesStreamEncoder(PartsEncoder):
 
     def _stop_reason(self, piece: Piece) -> StopReason:
         if piece.finish == "length":
-            return "max_tokens"
+            is_cut = piece.completion_tokens < self._max_tokens
+            return "model_context_window_exceeded" if is_cut else "max_tokens"
         if _stop_sequence(piece) is not None:
             return "stop_sequence"
         return "tool_use" if self.parser.answer.calls and piece.finish == "stop" else "end_turn"
@@ -340,8 +341,8 @@ async def messages(ctx: AppContext, request: Request, body: MessagesRequest) -> 
     """Anthropic's Messages API: an answer to a conversation."""
     model, conversion = ctx.model(body.model), ChatConversion("input_schema", _NAMES)
     chat = chat_of(body, conversion)
-    job, new_parser = await prepare_chat(ctx, request, chat, conversion.client_field)
-    encoder = MessagesStreamEncoder(f"msg_{job.prompts[0].rid}", model, new_parser())
+    job, new_parser = await prepare_chat(ctx, request, chat, conversion.client_field, may_cut=True)
+    encoder = MessagesStreamEncoder(f"msg_{job.prompts[0].rid}", model, body.max_tokens, new_parser())
     return await respond(ctx, request, job, encoder, body.stream)
 
 

@@ -15,7 +15,7 @@ from thalweg.core.errors import InvalidRequest
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.streams import Piece
 from thalweg.server.context import AppContext
-from thalweg.server.generation import GenerationJob, PromptJob, make_job
+from thalweg.server.generation import GenerationJob, PromptJob, check_fits, make_job
 from thalweg.server.logprobs import ChatLogprobs, chat_logprobs
 from thalweg.server.openai_stream import ChoiceEncoder, OpenAIChoice, OpenAIStreamEncoder, PromptChoice
 from thalweg.server.parsing import given, renamed, sampling_params
@@ -43,11 +43,11 @@ async def chat_completions(ctx: AppContext, request: Request, body: ChatRequest)
 
 
 async def prepare_chat(
-    ctx: AppContext, request: Request, body: ChatRequest, rename: Callable[[str], str] = str
+    ctx: AppContext, request: Request, body: ChatRequest, rename: Callable[[str], str] = str, may_cut: bool = False
 ) -> tuple[GenerationJob, Callable[[], AnswerParser]]:
     """The job of a conversation, for every API that has messages, and what makes the parser of a choice.
 
-    rename: a field of `body` → the client's field.
+    rename: a field of `body` → the client's field. may_cut: an output too long for the context is cut, not refused.
 
     Raises InvalidRequest, Overloaded, EngineDead.
     """
@@ -65,6 +65,9 @@ async def prepare_chat(
         rid = ctx.rid(body.rid, request)
         grammar = chat_grammar(body, ctx.chat.formats, ctx.front.tokenizer.mark_id, text)
     prompts = [PromptJob("messages", ids, text, params, rid, grammar)]
+    if not may_cut:
+        with renamed(client_field):
+            check_fits(ctx, prompts, given(body.max_completion_tokens, body.max_tokens))
     job = await make_job(
         ctx,
         request,

@@ -8,7 +8,7 @@ from starlette.responses import Response
 from thalweg.core.errors import InvalidRequest
 from thalweg.engine.streams import Piece
 from thalweg.server.context import AppContext
-from thalweg.server.generation import PromptJob, make_job, read_prompts
+from thalweg.server.generation import PromptJob, check_fits, make_job, read_prompts
 from thalweg.server.logprobs import CompletionLogprobs, CompletionLogprobsBuilder, prompt_scores
 from thalweg.server.openai_stream import ChoiceEncoder, OpenAIStreamEncoder, PromptChoice
 from thalweg.server.parsing import given, sampling_params
@@ -46,6 +46,7 @@ async def completions(ctx: AppContext, request: Request, body: CompletionRequest
         ctx.rid(body.rid, request),
     )
     jobs = [PromptJob(*prompt, params, rid, grammar) for prompt in prompts]
+    check_fits(ctx, jobs, body.max_tokens)
     job = await make_job(ctx, request, jobs, body.priority, body.cache_salt)
     choices = [CompletionChoiceEncoder(ctx.front.tokenizer, body, i, jobs[i // params.n]) for i in range(job.choices)]
     encoder = OpenAIStreamEncoder(f"cmpl-{rid}", "text_completion", model, body, job, choices)

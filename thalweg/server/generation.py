@@ -86,6 +86,21 @@ async def make_job(
     return job
 
 
+def check_fits(ctx: AppContext, prompts: Sequence[PromptJob], max_tokens: int | None) -> None:
+    """Refuses an output that the client asks for and that the context has no room for. max_tokens: as it was sent.
+
+    Raises InvalidRequest.
+    """
+    context = ctx.context_len or 1 << 62
+    for size in (len(prompt.ids) for prompt in prompts):
+        if max_tokens is not None and size < context < size + max_tokens:
+            raise InvalidRequest(
+                "max_tokens",
+                f"is {max_tokens}, with {size} tokens of prompt more than the context of {context}: at most"
+                f" {context - size}",
+            )
+
+
 def _check(ctx: AppContext, job: GenerationJob) -> None:
     if not -(2**31) <= job.priority < 2**31:
         raise InvalidRequest("priority", f"must fit 32 bits, got {job.priority}")
