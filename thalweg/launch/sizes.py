@@ -10,6 +10,7 @@ from torch import nn
 from thalweg.config.engine import EngineConfig
 from thalweg.config.model import ModelFacts
 from thalweg.core.plan import PAGE
+from thalweg.launch.planning.layouts import ONE
 from thalweg.launch.planning.weights import META, PlannedModel
 from thalweg.launch.resolved import Plane, Sizes
 from thalweg.models import catalog
@@ -24,9 +25,9 @@ def measure(facts: ModelFacts, config: EngineConfig) -> Sizes:
     sampling = draft_sampling_for(config.speculative_acceptance, config.num_drafts, facts.vocab, META)
     folder, tree = config.speculative_draft_model_path, config.tree
     drafter = build_drafter(config.speculative_algorithm, model, folder, sampling, tree)
-    modules = [part for part in (model, *drafter.modules(), *drafter.own()) if isinstance(part, nn.Module)]
-    groups = [group for module in modules for group in planned.groups(module)]
-    buffers = sum(buffer.nbytes for module in modules for buffer in module.buffers())
+    parts = [part for part in (*drafter.modules(), *drafter.own()) if isinstance(part, nn.Module)]
+    groups = [*planned.on(ONE).groups, *(group for part in parts for group in planned.groups(part))]
+    buffers = sum(buffer.nbytes for part in (model, *parts) for buffer in part.buffers())
     layers, page_bytes = Counter[str](), Counter[str]()
     for plane in (*model.planes(), *drafter.planes()):
         layers[plane.name] += 1

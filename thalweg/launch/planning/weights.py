@@ -7,9 +7,10 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
+from typing import Any, NamedTuple
 
 import torch
 from msgspec import structs
@@ -55,8 +56,7 @@ class FirstRank:
     all_reduce = all_gather = reduce_scatter = _unused
 
 
-@dataclass(frozen=True, slots=True)
-class WeightGroup:
+class WeightGroup(NamedTuple):
     """Weights of one phase on one GPU, in all layers."""
 
     phase: str
@@ -69,8 +69,8 @@ class WeightGroup:
     held: float = 0.0  # bytes in memory as the engine loads them
 
     def plus(self, other: WeightGroup, times: int) -> WeightGroup:
-        sums = [own + times * more for own, more in zip(astuple(self)[3:], astuple(other)[3:], strict=True)]
-        return WeightGroup(self.phase, self.is_routed, self.is_in_layers, *sums)
+        sums: list[Any] = [own + times * more for own, more in zip(self[3:], other[3:], strict=True)]
+        return WeightGroup(*self[:3], *sums)
 
 
 @dataclass(frozen=True, slots=True)
