@@ -395,6 +395,12 @@ def test_other_origins_may_not_send(server: Target) -> None:
     asked = httpx.options(server.url + "/v1/completions", headers={**foreign, "Access-Control-Request-Method": "POST"})
     assert asked.status_code >= 400 and not [name for name in asked.headers if name.startswith("access-control")]
     assert server.post("/v1/completions", SHORT, **{"Sec-Fetch-Site": "same-origin"}).status_code == 200
+    for origin in ("http://evil.example", "null", server.url + ".evil.example", server.url.replace(":", ":1", 2)):
+        answer = server.post("/v1/completions", SHORT, Origin=origin)  # over plain http there is no Sec-Fetch-Site
+        assert answer.status_code == 403 and error(answer)["code"] == "cross_site", origin
+    assert server.post("/v1/completions", SHORT, Origin=server.url).status_code == 200
+    behind_tls = {"Origin": "https://Models.example", "Host": "models.example"}
+    assert server.post("/v1/completions", SHORT, **behind_tls).status_code == 200
     policy = httpx.get(server.url + "/").headers["Content-Security-Policy"]
     assert "default-src 'self'" in policy and "frame-ancestors 'none'" in policy and "unsafe" not in policy
     with serving(fake_app(FakeFront(), ServerOptions(cors_origins=("https://evil.example",)))) as url:

@@ -78,10 +78,13 @@ class RequestMiddleware:
         if api_key is None and path not in self._open:
             message = "a valid API key is needed: send it as the header `Authorization: Bearer KEY` or `x-api-key: KEY`"
             raise ApiError(401, message, "authentication_error", code="invalid_api_key")
-        allowed = "*" in origins or headers.get("origin") in origins
-        if scope["method"] != "GET" and headers.get("sec-fetch-site") == "cross-site" and not allowed:
-            origin = headers.get("origin", "another site")
-            message = f"a page of {origin} sent this: --cors-origins names the sites that may"
+        origin = headers.get("origin")
+        allowed = "*" in origins or origin in origins
+        # browsers send Sec-Fetch-Site over https and to localhost only, but Origin with every POST
+        is_own = origin is None or origin.partition("://")[2].lower() == headers.get("host", "").lower()
+        is_foreign = not is_own or headers.get("sec-fetch-site") == "cross-site"
+        if scope["method"] != "GET" and is_foreign and not allowed:
+            message = f"a page of {origin or 'another site'} sent this: --cors-origins names the sites that may"
             raise ApiError(403, message, "permission_error", code="cross_site")
         if (encoding := headers.get("content-encoding", "identity")).lower() != "identity":
             message = f"Content-Encoding {encoding!r} is not supported: send the body as it is"
