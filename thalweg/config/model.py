@@ -265,7 +265,6 @@ def facts_of(
         **given,
         "architecture": architecture_of(config, where),
     }
-    _check_read(config, {*READ, *(alias for others in fields.values() for alias in others)}, where)
     other = record(OtherFields, given, where)
     mla = record(MlaFacts, given, where) if "kv_lora_rank" in given else None
     heads = given.get("num_attention_heads")
@@ -289,8 +288,8 @@ def facts_of(
     return facts
 
 
-def _check_read(given: Mapping[str, Any], read: set[str], where: str) -> None:
-    """Raises CheckpointError for a field that is not read. Empty values switch nothing on."""
+def check_read(given: Mapping[str, Any], read: set[str], where: str) -> None:
+    """Raises CheckpointError for a field that is not in `read`. Empty values switch nothing on."""
     for name, value in given.items():
         if name not in read and not WITHOUT_EFFECT.fullmatch(name) and value not in (None, False, "", [], {}):
             raise CheckpointError(
@@ -319,7 +318,7 @@ def _rope(given: Mapping[str, Any], dim: int, where: str) -> RopeFacts:
     parameters = {name: value for name, value in parameters.items() if value is not None}
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     whole = {name: value for name, value in parameters.items() if (name, value) != ("partial_rotary_factor", 1.0)}
-    _check_read(whole, OF_ROPE, where)
+    check_read(whole, OF_ROPE, where)
     basis = {"rope_theta": given.get("rope_theta", 10000.0), **parameters, "dim": dim, "rope_type": kind}
     if kind == "default":
         return record(RopeFacts, {name: basis[name] for name in ("dim", "rope_theta")}, where)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from thalweg.attention.context import WorkspaceNeed
-from thalweg.config.model import ModelFacts, architecture_of, facts_of, read_config
+from thalweg.config.model import READ, ModelFacts, architecture_of, check_read, facts_of, read_config
 from thalweg.core.errors import CheckpointError
 from thalweg.layers.factory import LayerFactory
 from thalweg.models import deepseek, dense
@@ -68,6 +68,7 @@ def read_facts(folder: Path) -> ModelFacts:
 def read_config_facts(config: Mapping[str, Any], where: str) -> ModelFacts:
     """The facts of a config.json's content. where: names it in errors. Raises CheckpointError as `read_facts`."""
     family = _family(architecture_of(config, where), where)
+    check_read(config, {*READ, *(alias for others in family.fields.values() for alias in others)}, where)
     facts = facts_of(config, where, family.fields, family.defaults)
     scheme_of(facts.quantization_config, where)  # raises for a format that is not supported
     return facts
