@@ -214,7 +214,7 @@ def test_what_a_profile_needs_and_leaves(tiny: LLM, tmp_path: Path) -> None:
     assert hands.runner is runner, "a step costs what it did before"
     assert names == {
         f"{half} step {step} rows 1 tokens {1 if step > first else len(PROMPT)}"
-        for half in "AB"
+        for half in ("forward", "sample")
         for step in range(first, first + 16)
     }
 
