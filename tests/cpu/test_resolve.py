@@ -23,7 +23,7 @@ from thalweg.core.plan import PAGE
 from thalweg.core.report import Decision
 from thalweg.launch.decisions import Decisions
 from thalweg.launch.graphs import buckets, token_buckets
-from thalweg.launch.resolve import UNCHANGED
+from thalweg.launch.resolve import UNCHANGED, resolve
 from thalweg.launch.resolved import Plane, Sizes
 from thalweg.launch.resources import DEFAULTS, TYPICAL_TOKENS, Resources, resolve_resources
 from thalweg.models.catalog import read_config_facts
@@ -410,6 +410,28 @@ def test_graph_modes_choose_what_is_recorded() -> None:
     assert graphs(run(on=H100, max_running_requests=8)[0]) == plans["full_and_piecewise"]
     assert "a CPU has none; use --cuda-graph-mode none" in refusal(cuda_graph_mode="piecewise")
     assert graphs(run(cuda_graph_mode="none")[0]) == NO_GRAPHS
+
+
+def test_no_flag_is_reset_in_silence() -> None:
+    """A flag that has no effect is an error, or a line of the report."""
+    few = {"on": H100, "max_running_requests": 4}
+    found, why = run(**few, cuda_graph_max_bs=300)
+    assert found.config.cuda_graph_bs[-1] == 4 and "300" in why["cuda_graph_max_bs"].reason
+    assert "cuda_graph_max_bs" not in run(**few, cuda_graph_max_bs=3)[1]
+    assert "cuda_graph_max_bs, 2" in refusal(**few, cuda_graph_bs=(4,), cuda_graph_max_bs=2)
+    for wish in ({"cuda_graph_bs": (2,)}, {"cuda_graph_max_bs": 2}, {"piecewise_cuda_graph_tokens": (64,)}):
+        (flag,) = wish
+        assert "captures no such" in run(**few, cuda_graph_mode="none", **wish)[1][flag].reason
+        assert "a CPU has none" in run(**wish)[1][flag].reason
+    pieces = run(**few, cuda_graph_mode="full", piecewise_cuda_graph_tokens=(64,))[1]
+    assert "captures no such" in pieces["piecewise_cuda_graph_tokens"].reason
+    assert "no such" in run(**few, cuda_graph_mode="piecewise", cuda_graph_bs=(2,))[1]["cuda_graph_bs"].reason
+    policy = run(radix_cache=False, schedule_policy="lpm")[1]["schedule_policy"]
+    assert policy.value == "lpm" and "no prefix cache" in policy.reason
+    wishes = options_of(model="models/tiny", strip_thinking_cache=True, radix_cache=False)
+    strip = resolve(wishes, weights=False).engine.report.current()["strip_thinking_cache"]
+    assert strip.value is True and "no prefix cache" in strip.reason
+    assert "no latent attention" in refusal(mla=False)
 
 
 def test_pieces_are_for_the_tokens_asked_for() -> None:

@@ -8,6 +8,7 @@ from thalweg.config.engine import EngineConfig
 from thalweg.core.report import AUTO, USER, Decision, Report, Value
 
 V = TypeVar("V", bound=Value)
+NO_CACHE = "without effect: there is no prefix cache"
 
 
 class Decisions:

@@ -6,6 +6,7 @@ from thalweg.config.backends import DECODE
 from thalweg.config.options import Options
 from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.kernels import KernelConfig
+from thalweg.core.report import AUTO, Decision
 from thalweg.launch.decisions import Decisions
 
 MAX_CAPTURED_ROWS = 256  # larger steps keep the device busier than Python
@@ -20,17 +21,22 @@ def resolve_graphs(
     """max_rows: of a decode step. max_tokens: of a step. Raises UnsupportedConfig."""
     load, name = options.load, "cuda_graph_mode"
     mode, reason = load.cuda_graph_mode, _no_graphs(device, kernels)
+    if reason and mode not in (None, "none"):
+        raise UnsupportedConfig(f"{name}: {mode}, but {reason}; use --cuda-graph-mode none")
     if reason:
-        if mode not in (None, "none"):
-            raise UnsupportedConfig(f"{name}: {mode}, but {reason}; use --cuda-graph-mode none")
         decisions.record(name, "none", mode is not None, reason)
+        _note_unused(options, "none", reason, decisions)
         return
     tokens = min(max_tokens, MAX_PIECEWISE_TOKENS)
     reason = f"decode steps whole, other steps of up to {tokens} tokens piecewise; larger steps keep the device busy"
     mode = decisions.choose(name, mode, "full_and_piecewise", reason)
+    _note_unused(options, mode, f"--cuda-graph-mode {mode} captures no such steps", decisions)
     if mode in WHOLE_STEPS:
-        most = min(load.cuda_graph_max_bs or min(max_rows, MAX_CAPTURED_ROWS), max_rows)
-        rows = tuple(sorted(set(load.cuda_graph_bs or buckets(most))))
+        wish = load.cuda_graph_max_bs or min(max_rows, MAX_CAPTURED_ROWS)
+        if wish > max_rows:
+            reason = f"{wish} is more than a decode step has rows (--max-running-requests, with drafts their rows too)"
+            decisions.entries.append(Decision("cuda_graph_max_bs", max_rows, AUTO, reason))
+        rows = tuple(sorted(set(load.cuda_graph_bs or buckets(min(wish, max_rows)))))
         limit = f"--max-running-requests (with drafts, their rows too), {max_rows}"
         _add_sizes("cuda_graph_bs", rows, max_rows, limit, bool(load.cuda_graph_bs), decisions)
     if mode in PIECEWISE:
@@ -39,6 +45,25 @@ def resolve_graphs(
         limit = f"the tokens of a step, {max_tokens}"
         _add_sizes("piecewise_cuda_graph_tokens", sizes, max_tokens, limit, bool(asked), decisions)
         decisions.fields["trim_piecewise_cuda_graphs"] = bool(sizes) and not asked
+
+
+def _note_unused(options: Options, mode: str, why: str, decisions: Decisions) -> None:
+    """Reports sizes that the user asked for and that the mode does not use. Raises UnsupportedConfig for sizes that
+    contradict each other.
+    """
+    load = options.load
+    for flag, asked, modes in (
+        ("cuda_graph_bs", load.cuda_graph_bs, WHOLE_STEPS),
+        ("cuda_graph_max_bs", load.cuda_graph_max_bs, WHOLE_STEPS),
+        ("piecewise_cuda_graph_tokens", load.piecewise_cuda_graph_tokens, PIECEWISE),
+    ):
+        if asked and mode not in modes:
+            decisions.entries.append(Decision(flag, "none", AUTO, f"{asked} is not used: {why}"))
+    rows, most = load.cuda_graph_bs, load.cuda_graph_max_bs
+    if rows and most and max(rows) > most:
+        raise UnsupportedConfig(
+            f"cuda_graph_bs: {list(rows)} is beyond cuda_graph_max_bs, {most}; leave one of them out"
+        )
 
 
 def _no_graphs(device: str, kernels: KernelConfig) -> str:

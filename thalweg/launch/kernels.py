@@ -33,6 +33,8 @@ def resolve_kernels(
     if facts.mla is not None:
         reason = "latents take a fraction of the memory of keys and values"
         decisions.record("mla", load.mla, not load.mla, reason)
+    elif not load.mla:
+        raise UnsupportedConfig("mla: off, but this model has no latent attention; leave --disable-mla out")
     reason = "kernels may round differently in another batch, and are faster"
     is_deterministic = load.deterministic_inference
     decisions.record("deterministic_inference", is_deterministic, is_deterministic, reason)

@@ -23,7 +23,7 @@ from thalweg.core.report import AUTO, USER
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.build import LEFT_OUT
 from thalweg.launch import tuned
-from thalweg.launch.decisions import Decisions
+from thalweg.launch.decisions import NO_CACHE, Decisions
 from thalweg.launch.hub import Checkpoint, fetch_weights, locate
 from thalweg.launch.resolved import Resolved
 from thalweg.launch.resources import Resources, resolve_resources
@@ -166,7 +166,10 @@ def _chat(options: Options, folder: Path, tokenizer: Tokenizer | None, decisions
     chat = replace(chat, formats=ParserNames(reasoning, tools), strip=options.memory.strip_thinking_cache)
     strips = ThinkingRetention(chat, _no_mark if tokenizer is None else tokenizer.mark_id).strips
     drops = "drops the thoughts of earlier turns" if strips else "keeps the thoughts of earlier turns"
-    decisions.choose("strip_thinking_cache", chat.strip, strips, f"the chat template {drops}")
+    if chat.strip and not options.memory.radix_cache:
+        decisions.add("strip_thinking_cache", True, USER, NO_CACHE)
+    else:
+        decisions.choose("strip_thinking_cache", chat.strip, strips, f"the chat template {drops}")
     return chat
 
 

@@ -18,7 +18,7 @@ from thalweg.core.format import format_bytes
 from thalweg.core.kernels import TORCH_ATTENTION, KernelConfig
 from thalweg.core.plan import PAGE
 from thalweg.core.report import AUTO, MODEL, USER
-from thalweg.launch.decisions import Decisions
+from thalweg.launch.decisions import NO_CACHE, Decisions
 from thalweg.launch.graphs import resolve_graphs
 from thalweg.launch.kernels import resolve_kernels
 from thalweg.launch.resolved import Sizes
@@ -126,7 +126,10 @@ def is_measured_by_steps(device: str, kernels: KernelConfig) -> bool:
 
 def _resolve_scheduling(options: Options, decisions: Decisions) -> None:
     policy, uses_cache = options.schedule.schedule_policy, options.memory.radix_cache
-    decisions.record("schedule_policy", policy, policy != "fcfs", "arrival order")
+    if policy == "lpm" and not uses_cache:
+        decisions.add("schedule_policy", policy, USER, NO_CACHE)
+    else:
+        decisions.record("schedule_policy", policy, policy != "fcfs", "arrival order")
     reason = "common beginnings of prompts are computed once"
     decisions.record("radix_cache", uses_cache, not uses_cache, reason)
     reason = "drawn at start; set it to repeat a run"
