@@ -214,7 +214,7 @@ Exit status: 0 if serving can start, else 1. A machine without a GPU is fine."""
         epilog,
         ("model", "listen"),
     )
-    own = parser.add_argument_group("This command")
+    own = parser.own
     own.add_argument("--json", action="store_true", help="print one JSON object")
     own.add_argument("--online", action="store_true", help="ask the model hub too whether it can be reached")
     parsed = _parse(parser, argv)
@@ -261,7 +261,7 @@ def _sampling_flags(parser: OptionsParser) -> argparse._ArgumentGroup:
     """The group of a command's own flags, with those of sampling in it; what is not given is left to the model's
     defaults.
     """
-    group = parser.add_argument_group("This command")
+    group = parser.own
     group.add_argument(
         "--max-tokens", type=int, metavar="N", help="tokens an answer may have (default: 256)", default=256
     )
@@ -289,7 +289,7 @@ def _sampling_flags(parser: OptionsParser) -> argparse._ArgumentGroup:
 
 
 def _sampling(rest: argparse.Namespace, default: SamplingParams) -> SamplingParams:
-    """What the flags say, on top of the model's defaults."""
+    """Sampling parameters of the flags, on top of the model's defaults."""
     import msgspec
 
     names = ("max_tokens", "temperature", "top_p", "top_k", "n")

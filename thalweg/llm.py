@@ -8,6 +8,7 @@ for result in llm.generate(["Once upon a time"], SamplingParams(max_tokens=32)):
 from __future__ import annotations
 
 import asyncio
+import operator
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
@@ -21,7 +22,7 @@ from thalweg.core.messages import StartProfile, StopProfile, UpdateWeights
 from thalweg.core.plan import TokenLogprob
 from thalweg.core.request import check_request
 from thalweg.core.retention import RETAIN_ALL, CacheRetention
-from thalweg.core.sampling import SamplingParams
+from thalweg.core.sampling import SamplingParams, typed_params
 from thalweg.engine.build import BAR_COLUMNS
 from thalweg.engine.client import EngineClient
 from thalweg.engine.local import LocalEngine
@@ -80,10 +81,18 @@ class _TextFrontend:
         self.retention = ThinkingRetention(self.format, self.tokenizer.mark_id)
 
     def ids(self, prompt: Prompt) -> tuple[int, ...]:
-        return tuple(self.tokenizer.encode(prompt)) if isinstance(prompt, str) else tuple(prompt)
+        """Raises InvalidRequest for ids that are no integers."""
+        if isinstance(prompt, str):
+            return tuple(self.tokenizer.encode(prompt))
+        try:
+            return tuple(map(operator.index, prompt))
+        except TypeError as error:
+            raise InvalidRequest("prompt", f"must be a text or a list of token ids: {error}") from None
 
     def chat_ids(self, messages: Sequence[Message], **kwargs: Any) -> tuple[tuple[int, ...], CacheRetention]:
         """The prompt of a conversation, and the retention of its answer in the prefix cache."""
+        if kwargs.get("tools") and (why := self.format.no_tools):
+            raise InvalidRequest("tools", why)
         prompt = self.format.encoder.encode(messages, **kwargs)
         arguments = dict(kwargs.get("template_kwargs") or {})
         if (thinking := kwargs.get("thinking")) is not None:
@@ -110,7 +119,7 @@ class LLM:
         keep: retention in the prefix cache. Raises InvalidRequest before anything runs.
         """
         many: list[Prompt] = _as_list(prompts, int)
-        each = _each(params, SamplingParams, "params", len(many))
+        each = [typed_params(one) for one in _each(params, SamplingParams, "params", len(many))]
         grammars = _each(grammar, Grammar, "grammar", len(many))
         keeps = _each(keep, CacheRetention, "keep", len(many))
         requests = list(zip([self.texts.ids(prompt) for prompt in many], each, grammars, keeps, strict=True))
@@ -205,7 +214,7 @@ class AsyncLLM:
         keep: CacheRetention = RETAIN_ALL,
     ) -> AsyncIterator[Piece]:
         """The pieces of one request as they come."""
-        return self.front.stream(self.texts.ids(prompt), params, grammar=grammar, retention=keep)
+        return self.front.stream(self.texts.ids(prompt), typed_params(params), grammar=grammar, retention=keep)
 
     async def generate(
         self,

@@ -23,7 +23,8 @@ SEP = ["<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool�
        "function", "\n```json\n", "\n```", "<|tool_sep|>", "<|tool▁call_begin|>", "<｜tool▁", "f", "g"]  # fmt: skip
 DSML = ["<｜DSML｜function_calls>", "</｜DSML｜function_calls>", '<｜DSML｜invoke name="f">', "</｜DSML｜invoke>",
         '<｜DSML｜parameter name="q" string="true">', '<｜DSML｜parameter name="n" string="false">', "</｜DSML｜parameter>",
-        '<｜DSML｜parameter name="o">', '<｜DSML｜invoke name="g">', '<｜DSML｜invoke name="h">', "<｜DSML｜tool_calls>",
+        '<｜DSML｜parameter name="o">', '<｜DSML｜parameter name="input">', '<｜DSML｜invoke name="g">',
+        '<｜DSML｜invoke name="h">', "<｜DSML｜tool_calls>",
         "</｜DSML｜tool_calls>", "<｜DSML｜", "｜DSML｜", "</｜DSML｜", "<|DSML|invoke", ' name="', ' string="true"',
         '<｜DSML｜invoke name="g"/>']  # fmt: skip
 HERMES = ["<tool_call>", "</tool_call>", '{"name": "f", "arguments": ', '{"name": ', '"f"', '"arguments"', '"parameters": ',
@@ -31,7 +32,34 @@ HERMES = ["<tool_call>", "</tool_call>", '{"name": "f", "arguments": ', '{"name"
 JSON = ["{", "}", "[", "]", '"', ": ", ", ", "\\", "\\u00e9", "\\ud83d", '"q"', '{"q": ', '{"q": "', '"}', "1.5e3", "-0", "01", "1e999",
         "true", "null", "NaN", "\x00", '{"q": 1, "q": 2}', "{}"]  # fmt: skip
 PROSE = ["WORD", "WORD", "\n", "\n\n", " ", "\t", "<", "</", ">", "<think>", "</think>", "</thi", "é", "漢😀", "```", "\r\n", "\u2028"]  # fmt: skip
-PIECES = {"deepseekv3": SEP, "deepseekv31": SEP, "deepseekv32": DSML, "qwen25": HERMES}
+GLM = [
+    "<tool_call>",
+    "</tool_call>",
+    "<arg_key>",
+    "</arg_key>",
+    "<arg_value>",
+    "</arg_value>",
+    "f",
+    "g",
+    "q",
+    "n",
+    "\n",
+    "<arg_",
+]
+KIMI = ["<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_end|>",
+        "<|tool_call_argument_begin|>", "functions.f:0", "functions.g:1", "f", "<|tool_call"]  # fmt: skip
+LLAMA = [
+    "<|python_tag|>",
+    '{"name": "f", "parameters": ',
+    '{"name": "g", "arguments": {',
+    '{"type": "function", ',
+    "; ",
+    "}",
+    "}}",
+]
+PIECES = {
+    "deepseekv3": SEP, "deepseekv31": SEP, "deepseekv32": DSML, "qwen25": HERMES, "glm45": GLM, "kimi_k2": KIMI, "llama3": LLAMA,
+}  # fmt: skip
 FRAMES = {
     "deepseekv3": ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n", "\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>"),
     "deepseekv31": ('<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{"q": "', '"}<｜tool▁call▁end｜><｜tool▁calls▁end｜>'),
@@ -40,12 +68,21 @@ FRAMES = {
         "</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>",
     ),
     "qwen25": ('<tool_call>\n{"name": "f", "arguments": {"q": "', '"}}\n</tool_call>'),
+    "glm45": ("<tool_call>f\n<arg_key>q</arg_key>\n<arg_value>", "</arg_value>\n</tool_call>"),
+    "kimi_k2": (
+        '<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"q": "',
+        '"}<|tool_call_end|><|tool_calls_section_end|>',
+    ),
+    "llama3": ('<|python_tag|>{"name": "f", "parameters": {"q": "', '"}}'),
 }  # fmt: skip
 MARKS = {
     "deepseekv3": re.compile("<[｜|]tool[▁_](?:calls?[▁_](?:begin|end)|sep)[｜|]>"),
     "deepseekv31": re.compile("<[｜|]tool[▁_](?:calls?[▁_](?:begin|end)|sep)[｜|]>"),
     "deepseekv32": re.compile("[｜|]DSML[｜|]"),
     "qwen25": re.compile("</?tool_call>"),
+    "glm45": re.compile("</?tool_call>|</?arg_(?:key|value)>"),
+    "kimi_k2": re.compile(r"<\|tool_calls?_[a-z_]+\|>"),
+    "llama3": re.compile(r"<\|python_tag\|>"),
 }
 SCHEMAS: list[dict[str, Any]] = [
     {},
@@ -175,9 +212,7 @@ def same(a: Any, b: Any) -> bool:
 def read(
     pieces: Iterable[str], reasoning: str | None, form: str, hold: bool, options: dict[str, Any]
 ) -> tuple[ParsedAnswer, list[ParsedCall]]:
-    """The message, and its calls that were whole. Checks the order of the events and that arguments are JSON
-    objects.
-    """
+    """The message, and its complete calls. Checks the order of the events and that their arguments are JSON objects."""
     ids = itertools.count()
     parser = AnswerParser(reasoning, form, hold=hold, new_id=lambda: f"call_{next(ids)}", **options)
     events = [event for piece in pieces for event in parser.feed(piece)] + parser.finish()
@@ -193,14 +228,15 @@ def read(
             assert is_open and event.part.number == len(whole), "arguments belong to the open call"
             if event.type == "close":
                 is_open = False
-                whole.append(event.part.whole)
-                assert event.part.whole or not hold, "a held call that is not whole"
+                whole.append(event.part.complete)
     assert not is_open, "a call without its end"
     message = collect(events)
-    for call in message.calls:
+    complete = [call for call in message.calls if call.complete]
+    for call in complete:
         value = json.loads(call.arguments, parse_constant=_no_constant, parse_int=float)
-        assert isinstance(value, dict) and call.name and call.id, "arguments that are no object"
-    return message, [call for call, good in zip(message.calls, whole, strict=True) if good]
+        assert isinstance(value, dict), "arguments that are no object"
+    assert [call.complete for call in message.calls] == whole and all(call.name and call.id for call in message.calls)
+    return message, complete
 
 
 def _no_constant(name: str) -> None:

@@ -69,7 +69,7 @@ LINEAR = (
 HEADS = (Product("v2-lite head", 102400, 2048), Product("v3 head", 129280, 7168))
 
 
-class Drawn:
+class SampledTokens:
     """Weights for as many calls as exceed L2, and their input."""
 
     def __init__(self, shape: Product, rows: int) -> None:
@@ -170,7 +170,7 @@ def gemv_tiles(shape: Product, rows: int) -> list[GemvTile]:
 
 def best(log: Log, top: dict[str, float], shape: Product, rows: int, compare: int = 4) -> dict[str, Any]:
     """The fastest tiles, with the norm fused and before, beside the library's and the other kernel."""
-    drawn = Drawn(shape, rows)
+    drawn = SampledTokens(shape, rows)
     calls: dict[str, Callable[[Tensor], object]] = {"library": drawn.library, "chosen": drawn.chosen}
     for tile in gemv_tiles(shape, rows):
         name = "x".join(str(getattr(tile, field)) for field in GemvTile.__dataclass_fields__)

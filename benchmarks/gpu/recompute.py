@@ -64,9 +64,9 @@ def generated(engine: LocalEngine, prompt: Sequence[int], tokens: int, seed: int
     (uid,) = engine.submit(prompt, params)
     requests = engine.loop.scheduler.requests
     engine.step()
-    while requests[uid].known < tokens:
+    while requests[uid].num_tokens < tokens:
         engine.step()
-    engine.loop.retire(0)
+    engine.loop.commit_until(0)
     return requests[uid]
 
 
@@ -134,9 +134,9 @@ def computed(
         plan = StepPlan(0, 0, (row,), binds=binds, appends=appends, max_kv_len=stop)
         binds, appends = (), ()
         forwarded = runner.forward(plan)
-        assert forwarded is not None and forwarded.seen is not None, "the step has a row"
-        if row.emit:
-            logits = runner.model.logits(forwarded.seen.hidden_TH[: row.n]).clone()
+        assert forwarded is not None and forwarded.draft_input is not None, "the step has a row"
+        if row.samples:
+            logits = runner.model.logits(forwarded.draft_input.hidden_TH[: row.n]).clone()
         runner.sample(forwarded)
     return logits
 

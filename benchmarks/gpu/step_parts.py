@@ -74,7 +74,7 @@ def watching(engine: LocalEngine) -> Iterator[Calls]:
     """
     runner, calls = engine.runner, Calls()
     drafter, graphs = runner.drafting.drafter, runner.graphs
-    places: list[tuple[Any, str, list[Any]]] = [(runner.sampler, "draw", calls.draws)]
+    places: list[tuple[Any, str, list[Any]]] = [(runner.sampler, "sample_tokens", calls.draws)]
     if isinstance(drafter, AutoregressiveDrafter):
         places += [(drafter.steps, "forward", calls.draft), (drafter.head, "logits", calls.draft)]
         places.append((drafter.steps, "write_kv", calls.learn))
@@ -108,16 +108,16 @@ def parts(engine: LocalEngine, width: int) -> Parts:
     if not isinstance(runner.sampler, SimulatedAcceptance):
         return Parts(verify, draft, learn, 0.0)
     judged = runner.sampler.sampler
-    plain: list[Call] = [partial(judged.draw, *draw.args) for draw in calls.draws]
+    plain: list[Call] = [partial(judged.sample_tokens, *draw.args) for draw in calls.draws]
     return Parts(verify, draft, learn, max(draws - alone(made(plain)), 0.0) if plain else 0.0)
 
 
 def upcoming(engine: LocalEngine, width: int) -> StepPlan:
     """The next step of the running requests, each with so many drafts."""
     scheduler = engine.loop.scheduler
-    rows = [plans.Row(r.uid, r.slot, r.known - 1, 1 + width, width, True) for r in scheduler.live.values()]
+    rows = [plans.Row(r.uid, r.slot, r.num_tokens - 1, 1 + width, width, True) for r in scheduler.live.values()]
     reach = max(row.start + row.n for row in rows)
-    return StepPlan(scheduler.step, scheduler.retired, tuple(rows), num_drafts=width, max_kv_len=reach)
+    return StepPlan(scheduler.step, scheduler.last_committed_step, tuple(rows), num_drafts=width, max_kv_len=reach)
 
 
 def seconds(engine: LocalEngine, work: Call) -> float:
@@ -178,7 +178,7 @@ def overhead(engine: LocalEngine, prompts: Sequence[Sequence[int]], case: Decode
     while further and not engine.idle:
         waiting -= {one.uid for one in engine.step()}
         further -= not waiting
-    engine.loop.retire(0)
+    engine.loop.commit_until(0)
     if not engine.loop.scheduler.live:  # the context has no room for more
         return {}
     found = parts(engine, width)

@@ -61,16 +61,16 @@ def main() -> None:
         piecewise_cuda_graph_tokens=token_buckets(MAX_PIECEWISE_TOKENS),
     )
     engine = LocalEngine(resolve(config).engine)
-    runner, steps = engine.runner, engine.runner.steps
+    runner, steps = engine.runner, engine.runner.forward_model
     assert isinstance(steps, Piecewise)
     calibrator = Calibrator(engine.config, runner)
     results = []
     for rows in said.rows:
         for tokens in said.tokens:
             plan, found = calibrator.mixed_plan(rows, tokens), {}
-            runner.forward(calibrator.bound(plan, plan.max_kv_len))
+            runner.forward(calibrator.bound(plan, plan.rows, plan.max_kv_len))
             for name, one in (("eager", steps.model), ("pieces", steps)):
-                runner.steps = one
+                runner.forward_model = one
                 found[name] = timed(runner, plan)
             results.append({"rows": rows, "prompt_tokens": tokens, **found})
             print(json.dumps(results[-1]), flush=True)

@@ -64,7 +64,7 @@ class Bench:
             write_T=torch.tensor(write),
             table_RP=torch.tensor(tables),
             real_T=torch.tensor(real),
-            emit_N=torch.tensor(
+            logits_indices_N=torch.tensor(
                 [group.token_start + group.query * (row + 1) - 1 for group in groups for row in range(group.rows)]
             ),
             groups=tuple(groups),
@@ -101,6 +101,6 @@ def whole_batch(lengths: Sequence[int], ids_T: Tensor) -> Batch:
         write_T=torch.cat(places),
         table_RP=table,
         real_T=torch.ones(token, dtype=torch.bool, device=device),
-        emit_N=torch.zeros(0, dtype=torch.int64, device=device),
+        logits_indices_N=torch.zeros(0, dtype=torch.int64, device=device),
         groups=tuple(groups),
     )

@@ -85,6 +85,7 @@ class FakeFront:
         self.aborted: set[object] = set()
         self.ended: list[str] = []  # "done" or "closed", in order
         self.seen: list[tuple[list[int], SamplingParams, str, int, int]] = []
+        self.grammars: list[Grammar] = []
         self.keeps: list[CacheRetention] = []
         self._pages: dict[object, int] = {}
         self._steps = self._prefill = self._decode = 0
@@ -177,6 +178,7 @@ class FakeFront:
             raise self.refusal
         key = object()
         self.seen.append((list(prompt), params, request_id, priority, salt))
+        self.grammars.append(grammar)
         self.keeps.append(retention)
         self.live[key] = request_id
         self._pages[key] = len(prompt) // PAGE + 1

@@ -73,7 +73,7 @@ def test_ablation_columns_come_from_the_resolver(probe: SettingsProbe) -> None:
 def test_what_cannot_run_has_the_resolvers_reason(probe: SettingsProbe) -> None:
     reasons = {cell.labels_that_differ: cell.reason for cell in _changed(columns([], probe), probe)}
     assert "a CPU has none" in reasons["graph on"] and "one device" in reasons["tp on"]
-    assert "device cpu" in reasons["attention on"]
+    assert "needs a GPU" in reasons["attention on"]
     assert reasons["the base"] == reasons["radix off"] == reasons["kv on"] == ""
 
 

@@ -22,7 +22,7 @@ def verify(
     params = SamplingParams(temperature=0.0, **fields)  # type: ignore[arg-type]
     slots.bind([Bind(1, (1, 2, 3), 2, 2, end, 0, (STOP,), params)])
     slots.tokens_SL[1, 3 : 3 + len(drafts)] = torch.tensor(drafts, dtype=torch.int32)
-    slots.made[1] = len(drafts) if made is None else made
+    slots.num_drafts[1] = len(drafts) if made is None else made
     logits = torch.nn.functional.one_hot(torch.tensor(drawn), VOCAB).float()
     index, needs = torch.tensor([1]), SamplingNeeds(biased=params.min_tokens > 0)
     found: Sampled = accept(logits, slots, index, slots.ints_SI[index], needs, slots.context)
@@ -35,7 +35,7 @@ def test_drafts_are_accepted_up_to_the_first_that_was_not_drawn() -> None:
     assert verify([4, 5, 6], [4, 2, 6, 2])[:2] == ([4, 2], False)
     tokens, done, slots = verify([4, 5, 6], [0, 5, 6, 2])
     assert (tokens, done) == ([0], False)
-    assert slots.length[1] == 4 and slots.at[1] == 3 and slots.tokens_SL[1, 3] == 0
+    assert slots.length[1] == 4 and slots.num_computed[1] == 3 and slots.tokens_SL[1, 3] == 0
 
 
 def test_only_as_many_drafts_as_were_made() -> None:
@@ -76,7 +76,7 @@ def test_penalties_count_the_drafts_before_each_position() -> None:
     slots = Slots(1, 64, torch.device("cpu"))
     slots.bind([Bind(0, (1, 2), 1, 1, 40, 0, (), SamplingParams(temperature=0.0, frequency_penalty=1.0))])
     slots.tokens_SL[0, 2:4] = 4
-    slots.made[0] = 2
+    slots.num_drafts[0] = 2
     logits = torch.zeros(3, VOCAB)
     logits[:, 4], logits[:, 6] = 1.5, 0.0
     index = torch.tensor([0])

@@ -42,7 +42,7 @@ def grown(slots: Slots, slot: int, tokens: tuple[int, ...] = TOKENS, parents: tu
     )
     known = int(slots.length[slot])
     slots.tokens_SL[slot, known : known + len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
-    slots.made[slot] = len(tokens)
+    slots.num_drafts[slot] = len(tokens)
 
 
 def scene(end: int = 40, shape: TreeShape = SHAPE, **fields: object) -> Slots:
@@ -89,7 +89,7 @@ def test_the_path_that_is_drawn(drawn: dict[int, int], wanted: list[int], path: 
     grown(slots, 1)
     found = verify(slots, logits_of(drawn))
     assert tokens(found) == wanted and nodes(found) == path and not found.done_E
-    assert slots.length[1] == 3 + len(wanted) and slots.at[1] == slots.length[1] - 1
+    assert slots.length[1] == 3 + len(wanted) and slots.num_computed[1] == slots.length[1] - 1
     assert slots.tokens_SL[1, 3 : 3 + len(wanted)].tolist() == wanted
 
 
@@ -109,7 +109,7 @@ def test_only_nodes_that_were_made() -> None:
     for made, wanted in ((6, [4, 6, 5, 2]), (5, [4, 6, 5, 2]), (4, [4, 6, 5]), (2, [4, 6]), (0, [4])):
         slots = scene()
         grown(slots, 1)
-        slots.made[1] = made
+        slots.num_drafts[1] = made
         assert tokens(verify(slots, logits_of(WHOLE))) == wanted, made
 
 
@@ -335,6 +335,6 @@ def test_a_chain_has_no_tree_state() -> None:
     assert tokens(found) == [4, 6] and found.nodes_EQ is None
     slots = scene(shape=TreeShape(1, 3, 3))
     slots.append([PageAppend(1, 0, (1,))])
-    slots.made[1] = 3
+    slots.num_drafts[1] = 3
     assert build_inputs(StepPlan(0, 0, (Row(1, 1, 2, 4, 3, True),), max_kv_len=6), slots).batch.tree is None
     assert slots.nodes_SN3.shape[1] == 1

@@ -47,7 +47,7 @@ class Step:
         self.slots = Slots(ROWS, 16, torch.device("cpu"), IndependentDraftSampling(2, VOCAB).fields())
         self.slots.bind([Bind(row, (1,), 1, 0, 16, 900 + row, (), asked) for row in range(ROWS)])
         self.slots.tokens_SL[:, 1:3] = torch.randint(VOCAB, (ROWS, 2), generator=generator).int()
-        self.slots.made.fill_(made)
+        self.slots.num_drafts.fill_(made)
         self.logits_NV = torch.randn(ROWS * 3, VOCAB, generator=generator)
         self.slot_N = torch.arange(ROWS).repeat_interleave(3)
         self.ints_NI = self.slots.ints_SI[self.slot_N]
@@ -59,7 +59,9 @@ class Step:
         self.slots.extra[PROBABILITIES].copy_(q_R2V)
 
     def draw(self, sampling: Any) -> Tensor:
-        drawn_N: Tensor = sampling.draw(self.logits_NV.clone(), self.slots, self.slot_N, self.ints_NI, self.needs)
+        drawn_N: Tensor = sampling.sample_tokens(
+            self.logits_NV.clone(), self.slots, self.slot_N, self.ints_NI, self.needs
+        )
         return drawn_N.view(ROWS, 3)
 
     @property
@@ -139,7 +141,7 @@ def test_relaxed_acceptance_takes_the_most_likely_of_several_drafts() -> None:
     slots.bind([Bind(0, (1,), 1, 0, 16, 0, (), SamplingParams(temperature=0.0))])
     slots.tokens_SL[0, 1:5] = torch.tensor([2, 3, 4, 5])
     slots.nodes_SN3[0, 1:, :2] = torch.tensor([[0, 1], [0, 1], [0, 1], [2, 2]])
-    slots.made.fill_(4)
+    slots.num_drafts.fill_(4)
     logits = torch.full((5, 8), -5.0)
     logits[0, [6, 2, 3, 4]] = torch.tensor([2.0, 1.5, 1.7, -1.0])  # the target's own choice is 6
     logits[2, [7, 5]] = torch.tensor([1.0, 0.0])

@@ -121,10 +121,12 @@ def decode(world: World, draft_sampling: DraftSampling, sampling: Sampler, draft
                 there_SI = slots.ints_SI.clone()
                 there_SI[:, 0] += ahead
                 path.append(
-                    draft_sampling.draw(world.draft_VV[path[-1]], slots, index, there_SI, ahead, world.needs.truncated)
+                    draft_sampling.sample_drafts(
+                        world.draft_VV[path[-1]], slots, index, there_SI, ahead, world.needs.truncated
+                    )
                 )
                 slots.tokens_SL[index, length_N + ahead] = path[-1].int()
-            slots.made.fill_(drafts)
+            slots.num_drafts.fill_(drafts)
             logits_NV = world.target_VV[torch.stack(path, 1).flatten()]
             found = accept(logits_NV, slots, index, slots.ints_SI.clone(), world.needs, slots.context, sampler=sampling)
             accepted += int((found.count_E > 1).sum()) if step == 0 else 0
@@ -144,7 +146,7 @@ class Best:
     def fields(self) -> tuple[()]:
         return ()
 
-    def draw(
+    def sample_drafts(
         self, logits_EV: Tensor, slots: Slots, slot_E: Tensor, ints_EI: Tensor, ahead: int | Tensor, truncated: bool
     ) -> Tensor:
         return logits_EV.topk(self.rank, -1).indices[:, -1]
@@ -199,20 +201,20 @@ def test_coupled_sampling_gives_plain_decodings_sequences(world: World) -> None:
 class Certain(IndependentDraftSampling):
     """Keeps a distribution, but drafts its most likely token."""
 
-    def draw(
+    def sample_drafts(
         self, logits_EV: Tensor, slots: Slots, slot_E: Tensor, ints_EI: Tensor, ahead: int | Tensor, truncated: bool
     ) -> Tensor:
-        super().draw(logits_EV, slots, slot_E, ints_EI, ahead, truncated)
+        super().sample_drafts(logits_EV, slots, slot_E, ints_EI, ahead, truncated)
         return logits_EV.argmax(-1)
 
 
 class Warmer(IndependentDraftSampling):
     """Keeps the distribution before temperature and truncation."""
 
-    def draw(
+    def sample_drafts(
         self, logits_EV: Tensor, slots: Slots, slot_E: Tensor, ints_EI: Tensor, ahead: int | Tensor, truncated: bool
     ) -> Tensor:
-        drafts_E = super().draw(logits_EV, slots, slot_E, ints_EI, ahead, truncated)
+        drafts_E = super().sample_drafts(logits_EV, slots, slot_E, ints_EI, ahead, truncated)
         slots.extra[PROBABILITIES][:, ahead] = logits_EV.softmax(-1)
         return drafts_E
 
@@ -220,10 +222,10 @@ class Warmer(IndependentDraftSampling):
 class Shifted(IndependentDraftSampling):
     """Keeps probabilities by ids of another vocabulary."""
 
-    def draw(
+    def sample_drafts(
         self, logits_EV: Tensor, slots: Slots, slot_E: Tensor, ints_EI: Tensor, ahead: int | Tensor, truncated: bool
     ) -> Tensor:
-        drafts_E = super().draw(logits_EV, slots, slot_E, ints_EI, ahead, truncated)
+        drafts_E = super().sample_drafts(logits_EV, slots, slot_E, ints_EI, ahead, truncated)
         slots.extra[PROBABILITIES][:, ahead] = slots.extra[PROBABILITIES][:, ahead].roll(1, -1)
         return drafts_E
 
@@ -231,11 +233,11 @@ class Shifted(IndependentDraftSampling):
 class Coins(IndependentDraftSampling):
     """Drafts with the target's coins."""
 
-    def draw(
+    def sample_drafts(
         self, logits_EV: Tensor, slots: Slots, slot_E: Tensor, ints_EI: Tensor, ahead: int | Tensor, truncated: bool
     ) -> Tensor:
-        super().draw(logits_EV, slots, slot_E, ints_EI, ahead, truncated)
-        return COUPLED.draw(logits_EV, slots, slot_E, ints_EI, ahead, truncated)
+        super().sample_drafts(logits_EV, slots, slot_E, ints_EI, ahead, truncated)
+        return COUPLED.sample_drafts(logits_EV, slots, slot_E, ints_EI, ahead, truncated)
 
 
 def test_noise_of_another_position_is_noticed(known: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,7 +293,7 @@ def lists(world: World, count: int, add_gumbel_noise: bool) -> Found:
         coins_NV = exponential(slots.seed, slots.length, VOCAB).log() * add_gumbel_noise
         drafts_NC = (scaled_NV - coins_NV).topk(count, -1).indices
         slots.tokens_SL[:, 1 : 1 + count] = drafts_NC.int()
-        slots.made.fill_(count)
+        slots.num_drafts.fill_(count)
         path_NQ = torch.cat((torch.full((ROWS, 1), FIRST), drafts_NC), 1)
         ints_SI = slots.ints_SI.clone()
         found = accept(world.target_VV[path_NQ.flatten()], slots, index, ints_SI, world.needs, slots.context)

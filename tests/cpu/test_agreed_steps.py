@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.cpu.test_speculation import engine, unrecorded
-from thalweg.core.agreement import AgreedStep, RanksDisagree, Record, agree, record_of
+from thalweg.core.agreement import AgreedStep, RanksDisagree, RankStep, coordinate_step, rank_step_of
 from thalweg.core.plan import Bind, PageAppend, Row, SamplingNeeds, StepPlan
 from thalweg.core.sampling import SamplingParams
 from thalweg.core.tree import CHAIN, TreeShape
@@ -43,7 +43,7 @@ class Rank:
         ):
             for name in names if owner is not None else ():
                 watch(owner, name, "draft " if owner is not model else "", self.passes)
-        runner.steps = model
+        runner.forward_model = model
         if hasattr(drafter, "head"):
             drafter.steps = drafter.head  # type: ignore[attr-defined]
 
@@ -105,24 +105,24 @@ def steps(ranks: list[Rank], count: int, seed: int, tree: TreeShape = CHAIN, bug
             free = 3 - len(rank.running)
             arrivals = 0 if idle or rng.random() < 0.6 else rng.randrange(1 + free)
             plans.append(rank.plan(step, arrivals, wish if rng.random() < 0.8 else 0, tree))
-        records = [rank.runner.record(plan) for rank, plan in zip(ranks, plans, strict=True)]
-        agreed = agree(records)
-        if bug.startswith("lost drafter") and step == 9:
+        rank_steps = [rank.runner.rank_step(plan) for rank, plan in zip(ranks, plans, strict=True)]
+        agreed = coordinate_step(rank_steps)
+        if bug.startswith("failed drafter") and step == 9:
             fail_once(ranks[1].runner.drafting.drafter)
         for number, (rank, plan) in enumerate(zip(ranks, plans, strict=True)):
             rank.passes.clear()
-            rank.run(plan, planted(agreed, records[number], bug) if number == 1 else agreed)
+            rank.run(plan, planted(agreed, rank_steps[number], bug) if number == 1 else agreed)
             if bug == "idle rank skips" and number == 1 and not plan.rows:
                 rank.passes.clear()
-            if bug == "lost drafter stops" and rank.runner.drafting.lost:
+            if bug == "failed drafter stops" and rank.runner.drafting.drafter_failed:
                 rank.passes[:] = [one for one in rank.passes if not one[0].startswith("draft")]
         if bug:
-            ranks[1].runner.digest = ranks[0].runner.digest  # the passes themselves must differ
+            ranks[1].runner.pass_checksum = ranks[0].runner.pass_checksum  # the passes themselves must differ
         seen = [rank.passes for rank in ranks]
         assert all(passes == seen[0] for passes in seen), (step, plans, seen)
 
 
-def planted(agreed: AgreedStep, own: Record, bug: str) -> AgreedStep:
+def planted(agreed: AgreedStep, own: RankStep, bug: str) -> AgreedStep:
     """What a rank runs that decides by its own rows."""
     match bug:
         case "own tokens":
@@ -130,15 +130,15 @@ def planted(agreed: AgreedStep, own: Record, bug: str) -> AgreedStep:
         case "own drafts":
             return agreed._replace(num_drafts=own.num_drafts)
         case "own rows of drafts":
-            return agreed._replace(emitting=own.emitting)
+            return agreed._replace(sampled_rows=own.sampled_rows)
         case "own deferred tokens":
-            return agreed._replace(deferred=own.deferred_if_extended if agreed.extends else own.deferred_if_kept)
+            return agreed._replace(written_after=own.written_if_extended if agreed.extends else own.written_if_deferred)
         case "own deferral":
             return agreed._replace(extends=agreed.extends and own.tokens > own.rows)
         case "own score passes":
-            return agreed._replace(score_passes=own.score_passes)
-        case "own leaving slots":
-            return agreed._replace(leaving=own.leaving)
+            return agreed._replace(prompt_logprobs_passes=own.prompt_logprobs_passes)
+        case "own slots to write":
+            return agreed._replace(written_before=own.written_before)
     return agreed
 
 
@@ -157,19 +157,19 @@ def test_an_idle_rank_runs_the_same_passes(tree: TreeShape) -> None:
     ranks = [rank_of(seed, tree) for seed in range(3)]
     steps(ranks, 60, 1, tree)
     assert sum(len(tokens) for rank in ranks for tokens in rank.outputs) > 100
-    assert len({rank.runner.digest for rank in ranks}) == 1
+    assert len({rank.runner.pass_checksum for rank in ranks}) == 1
 
 
-def test_a_lost_drafter_runs_padded_passes_until_all_know() -> None:
+def test_a_failed_drafter_runs_padded_passes_until_all_know() -> None:
     ranks = [rank_of(seed) for seed in range(3)]
-    steps(ranks, 30, 2, bug="lost drafter")
-    assert all(rank.runner.drafting.lost for rank in ranks)
+    steps(ranks, 30, 2, bug="failed drafter")
+    assert all(rank.runner.drafting.drafter_failed for rank in ranks)
     assert not any(name.startswith("draft") for rank in ranks for name, _ in rank.passes)
 
 
 BUGS = (
     "idle rank skips", "own tokens", "own drafts", "own rows of drafts", "own deferred tokens", "own deferral", "own score passes",
-    "own leaving slots", "lost drafter stops",
+    "own slots to write", "failed drafter stops",
 )  # fmt: skip
 
 
@@ -188,7 +188,7 @@ def test_one_rank_alone_computes_what_it_does_without_agreement() -> None:
         wish, arrivals = rng.choice((0, 0, 2, 3)), rng.choice((0, 0, 1))
         for rank, given in ((alone, False), (agreed, True)):
             plan = rank.plan(step, min(arrivals, 3 - len(rank.running)), wish, CHAIN)
-            rank.run(plan, agree([rank.runner.record(plan)]) if given else None)
+            rank.run(plan, coordinate_step([rank.runner.rank_step(plan)]) if given else None)
     assert alone.passes == agreed.passes and alone.outputs == agreed.outputs and len(alone.outputs) > 20
 
 
@@ -201,23 +201,26 @@ def test_one_record_is_agreed_as_several_like_it() -> None:
             for i, (n, drafts) in enumerate(shapes)
         )
         plan = StepPlan(0, 0, rows, num_drafts=rng.randrange(3))
-        record = record_of(plan)._replace(
+        rank_step = rank_step_of(plan)._replace(
             has_drafter=rng.random() < 0.8,
-            leaving=rng.randrange(3),
-            deferred_if_kept=2,
-            deferred_if_extended=rng.randrange(5),
+            written_before=rng.randrange(3),
+            written_if_deferred=2,
+            written_if_extended=rng.randrange(5),
         )
-        assert agree([record]) == agree([record, record])._replace(ranks=1)
-        assert record.tokens == plan.tokens and record.sampled_per_row == plan.sampled_per_row
-        whole = (row.n == 1 + row.num_drafts and row.emit and row.score_from == row.score_to for row in rows)
-        assert record.is_verify == all(whole)
-        assert record.is_uniform == all(row.n == plan.sampled_per_row for row in rows)
+        assert coordinate_step([rank_step]) == coordinate_step([rank_step, rank_step])._replace(ranks=1)
+        assert rank_step.tokens == plan.tokens and rank_step.sampled_per_row == plan.sampled_per_row
+        whole = (
+            row.n == 1 + row.num_drafts and row.samples and row.prompt_logprobs_start == row.prompt_logprobs_stop
+            for row in rows
+        )
+        assert rank_step.is_verify == all(whole)
+        assert rank_step.is_uniform == all(row.n == plan.sampled_per_row for row in rows)
 
 
 def test_records_of_another_step_or_of_other_passes_are_refused() -> None:
     plan = StepPlan(3, 0)
-    record = record_of(plan)
-    assert agree([record, record]).tokens == 0
-    for other in (record._replace(step=2), record._replace(epoch=1), record._replace(digest=9)):
+    rank_step = rank_step_of(plan)
+    assert coordinate_step([rank_step, rank_step]).tokens == 0
+    for other in (rank_step._replace(step=2), rank_step._replace(epoch=1), rank_step._replace(pass_checksum=9)):
         with pytest.raises(RanksDisagree, match="rank 1"):
-            agree([record, other])
+            coordinate_step([rank_step, other])

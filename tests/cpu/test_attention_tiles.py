@@ -32,7 +32,7 @@ def batch(reaches: list[int], query: int = 1) -> Batch:
         write_T=(page_Rq * PAGE + positions_Rq % PAGE).flatten(),
         table_RP=table_RP,
         real_T=torch.ones(rows * query, dtype=torch.bool),
-        emit_N=torch.arange(rows * query),
+        logits_indices_N=torch.arange(rows * query),
         groups=(Group(0, rows, 0, query, max(reaches)),),
         extents=tuple(RowExtent(query, max_kv_len) for max_kv_len in reaches),
     )

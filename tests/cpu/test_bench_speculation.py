@@ -83,7 +83,7 @@ def test_a_drafters_forwards_are_kept_and_let_go_again() -> None:
     (uid,) = engine.submit(list(range(20, 50)), SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True))
     for _ in range(4):
         engine.step()
-    engine.loop.retire(0)
+    engine.loop.commit_until(0)
     plan = step_parts.upcoming(engine, 2)
     assert [(row.uid, row.n, row.num_drafts) for row in plan.rows] == [(uid, 3, 2)]
     forwarded = runner.forward(plan)

@@ -19,7 +19,7 @@ CONTEXT, SLOTS, CPU = 500, 6, torch.device("cpu")
 
 
 def random_step(rng: random.Random) -> tuple[Slots, StepPlan, dict[int, Bind], dict[int, list[int]]]:
-    """Slots bound and a plan with decode rows first, then prefill chunks, some of which emit."""
+    """Slots bound and a plan with decode rows first, then prefill chunks, some of which sample."""
     slots = Slots(SLOTS, CONTEXT, torch.device("cpu"))
     binds, tables, rows = {}, {}, []
     page = 1
@@ -50,9 +50,9 @@ def test_a_step_is_what_the_plan_says() -> None:
         slots.append(plan.appends)
         if ended is not None:
             slots.end[ended] = 0
-        before = slots.at.clone() if ended is not None else None
+        before = slots.num_computed.clone() if ended is not None else None
         inputs = build_inputs(plan, slots)
-        batch, token, emitting = inputs.batch, 0, []
+        batch, token, sampling = inputs.batch, 0, []
         for r, row in enumerate(plan.rows):
             for i in range(row.n):
                 position = row.start + i
@@ -63,13 +63,13 @@ def test_a_step_is_what_the_plan_says() -> None:
                 at = tables[row.slot][position // PAGE] * PAGE + position % PAGE
                 assert batch.write_T[token] == (at if real else 0)
                 token += 1
-            if row.emit:
-                emitting.append((token - 1, row.slot))
+            if row.samples:
+                sampling.append((token - 1, row.slot))
             pages = -(-plan.max_kv_len // PAGE)
             assert batch.table_RP[r].tolist() == (tables[row.slot] + [0] * pages)[:pages]
             if before is not None:
-                assert slots.at[row.slot] == before[row.slot] + (0 if row.emit else row.n)
-        assert list(zip(batch.emit_N.tolist(), inputs.slot_E.tolist(), strict=True)) == emitting
+                assert slots.num_computed[row.slot] == before[row.slot] + (0 if row.samples else row.n)
+        assert list(zip(batch.logits_indices_N.tolist(), inputs.slot_E.tolist(), strict=True)) == sampling
         assert inputs.ints_EI.tolist() == slots.ints_SI[inputs.slot_E].tolist()
         covered = [t for g in batch.groups for t in range(g.token_slice.start, g.token_slice.stop)]
         assert covered == list(range(token))
@@ -92,7 +92,7 @@ def test_tokens_at_or_past_the_end_are_padding() -> None:
 
 
 def test_sampled_tokens_of_rows_with_different_numbers_of_drafts() -> None:
-    """A chunk, two verifications and a prompt's end: of each emitting row as many positions, the last one again where
+    """A chunk, two verifications and a prompt's end: of each sampled row as many positions, the last one again where
     there are fewer drafts.
     """
     rows = (Row(0, 0, 5, 3, 2, True), Row(1, 1, 5, 2, 1, True), Row(2, 2, 0, 4, 0, False), Row(3, 3, 0, 2, 0, True))
@@ -112,8 +112,8 @@ def test_where_every_token_is_sampled_it_is_known() -> None:
     ):
         plan = StepPlan(0, -1, tuple(made), max_kv_len=8)
         inputs = build_inputs(plan, slots)
-        assert inputs.all_sampled == whole and torch.equal(inputs.batch.emit_N, sampled_tokens(plan, CPU))
-        assert (inputs.batch.emit_N.tolist() == list(range(plan.tokens))) == whole
+        assert inputs.all_sampled == whole and torch.equal(inputs.batch.logits_indices_N, sampled_tokens(plan, CPU))
+        assert (inputs.batch.logits_indices_N.tolist() == list(range(plan.tokens))) == whole
 
 
 def test_tensors_of_a_tree_step_are_contiguous() -> None:
@@ -121,7 +121,7 @@ def test_tensors_of_a_tree_step_are_contiguous() -> None:
     slots = Slots(SLOTS, CONTEXT, CPU, tree=TreeShape(3, 3, 7))
     slots.bind([Bind(slot, tuple(range(1, 40)), 2, 38, 99, 0, (), SamplingParams()) for slot in range(2)])
     slots.append([PageAppend(slot, 0, (1 + slot,)) for slot in range(2)])
-    slots.made[:] = 7
+    slots.num_drafts[:] = 7
     plan = StepPlan(0, 0, tuple(Row(slot, slot, 38, 8, 7, True) for slot in range(2)), max_kv_len=46)
     step = slots.tensors(is_tree=True)
     batch, captured = build_inputs(plan, slots).batch, reference(torch.arange(2), None, step, 1, PAGE, 8)

@@ -57,7 +57,9 @@ def test_a_busy_period_affects_all_draft_lengths_alike(monkeypatch: pytest.Monke
 def test_an_engine_starts_without_deferred_draft_kv() -> None:
     made = engine(2, speculative_adaptive=True, max_running_requests=2)
     assert (
-        made.config.speculative_step_times and not made.runner.drafting.deferred.steps and not made.runner.drafting.lost
+        made.config.speculative_step_times
+        and not made.runner.drafting.deferred.steps
+        and not made.runner.drafting.drafter_failed
     )
 
 
@@ -105,7 +107,7 @@ def test_deferred_draft_kv_time_is_measured(monkeypatch: pytest.MonkeyPatch) -> 
     drafter, tokens = made.runner.drafting.drafter, list[int]()
     monkeypatch.setattr(drafter, "extend", lambda seen, *rest: tokens.append(len(seen.batch.ids_T)))
     assert calibrator.catch_up_seconds(plan) > 0
-    assert tokens == [2 * 100] and not made.runner.drafting.deferred.behind
+    assert tokens == [2 * 100] and not made.runner.drafting.deferred.by_slot
     plain = engine(0, max_running_requests=2)
     calibrator = Calibrator(settings, plain.runner)
     plain.runner.forward(calibrator.bound(plan, plan.rows, 120))

@@ -93,13 +93,13 @@ def test_the_largest_pieces_stay_only_where_they_are_faster(python: float, kept:
     # the device takes 20 us a token, of padding too; launching a step eagerly takes `python` seconds at least
     model = FakeModel()
     steps = Piecewise(model, [FakePieces(tokens) for tokens in (256, 512, 768, 1024)])  # type: ignore[arg-type, list-item]
-    runner: Any = SimpleNamespace(steps=steps)
+    runner: Any = SimpleNamespace(forward_model=steps)
 
     def time(rows: int, tokens: int) -> float:
         tokens += rows
         padded = next(one.tokens for one in steps.recorded if one.tokens >= tokens)
-        return max(python, 2e-5 * tokens) if runner.steps is model else 2e-5 * padded
+        return max(python, 2e-5 * tokens) if runner.forward_model is model else 2e-5 * padded
 
     said = trim_piecewise(runner, steps, time)
     assert [one.tokens for one in steps.recorded] == [tokens for tokens in (256, 512, 768, 1024) if tokens <= kept]
-    assert runner.steps is steps and (f"up to {kept:,} tokens" in said if kept else "no step" in said)
+    assert runner.forward_model is steps and (f"up to {kept:,} tokens" in said if kept else "no step" in said)

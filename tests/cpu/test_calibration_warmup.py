@@ -85,9 +85,11 @@ def test_every_kind_is_there() -> None:
         assert {1, 2, 16, 17, 64} <= {rows for rows, each in decodes if each == needs}
     mixed = [plan for plan in plans if plan.rows[0].n == 1 and plan.rows[-1].n > 4]
     assert {1, 2, 3, 16, 17, 63} <= {len(plan.rows) - 1 for plan in mixed}
-    assert any(plan.rows[-1].start and not plan.rows[-1].emit for plan in mixed)
-    assert {5, 20, 100, 299} <= {row.score_to - row.score_from for plan in plans for row in plan.rows}
-    assert {1, 2, 3, 4} == {row.n for plan in plans for row in plan.rows if not row.emit and row.n < 5}
+    assert any(plan.rows[-1].start and not plan.rows[-1].samples for plan in mixed)
+    assert {5, 20, 100, 299} <= {
+        row.prompt_logprobs_stop - row.prompt_logprobs_start for plan in plans for row in plan.rows
+    }
+    assert {1, 2, 3, 4} == {row.n for plan in plans for row in plan.rows if not row.samples and row.n < 5}
 
 
 def test_ladders_meet_both_divisibilities_everywhere() -> None:
@@ -125,7 +127,7 @@ def test_one_layer_of_each_kind_runs_every_kind_of_step(monkeypatch: pytest.Monk
     runner = Runner(slim, slim, planes, slots)
     for plan in [*list(all_steps(4, 96, 128))[::9], *largest_steps(4, 96, 128)]:
         made = runner.sample(runner.forward(plan))
-        assert made is not None and made.sampled is not None or not any(row.emit for row in plan.rows)
+        assert made is not None and made.sampled is not None or not any(row.samples for row in plan.rows)
     assert not slots.tokens_SL[:, :128].any(), "padding writes no token"
     assert len(set(layers_run)) == 2, "the other layers were left out"
     ways: list[int] = []
@@ -282,9 +284,9 @@ def test_what_others_take_of_the_gpu_meanwhile_is_not_the_graphs(monkeypatch: py
     """Free memory is the device's: a bucket that seems to take gigabytes is looked at again."""
 
     class Runs:
-        recorded, steps, graphs = 0, None, None
+        recorded, forward_model, graphs = 0, None, None
 
-        def eager(self) -> None:
+        def disable_graphs(self) -> None:
             pass
 
     def record(runner: Runs) -> int:

@@ -94,7 +94,7 @@ def recorded(rows: tuple[int, ...]) -> Piecewise:
     pieces.attends = tuple(piece.attend for piece in pieces.pieces)
     steps = Piecewise(model, [pieces])
     for many in rows:
-        steps.record(many, CONTEXT, planes, FakeTape())  # type: ignore[arg-type]
+        steps.capture(many, CONTEXT, planes, FakeTape())  # type: ignore[arg-type]
     return steps
 
 

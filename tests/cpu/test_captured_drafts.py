@@ -27,7 +27,7 @@ from thalweg.core.sampling import SamplingParams
 from thalweg.engine.local import LocalEngine
 from thalweg.layers.moe import Experts
 from thalweg.runner import captured, draft_graphs
-from thalweg.runner.captured import FAR, chain_shapes
+from thalweg.runner.captured import PADDING_OFFSET, chain_shapes
 from thalweg.runner.draft_graphs import NO_DRAFT_GRAPHS
 from thalweg.runner.drafting import DrafterError
 from thalweg.sampling.rejection import RejectionSampling
@@ -133,7 +133,7 @@ def graphs() -> Iterator[Any]:
     """`runner.graphs` without a GPU, and without Triton."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("penalties", "sample", "logprobs", "temperature", "topk_topp"):
-            fake = SimpleNamespace(Drawn=None, SampledRows=None)
+            fake = SimpleNamespace(SampledTokens=None, SampledRows=None)
             patch.setitem(sys.modules, f"thalweg.kernels.{name}.triton", fake)
             # where another test has imported the kernel, its package holds it
             patch.setattr(importlib.import_module(f"thalweg.kernels.{name}"), "triton", fake, raising=False)
@@ -185,10 +185,12 @@ def made_of(graphs: Any, recorded: bool, **fields: Any) -> LocalEngine:
     runner = made.runner
     drafter = runner.drafting.drafter
     assert isinstance(drafter, AutoregressiveDrafter)
-    runner.drafting.deferred.passing = True
-    graphs.record(runner, ROWS, (), False, runner.slots.context, SLOTS, lambda done, count: None, range(1, 1 + WIDEST))
+    runner.drafting.deferred.copies_tensors = True
+    graphs.capture_steps(
+        runner, ROWS, (), False, runner.slots.context, SLOTS, lambda done, count: None, range(1, 1 + WIDEST)
+    )
     # rows of one request in a pass: attention must not store keys that others read in the same launch
-    assert all(graph.of.batch.shares_slots for graph in runner.graphs.graphs)
+    assert all(graph.captured_pass.batch.shares_slots for graph in runner.graphs.graphs)
     assert of_kind(runner, "verify") and runner.graphs.drafts is not NO_DRAFT_GRAPHS  # type: ignore[attr-defined]
     if not recorded:
         drafter.propose = Far(drafter).propose  # type: ignore[method-assign]
@@ -207,7 +209,7 @@ def at_work(
     )  # a grammar is compiled beside the steps, whenever that is done
     rng, steps = random.Random(seed), list[tuple[Output, ...]]()
     widths = random.Random(seed + 1)
-    made.loop.scheduler.draft_length.choose = lambda emitting, most: widths.choice(drafts)  # type: ignore[method-assign]
+    made.loop.scheduler.draft_length.choose = lambda sampling, most: widths.choice(drafts)  # type: ignore[method-assign]
     outputs = made.runner.outputs
     made.runner.outputs = lambda published: steps.append(outputs(published)) or steps[-1]  # type: ignore[method-assign, func-returns-value]
     waiting = [
@@ -262,8 +264,8 @@ def watch(owner: Any, name: str, counts: dict[str, int], count: str = "") -> Non
 
 PLACES = {
     "its step": ("CapturedPass", "_forward", False),
-    "its draw": ("TokenStep", "_draw", False),
-    "accept": ("VerifyStep", "_draw", True),
+    "its draw": ("TokenStep", "_sample_tokens", False),
+    "accept": ("VerifyStep", "_sample_tokens", True),
     "what it learns": ("DraftExtendGraph", "_extend", True),
     "a draft": ("DraftStepGraph", "_draft", True),
 }
@@ -283,7 +285,9 @@ def test_only_drafter_errors_switch_the_drafter_off(
     for error, blamed in ((raised, drafters), (torch.OutOfMemoryError("CUDA out of memory"), False)):
         raised = error
         with pytest.raises(DrafterError if blamed else type(error), match=str(error)):
-            graphs.record(made.runner, ROWS, (), False, context, SLOTS, lambda done, count: None, range(1, 1 + WIDEST))
+            graphs.capture_steps(
+                made.runner, ROWS, (), False, context, SLOTS, lambda done, count: None, range(1, 1 + WIDEST)
+            )
 
 
 @pytest.fixture(scope="module")
@@ -325,10 +329,10 @@ def test_rows_that_do_not_fill_their_bucket_are_padding(recorded: Any) -> None:
     verified = next(one for one in of_kind(recorded, "verify") if (one.rows, one.query) == (4, 3))
     ran: list[tuple[list[int], list[int]]] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(verified.of, "run", lambda slot, ahead: ran.append((slot, ahead)))
+        patch.setattr(verified.captured_pass, "run", lambda slot, ahead: ran.append((slot, ahead)))
         rows = tuple(Row(slot, slot, 9, n, n - 1, True) for slot, n in ((5, 3), (2, 1), (6, 2)))
         _, slot_E, ints_EI, seen = verified.forward(StepPlan(0, 0, rows))
-    assert ran == [([5, 5, 5, 2, 2, 2, 6, 6, 6], [0, 1, 2, 0, FAR, FAR, 0, 1, FAR])]
+    assert ran == [([5, 5, 5, 2, 2, 2, 6, 6, 6], [0, 1, 2, 0, PADDING_OFFSET, PADDING_OFFSET, 0, 1, PADDING_OFFSET])]
     assert [one.n for one in seen.plan.rows] == [3, 3, 3] and len(slot_E) == len(ints_EI) == 3
 
 

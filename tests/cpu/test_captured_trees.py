@@ -174,8 +174,10 @@ def among_trees(graphs: Any) -> LocalEngine:
     shape, told = TreeShape(2, 2, 3), list[tuple[int, int]]()
     made = engine(shape.num_drafts, tree=shape, max_running_requests=5, max_steps_in_flight=2, chunked_prefill_size=96)
     made.loop.scheduler.kv_cache.free_slots.remove(4)
-    made.runner.drafting.deferred.passing = True
-    graphs.record(made.runner, (8,), (), False, made.runner.slots.context, 4, lambda *one: told.append(one), (1, 2, 3))
+    made.runner.drafting.deferred.copies_tensors = True
+    graphs.capture_steps(
+        made.runner, (8,), (), False, made.runner.slots.context, 4, lambda *one: told.append(one), (1, 2, 3)
+    )
     assert told == [(1 + i, len(told)) for i in range(len(told))], "the bar ends at its end"
     return made
 
@@ -183,7 +185,7 @@ def among_trees(graphs: Any) -> LocalEngine:
 def published(made: LocalEngine) -> list[tuple[Output, ...]]:
     """Of steps with one to three drafts."""
     steps, outputs, rng = list[tuple[Output, ...]](), made.runner.outputs, random.Random(2)
-    made.loop.scheduler.draft_length.choose = lambda emitting, most: rng.choice((1, 1, 2, 3))  # type: ignore[method-assign]
+    made.loop.scheduler.draft_length.choose = lambda sampling, most: rng.choice((1, 1, 2, 3))  # type: ignore[method-assign]
     made.runner.outputs = lambda published: steps.append(outputs(published)) or steps[-1]  # type: ignore[method-assign, func-returns-value]
     for fields in ({"temperature": 0.0}, {"temperature": 0.9, "top_p": 0.9, "seed": 3}):
         run(made, prompts(4, 30), SamplingParams(max_tokens=12, ignore_eos=True, **fields))  # type: ignore[arg-type]

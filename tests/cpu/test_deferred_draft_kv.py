@@ -31,7 +31,7 @@ SHORTER = SamplingParams(temperature=0.0, max_tokens=90, ignore_eos=True)
 
 
 def drafting(made: LocalEngine, width: Callable[[], int]) -> None:
-    made.loop.scheduler.draft_length.choose = lambda emitting, most: width()  # type: ignore[method-assign]
+    made.loop.scheduler.draft_length.choose = lambda sampling, most: width()  # type: ignore[method-assign]
 
 
 def observed(made: LocalEngine) -> list[int]:
@@ -39,9 +39,9 @@ def observed(made: LocalEngine) -> list[int]:
     drafter, tokens = made.runner.drafting.drafter, list[int]()
     real = drafter.extend
 
-    def extend(seen: Any, *rest: Any) -> None:
-        tokens.append(len(seen.batch.ids_T))
-        real(seen, *rest)
+    def extend(draft_input: Any, *rest: Any) -> None:
+        tokens.append(len(draft_input.batch.ids_T))
+        real(draft_input, *rest)
 
     drafter.extend = extend  # type: ignore[method-assign]
     return tokens
@@ -98,9 +98,9 @@ def test_deferred_draft_kv_equals_immediate_draft_kv(depth: int, passing: bool, 
     """Requests that come and go, of drafts now and then: also of those whose slots were bound anew before it had caught
     up.
     """
-    monkeypatch.setattr(deferred_kv, "TOKENS", 40)
+    monkeypatch.setattr(deferred_kv, "MAX_TOKENS", 40)
     made, rng, until = engine(3, max_steps_in_flight=depth, max_running_requests=2), random.Random(3), 0
-    made.runner.drafting.deferred.passing = passing
+    made.runner.drafting.deferred.copies_tensors = passing
     turns = iter(range(10000))
 
     def width() -> int:
@@ -114,7 +114,7 @@ def test_deferred_draft_kv_equals_immediate_draft_kv(depth: int, passing: bool, 
     drafting(made, width)
     ended = released(made)
     assert all(map(len, run(made, prompts(4), SHORTER)))
-    made.runner.drafting.catch_up()
+    made.runner.drafting.write_all_deferred()
     assert len(ended) == 4 and made.loop.stats().drafted_tokens > 20
     for tokens, pages in ended:
         check_entries(made, tokens, pages)
@@ -127,7 +127,7 @@ def test_drafts_after_a_pause_are_accepted_as_often() -> None:
         made, steps = engine(2), 0
         of: dict[int, int] = {}
 
-        made.loop.scheduler.draft_length.choose = lambda rows, most, idle=idle: 2 * (len(rows[0].out) >= idle)  # type: ignore
+        made.loop.scheduler.draft_length.choose = lambda rows, most, idle=idle: 2 * (len(rows[0].output_ids) >= idle)  # type: ignore
         made.submit(prompts(1)[0], LONG)
         known = 0
         while not made.idle:
@@ -141,7 +141,7 @@ def test_drafts_after_a_pause_are_accepted_as_often() -> None:
 
 
 def test_draft_kv_is_not_written_while_nothing_is_drafted(monkeypatch: Any) -> None:
-    monkeypatch.setattr(deferred_kv, "TOKENS", 64)
+    monkeypatch.setattr(deferred_kv, "MAX_TOKENS", 64)
     made, prompt = engine(3), prompts(1)[0]
     drafting(made, lambda: 0)
     tokens = observed(made)
@@ -152,7 +152,7 @@ def test_draft_kv_is_not_written_while_nothing_is_drafted(monkeypatch: Any) -> N
 
 
 def test_deferred_tokens_of_all_rows_are_bounded(monkeypatch: Any) -> None:
-    monkeypatch.setattr(deferred_kv, "TOKENS", 40)
+    monkeypatch.setattr(deferred_kv, "MAX_TOKENS", 40)
     made = engine(3, radix_cache=False)
     drafting(made, lambda: 0)
     tokens = observed(made)
@@ -161,7 +161,7 @@ def test_deferred_tokens_of_all_rows_are_bounded(monkeypatch: Any) -> None:
 
 
 def test_deferred_tokens_of_each_row_are_bounded(monkeypatch: Any) -> None:
-    monkeypatch.setattr(deferred_kv, "ROW", 30)
+    monkeypatch.setattr(deferred_kv, "MAX_TOKENS_PER_SLOT", 30)
     made = engine(3, radix_cache=False)
     drafting(made, lambda: 0)
     tokens = observed(made)
@@ -177,20 +177,20 @@ def test_a_new_request_does_not_write_deferred_kv_of_others() -> None:
     made.submit(first, LONG)
     for _ in range(5):
         made.step()
-    tokens, behind = observed(made), made.runner.drafting.deferred.behind
+    tokens, by_slot = observed(made), made.runner.drafting.deferred.by_slot
     for prompt in others[:2]:
         made.submit(prompt, SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True))
         for _ in range(10):
             made.step()
     assert tokens == [len(prompt) for prompt in others[:2]]
     (slot,) = (r.slot for r in made.loop.scheduler.live.values() if r.prompt == tuple(first))
-    assert len(behind[slot].places) >= 20
+    assert len(by_slot[slot].locations) >= 20
     while len(made.loop.scheduler.live) > 1:
         made.step()
     made.submit(others[2], GREEDY)
     made.step()
     assert tokens[2:] == [19 + 19, len(others[2])], "of both who have left"
-    assert len(behind[slot].places) > 30
+    assert len(by_slot[slot].locations) > 30
 
 
 class Joined(TorchDispatchMode):
@@ -208,13 +208,13 @@ class Joined(TorchDispatchMode):
 def test_deferred_kv_is_written_for_its_own_tokens_only() -> None:
     """Of what all have kept: the first, one in the middle with the last, and then all who are left."""
     slots, rng, width = Slots(8, 400, torch.device("cpu")), random.Random(4), 16
-    deferred, seen = DeferredKV(slots, passing=False), dict[int, list[int]]()
+    deferred, seen = DeferredKV(slots, copies_tensors=False), dict[int, list[int]]()
     for step in range(40):
         going = sorted(rng.sample(range(5), 4))
         rows = tuple(Row(slot, slot, step, 1, 0, True) for slot in going)
         at = torch.tensor([100 * step + slot for slot in going])
         batch = Batch(at, at, at, slots.table_SP[:4], at >= 0, at, groups_of(rows), (RowExtent(1, 400),) * 4)
-        deferred.keep(
+        deferred.defer(
             DraftExtendInput(
                 StepPlan(step, step, rows, max_kv_len=400), batch, at.unsqueeze(1).expand(4, width).float()
             ),
@@ -224,7 +224,7 @@ def test_deferred_kv_is_written_for_its_own_tokens_only() -> None:
             seen.setdefault(slot, []).append(100 * step + slot)
     for wanted in ([0], [2, 4], [1, 3]):
         with Joined() as joined:
-            made = deferred.joined(wanted)
+            made = deferred.pop(wanted)
         assert made is not None
         tokens = [token for row in made.plan.rows for token in seen[row.slot]]
         assert sorted(row.slot for row in made.plan.rows) == wanted
@@ -240,18 +240,18 @@ def test_pages_of_an_ended_request_are_written_before_reuse() -> None:
     drafter, twice = made.runner.drafting.drafter, 0
     real, ended = drafter.extend, released(made)
 
-    def extend(seen: Any, *rest: Any) -> None:
+    def extend(draft_input: Any, *rest: Any) -> None:
         nonlocal twice
-        written = seen.batch.write_T[seen.batch.real_T]
+        written = draft_input.batch.write_T[draft_input.batch.real_T]
         twice += len(written) - len(written.unique())
-        real(seen, *rest)
+        real(draft_input, *rest)
 
     drafter.extend = extend  # type: ignore[method-assign]
     made.submit(list(range(30, 100)), SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True))
     made.submit(list(range(200, 250)), SamplingParams(temperature=0.0, max_tokens=280, ignore_eos=True))
     while not made.idle:
         made.step()
-    made.runner.drafting.catch_up()
+    made.runner.drafting.write_all_deferred()
     (_, pages), (tokens, others) = ended
     assert set(pages) & set(others) and not twice
     check_entries(made, tokens, others)
@@ -276,7 +276,7 @@ def test_a_prefix_hit_on_a_running_request_finds_its_draft_kv() -> None:
         for delta in made.step():
             cached = max(cached, delta.cached) if delta.uid == fork else cached
     assert cached == PAGE and uid in {r.uid for r in made.loop.scheduler.live.values()}
-    made.runner.drafting.catch_up()
+    made.runner.drafting.write_all_deferred()
     check_entries(made, *ended[0])
 
 

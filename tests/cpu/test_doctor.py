@@ -152,4 +152,4 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert {"check": "model", "level": "ok", "found": "models/tiny", "mend": ""} in report["findings"]
     assert main(["doctor", "--port", "0", "models/none"]) == 1
     said = capsys.readouterr().out
-    assert "FAIL model" in said and "there is no folder models/none" in said and "1 to mend before serving" in said
+    assert "FAIL model" in said and "models/none: no such folder" in said and "1 to mend before serving" in said

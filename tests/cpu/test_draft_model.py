@@ -104,18 +104,18 @@ def test_deferred_kv_of_a_long_text_is_written_in_chunks(monkeypatch: pytest.Mon
     than a head does.
     """
     monkeypatch.setattr(traced, "ROWS", 0)
-    monkeypatch.setattr(deferred_kv, "ROW", 100)
+    monkeypatch.setattr(deferred_kv, "MAX_TOKENS_PER_SLOT", 100)
     made, prompt = engine(MODEL, 3, chunked_prefill_size=512), prompts(1)[0]
     drafter = made.runner.drafting.drafter
     assert isinstance(drafter, AutoregressiveDrafter)
     tokens, learn, first = list[int](), drafter.extend, len(prompt) + 280
 
-    def extend(seen: Any, *rest: Any) -> None:
-        tokens.append(len(seen.batch.ids_T))
-        learn(seen, *rest)
+    def extend(draft_input: Any, *rest: Any) -> None:
+        tokens.append(len(draft_input.batch.ids_T))
+        learn(draft_input, *rest)
 
     drafter.extend = extend  # type: ignore[method-assign]
-    made.loop.scheduler.draft_length.choose = lambda rows, most: 3 * (rows[0].known >= first)  # type: ignore[method-assign]
+    made.loop.scheduler.draft_length.choose = lambda rows, most: 3 * (rows[0].num_tokens >= first)  # type: ignore[method-assign]
     run(made, [prompt], SamplingParams(temperature=0.0, max_tokens=310, ignore_eos=True))
     stats = made.loop.stats()
     assert tokens[:3] == [len(prompt), 100, 100] and 75 < tokens[3] < 90 and max(tokens[4:]) == 4

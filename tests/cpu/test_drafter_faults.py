@@ -54,9 +54,9 @@ def plain() -> list[list[int]]:
 def test_a_drafter_that_raises_while_it_is_idle_is_switched_off(
     plain: list[list[int]], depth: int, tokens: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(deferred_kv, "TOKENS", tokens)
+    monkeypatch.setattr(deferred_kv, "MAX_TOKENS", tokens)
     made = engine(3, max_steps_in_flight=depth, max_running_requests=2)
-    made.loop.scheduler.draft_length.choose = lambda emitting, most: 0  # type: ignore[method-assign]
+    made.loop.scheduler.draft_length.choose = lambda sampling, most: 0  # type: ignore[method-assign]
     breaking(made, "extend", 2)
     with caplog.at_level(logging.ERROR, "thalweg.engine"):
         assert run(made, prompts(5)) == plain
@@ -83,7 +83,7 @@ def test_a_drafter_that_turns_nan_while_serving_is_switched_off(
     drafter.head.logits = logits  # type: ignore[method-assign]
     with caplog.at_level(logging.ERROR, "thalweg.engine"):
         assert run(made, prompts(5)) == plain
-    assert len(errors(caplog)) == 1 and "not numbers" in caplog.text
+    assert len(errors(caplog)) == 1 and "NaN or infinite" in caplog.text
     stats = made.loop.stats()
     assert stats.drafter_failures == 1 and stats.accepted_tokens > 0
     assert run(made, prompts(5)) == plain and made.loop.stats().drafted_tokens == stats.drafted_tokens
@@ -134,7 +134,7 @@ def test_a_drafter_with_nan_logits_is_switched_off(
     with caplog.at_level(logging.ERROR, "thalweg.engine"):
         assert run(made, prompts(2), SAMPLED if sampled else GREEDY) == wanted[sampled]
     (line,) = errors(caplog)
-    assert "not numbers" in line
+    assert "NaN or infinite" in line
     stats = made.loop.stats()
     assert stats.drafter_failures == 1 and stats.steps_by_num_drafts[0] > 1, "steps after it are counted"
     assert calls < 20
@@ -196,11 +196,11 @@ def test_a_drafter_that_cannot_be_captured_is_left_out(
     def record(self: AutoregressiveDrafter, planes: Planes) -> None:
         raise Broken("on purpose")
 
-    monkeypatch.setattr(AutoregressiveDrafter, "record", record)
+    monkeypatch.setattr(AutoregressiveDrafter, "capture", record)
     with caplog.at_level(logging.ERROR, "thalweg.engine"):
         made = engine(3, speculative_adaptive=True)
     (line,) = errors(caplog)
-    assert "cannot be recorded" in line and "Broken: on purpose" in line
+    assert "cannot be captured" in line and "Broken: on purpose" in line
     assert "on purpose" in made.config.report.current()["speculative_algorithm"].reason
     assert run(made, prompts(5)) == plain and made.loop.stats().drafter_failures == 1
 
@@ -274,7 +274,7 @@ def test_out_of_memory_in_capture_is_recognized(
     pool = object.__new__(GraphPool)
     vars(pool).update(pool=1, stream=stream, graph=SimpleNamespace(capture_end=lambda: ended.append(True)))
     with (
-        pytest.raises(UnsupportedConfig, match="recording CUDA graphs of 3 rows failed") as told,
+        pytest.raises(UnsupportedConfig, match="capturing CUDA graphs of 3 rows failed") as told,
         pool.running("3 rows"),
     ):
         raise RuntimeError(words)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,15 @@ from torch import Tensor
 
 from tests.cpu import zoo
 from thalweg.bench.make_checkpoint import main as make_checkpoint
+from thalweg.config.backends import DECODE
 from thalweg.core.errors import CheckpointError
 from thalweg.core.kernels import KernelConfig
 from thalweg.kernels.fp8_block.ref import quantize
 from thalweg.layers.kernel_layers import KernelLayers
+from thalweg.layers.mla import Mla
 from thalweg.models import catalog
 from thalweg.models.catalog import read_facts
+from thalweg.quant.fp8_block import Fp8Block
 from thalweg.quant.scheme import Quantized
 from thalweg.weights.loader import load
 from thalweg.weights.random import load_random
@@ -176,6 +180,22 @@ def test_layers_that_share_a_selection_ignore_their_published_indexers(tmp_path:
     zoo.ours(folder)  # the reference's layers, too
 
 
+def test_a_scheme_that_holds_reordered_rows_as_they_are_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loading puts the rows of V3.2's indexer in another order, which stored codes would lose."""
+    folder = written(tmp_path, "v32", **WIDE | SPARSE)
+    facts, holds = read_facts(folder), Fp8Block.holds
+    monkeypatch.setattr(Fp8Block, "holds", lambda self, take, shape, is_reordered: holds(self, take, shape, False))
+    kernels = KernelConfig(decode="torch", prefill="torch")
+    layers = KernelLayers(
+        torch.bfloat16, torch.device("cpu"), kernels, schemes=schemes_in(folder, facts.quantization_config)
+    )
+    model = catalog.assemble(facts, layers)
+    with Safetensors(folder) as stream, pytest.raises(CheckpointError, match="rows in another order"):
+        load(model, model.table(), stream, facts.quantization_config)
+
+
 def test_blocks_of_another_size_are_dequantized(tmp_path: Path) -> None:
     folder = written(tmp_path, "qwen3")
     config = json.loads((folder / "config.json").read_text())
@@ -222,3 +242,12 @@ def test_random_weights_are_those_of_a_written_checkpoint(tmp_path: Path) -> Non
     load_random(invented, invented.table(), facts.quantization_config, 0, facts.tied)
     for (name, a), b in zip(files.named_parameters(), invented.parameters(), strict=True):
         assert torch.equal(a.float(), b.float()), name
+
+
+def test_a_row_of_the_catalog_may_name_a_layer_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another sparse attention is one file and one row."""
+    row = DECODE["torch"]
+    monkeypatch.setitem(DECODE, "another", replace(row, mla_layer="layers.mla:Mla"))
+    facts = read_facts(written(tmp_path, "v32", **WIDE | SPARSE))
+    layers = KernelLayers(torch.bfloat16, torch.device("cpu"), KernelConfig(decode="another", prefill="another"))
+    assert {type(layer.attention) for layer in catalog.assemble(facts, layers).layers} == {Mla}

@@ -26,7 +26,7 @@ from thalweg.core.kernels import KernelConfig
 from thalweg.core.report import AUTO, USER, Decision, Report
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.calibration_checks import SelfCheck, replace_failing, self_checks
-from thalweg.layers.linear import Part
+from thalweg.layers.linear import PackedShard
 from thalweg.layers.module import Module
 from thalweg.layers.reference import ReferenceLayers
 from thalweg.llm import LLM
@@ -77,7 +77,7 @@ def test_keys_and_values_give_what_latents_give(exact: Tensor) -> None:
 class OwnProducts(Module):
     """A packed linear with a product for each part, as where their schemes differ."""
 
-    def __init__(self, layers: ReferenceLayers, parts: Sequence[Part], inputs: int) -> None:
+    def __init__(self, layers: ReferenceLayers, parts: Sequence[PackedShard], inputs: int) -> None:
         super().__init__()
         self.linears = torch.nn.ModuleList(ReferenceLayers.packed(layers, [part], inputs) for part in parts)
 
@@ -89,7 +89,7 @@ class OwnProducts(Module):
 class SplitLayers(ReferenceLayers):
     """The reference's, but for packed linears of several parts."""
 
-    def packed(self, parts: Sequence[Part], inputs: int, has_bias: bool = False) -> Any:
+    def packed(self, parts: Sequence[PackedShard], inputs: int, has_bias: bool = False) -> Any:
         return (
             ReferenceLayers.packed(self, parts, inputs, has_bias)
             if has_bias or len(parts) == 1 or "gate" in parts[0].name

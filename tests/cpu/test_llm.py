@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -130,6 +131,37 @@ def test_bad_input_names_the_field_and_other_requests_continue(
         llm.generate([prompt], params)  # type: ignore[list-item]
     assert refused.value.field == field
     assert llm.generate("My lord,", GREEDY)[0].outputs[0].finish == "length"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "field"),
+    [
+        ([1.5, 2.7, 3], {}, "prompt"),
+        ([5, "6"], {}, "prompt"),
+        ([5, None], {}, "prompt"),
+        (TEXT, {"temperature": "0"}, "temperature"),
+        (TEXT, {"max_tokens": 2.5}, "max_tokens"),
+        (TEXT, {"stop_token_ids": [1.5]}, "stop_token_ids"),
+        (TEXT, {"logit_bias": {5: "much"}}, "logit_bias"),
+        (TEXT, {"stop": [1]}, "stop"),
+    ],
+)
+def test_wrong_types_are_refused_before_anything_runs(
+    llm: LLM, prompt: object, params: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(InvalidRequest) as error:
+        llm.generate([prompt], SamplingParams(**params))  # type: ignore[list-item]
+    assert error.value.field == field
+    assert llm.generate(TEXT, GREEDY)[0].outputs[0].finish == "length"
+
+
+def test_a_single_stop_string_and_a_mapping_of_biases_are_taken(llm: LLM) -> None:
+    (plain,) = llm.generate(TEXT, GREEDY)
+    first, text = plain.outputs[0].ids[0], plain.outputs[0].text
+    params = msgspec.structs.replace(GREEDY, stop=text[3:7])
+    assert llm.generate(TEXT, params)[0].outputs[0].text == text[: text.index(text[3:7])]
+    params = msgspec.structs.replace(GREEDY, logit_bias={first: -100.0})
+    assert llm.generate(TEXT, params)[0].outputs[0].ids[0] != first
 
 
 def test_the_largest_numbers_are_served(llm: LLM) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from tests.cpu import zoo
 from thalweg.config.model import facts_of
 from thalweg.core.errors import CheckpointError
 from thalweg.layers.rotary import amplitude, frequencies, softmax_scale
+from thalweg.models import catalog
 from thalweg.models.catalog import read_config_facts, read_facts
 
 YARN = {"type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 4096}
@@ -123,7 +125,7 @@ def test_dense_nonsense() -> None:
     with pytest.raises(CheckpointError, match="num_key_value_heads"):
         facts_of(config | {"num_attention_heads": 6, "num_key_value_heads": 4}, "config.json")
     window = {"use_sliding_window": True, "sliding_window": 16}
-    with pytest.raises(CheckpointError, match="sliding_window is used by a layer"):
+    with pytest.raises(CheckpointError, match="sliding_window is not supported"):
         facts_of(config | window, "config.json")
     layers = config["num_hidden_layers"]
     for unused in (
@@ -151,10 +153,21 @@ def test_a_field_that_changes_the_mathematics_and_is_not_read_is_refused(field: 
     assert shown in str(caught.value)
 
 
+def test_a_family_may_have_fields_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A family whose mathematics has one more number is a file and a row of the catalog."""
+    with pytest.raises(CheckpointError, match="residual_multiplier"):
+        read_config_facts(V3 | {"residual_multiplier": 0.22}, "config.json")
+    family = replace(catalog.DEEPSEEK, own_fields=("residual_multiplier",), defaults={"residual_multiplier": 1.0})
+    monkeypatch.setitem(catalog.FAMILIES, "DeepseekV3ForCausalLM", family)
+    for given, value in (({"residual_multiplier": 0.22}, 0.22), ({}, 1.0)):
+        assert read_config_facts(V3 | given, "config.json").family_fields == {"residual_multiplier": value}
+
+
 def test_fields_without_effect_pass() -> None:
     extra = {
         "transformers_version": "5.0", "_name_or_path": "x", "attention_dropout": 0.1, "unsloth_fixed": True,
-        "auto_map": {"AutoModel": "x"}, "pad_token_id": 2, "new_switch": False, "aux_loss_alpha": 0.001,
+        "auto_map": {"AutoModel": "x"}, "pad_token_id": 2, "new_switch": False,
+        "model_max_length": 4096, "partial_rotary_factor": 1.0, "aux_loss_alpha": 0.001,
     }  # fmt: skip
     assert read_config_facts(V3 | extra, "config.json") == read_config_facts(V3, "config.json")
 

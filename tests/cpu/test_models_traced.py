@@ -120,14 +120,14 @@ def test_a_verification_runs_as_rows_of_one_token(folder: Path, monkeypatch: pyt
     for rows in [[(0, list(range(60)))], *([(0, [7, 8, 9])] for _ in range(6))]:
         batches = [bench.batch(rows) for bench in (plain, recorded)]
         if len(rows[0][1]) == 3:
-            batches = [replace(batch, emit_N=torch.arange(3)) for batch in batches]
+            batches = [replace(batch, logits_indices_N=torch.arange(3)) for batch in batches]
         with torch.inference_mode():
             want, got = model.forward(batches[0], plain.planes), recorded.model.forward(batches[1], recorded.planes)
         torch.testing.assert_close(got, want, atol=2e-4, rtol=1e-3)
         for bench in (plain, recorded):
             bench.lengths[0] += len(rows[0][1])
     calls = Calls(model, monkeypatch)
-    verification = replace(recorded.batch([(0, [7, 8, 9])]), emit_N=torch.arange(3))
+    verification = replace(recorded.batch([(0, [7, 8, 9])]), logits_indices_N=torch.arange(3))
     with torch.inference_mode():
         recorded.model.forward(verification, recorded.planes)
     assert calls.count == 0

@@ -44,8 +44,8 @@ class Poisoned:
     """The model's steps, whose states at this token are no numbers."""
 
     def __init__(self, made: LocalEngine, token: int) -> None:
-        self.steps, self.token = made.runner.steps, token
-        made.runner.steps = self
+        self.steps, self.token = made.runner.forward_model, token
+        made.runner.forward_model = self
 
     def forward(self, batch: Batch, planes: Planes) -> Tensor:
         hidden = self.steps.forward(batch, planes)

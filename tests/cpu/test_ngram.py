@@ -27,8 +27,8 @@ def drafted(tokens: list[int], width: int = 3, max_kv_len: int = 60) -> list[int
         DraftRequest(torch.tensor([1]), max_kv_len, SamplingNeeds()), width, slots, Planes((), 1)
     )
     assert found is not None
-    made = int(found.made_E)
-    assert slots.made[1] == made
+    made = int(found.num_drafts_E)
+    assert slots.num_drafts[1] == made
     assert slots.tokens_SL[1, len(tokens) : len(tokens) + made].tolist() == found.drafts_EK[0, :made].tolist()
     return found.drafts_EK[0, :made].tolist()
 
@@ -44,10 +44,10 @@ def test_what_followed_the_last_tokens_before() -> None:
 
 def test_nothing_is_looked_up_where_nothing_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     slots = Slots(2, 16, torch.device("cpu"))
-    slots.made.fill_(5)
+    slots.num_drafts.fill_(5)
     monkeypatch.setattr("thalweg.spec.ngram.lookup", lambda *given: pytest.fail("it costs milliseconds a step"))
     assert NgramDrafter().propose(DraftRequest(torch.tensor([1]), 10, SamplingNeeds()), 0, slots, Planes((), 1)) is None
-    assert slots.made.tolist() == [5, 0]
+    assert slots.num_drafts.tolist() == [5, 0]
 
 
 def test_repeating_text_is_proposed_again() -> None:

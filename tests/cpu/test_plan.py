@@ -103,7 +103,7 @@ def test_pages_and_memory_are_those_of_the_layout(plan: Run, v3: str) -> None:
         "CUDA graphs",
         f"{made['pages']:,} pages x 64 tokens",
         "on each GPU",
-        "201 of 4,096",
+        "201 sequences of 4,096",
     )
     assert all(words in text for words in told), text
     parallel = json.loads(plan(*flags, "--dp-size", "8", "--ep-size", "8", "--json").out)
@@ -122,7 +122,7 @@ def test_what_fits_nowhere_has_no_pages(plan: Run, v3: str) -> None:
 def test_contexts_that_the_model_has_not_are_told(plan: Run) -> None:
     done = plan(TINY, "--contexts", "1024", "999999", "--json")
     assert "--contexts 999,999: the model has 4,096 tokens" in done.err
-    assert {one["context"] for one in json.loads(done.out)["decode_floors"]} == {1024}
+    assert {one["context"] for one in json.loads(done.out)["decode_bounds"]} == {1024}
     assert "--contexts" not in plan(TINY).err, "of the usual ones a short model has fewer"
 
 
@@ -163,12 +163,12 @@ def test_the_command_of_one_gpu_is_one_that_serve_reads(plan: Run, lite: str) ->
     assert made["kv_bytes_per_token"] == 31_104 // 2
 
 
-def test_floors_of_one_h100(plan: Run, lite: str) -> None:
+def test_lower_bounds_of_one_h100(plan: Run, lite: str) -> None:
     made = json.loads(plan(lite, "--machine", "h100", "--json").out)
-    floors = {(one["batch"], one["context"]): one for one in made["decode_floors"]}
-    assert 1e3 * floors[32, 4096]["seconds"] == pytest.approx(10.10, rel=0.005)
-    assert floors[32, 4096]["experts"] == pytest.approx(61.3, abs=0.05)
-    assert sum(floors[32, 4096]["phases"].values()) == pytest.approx(floors[32, 4096]["seconds"])
+    bounds = {(one["batch"], one["context"]): one for one in made["decode_bounds"]}
+    assert 1e3 * bounds[32, 4096]["seconds"] == pytest.approx(10.10, rel=0.005)
+    assert bounds[32, 4096]["experts"] == pytest.approx(61.3, abs=0.05)
+    assert sum(bounds[32, 4096]["phases"].values()) == pytest.approx(bounds[32, 4096]["seconds"])
     memory = made["memory"]
     assert made["pages"] == memory["pages"] and memory["weights"] == made["weight_bytes"] == 31_456_475_136
     taken = sum(memory[name] for name in ("beside", "weights", "step", "graphs", "slots", "reserve", "kv"))
@@ -184,7 +184,7 @@ def test_tables_fit_a_page_and_explain(plan: Run, v3: str) -> None:
         commands = ("thalweg serve", "#", "for i in", "  CUDA")
         wide = [line for line in done.out.splitlines() if len(line) > WIDTH and not line.startswith(commands)]
         assert not wide, wide[0]
-        assert "Floors of decoding" in done.out and "decode_attention_backend" in done.out
+        assert "Lower bounds of decode steps" in done.out and "decode_attention_backend" in done.out
     assert "sparse" not in done.err
 
 
@@ -204,7 +204,7 @@ def test_drafts_of_a_nextn_layer(plan: Run, tmp_path: Path) -> None:
     assert [one["drafts"] for one in made["drafts"]] == [1, 2, 3] and 1 < ratios[0] < ratios[1] < ratios[2] < 2
     assert (made["drafts_by"], made["drafts_asked"]) == ("the checkpoint's next-token layer", False)
     said = plan(path, "--machine", "h200x8").out
-    assert "pays when a step brings a request more than" in said and "which was not asked for" in said
+    assert "pays off when a step gives a request more than" in said and "which was not asked for" in said
 
 
 @pytest.mark.parametrize(
@@ -241,13 +241,13 @@ def test_a_drafter_takes_its_memory(plan: Run, tmp_path: Path) -> None:
 def test_a_layout_that_is_asked_for(plan: Run, v3: str) -> None:
     flags = ("--machine", "h200x8", "--tp-size", "4", "--pp-size", "2")
     made = json.loads(plan(v3, *flags, "--json").out)
-    assert [one["name"] for one in made["layouts"]] == ["TP4 PP2"] and made["layout_of_floors"] == "TP4 PP2"
+    assert [one["name"] for one in made["layouts"]] == ["TP4 PP2"] and made["bounds_layout"] == "TP4 PP2"
 
 
 def test_a_sparse_model_and_a_dense_one(plan: Run, tmp_path: Path) -> None:
     sparse = json.loads(plan(folder(tmp_path / "s", DEEPSEEK | INDEXER), "--machine", "b200x8", "--json").out)
     assert {plane["name"] for plane in sparse["planes"]} == {"latent", "index"}
-    assert "index" in sparse["decode_floors"][-1]["phases"]
+    assert "index" in sparse["decode_bounds"][-1]["phases"]
     dense = json.loads(plan(folder(tmp_path / "d", QWEN), "--machine", "h100x8", "--tpot-target", "20", "--json").out)
     assert dense["best"]["layout"] == "TP8" and dense["layouts"][0]["tpot"] <= 0.02
     assert not any(one["dp"] > 1 or one["ep"] > 1 for one in dense["layouts"])

@@ -126,7 +126,7 @@ def test_distinct_experts(tokens: int, experts: str) -> None:
     assert f"{expected(V3.moe, tokens):.{digits}f}" == experts
 
 
-# ---- floors of decoding ----
+# ---- lower bounds of decode steps ----
 
 # layout, requests on each attention, context: ms of V3, of V3.2, of V3.2 with an FP8 cache, as worked out for 8 x H200
 WORKED = [
@@ -299,7 +299,7 @@ def prompt_flops(of: str, tokens: int, kv: KVBytes | None = None) -> dict[str, f
 
 @pytest.mark.parametrize(("tokens", "products", "attention"), [(8192, 38, 21), (32768, 152, 339), (131072, 606, 5428)])
 def test_prompts_of_v3(tokens: int, products: int, attention: int) -> None:
-    """All products at FP8's rate, as the worked values have them: the plan's floor has the head once and 16-bit
+    """All products at FP8's rate, as the worked values have them: the plan's bound has the head once and 16-bit
     products at their own.
     """
     found = prompt_flops("V3", tokens)

@@ -347,7 +347,7 @@ def test_rejected_backends_are_reported() -> None:
             {"attention_backend": "flashmla"},
             ("attention_backend flashmla: the library is not installed. Use triton.",),
         ),
-        (machine(), {"attention_backend": "fa3"}, ("fa3", "device cpu, not cuda", "Use reference.")),
+        (machine(), {"attention_backend": "fa3"}, ("attention_backend fa3: needs a GPU. Use reference.",)),
         (
             EVERYTHING,
             {"attention_backend": "flashmla", "mla": False},
@@ -373,6 +373,11 @@ def test_rejected_backends_are_reported() -> None:
 def test_an_attention_that_does_not_fit_is_refused(on: Machine, wishes: dict[str, Any], words: tuple[str, ...]) -> None:
     error = refusal(facts(**LATENT), on, **wishes)
     assert all(word in error for word in words), error
+
+
+def test_backends_with_the_same_reason_are_named_together() -> None:
+    why = run(facts(**LATENT))[1]
+    assert why["decode_attention_backend"].reason == "not triton, triton+flashmla, flashmla, torch: needs a GPU"
 
 
 @pytest.mark.parametrize(
@@ -426,6 +431,8 @@ def test_no_flag_is_reset_in_silence() -> None:
     pieces = run(**few, cuda_graph_mode="full", piecewise_cuda_graph_tokens=(64,))[1]
     assert "captures no such" in pieces["piecewise_cuda_graph_tokens"].reason
     assert "no such" in run(**few, cuda_graph_mode="piecewise", cuda_graph_bs=(2,))[1]["cuda_graph_bs"].reason
+    for wish in ({"cuda_graph_bs": (-1,)}, {"cuda_graph_max_bs": 0}, {"piecewise_cuda_graph_tokens": (0, 64)}):
+        assert "must be at least 1" in refusal(**wish), wish
     policy = run(radix_cache=False, schedule_policy="lpm")[1]["schedule_policy"]
     assert policy.value == "lpm" and "no prefix cache" in policy.reason
     wishes = options_of(model="models/tiny", strip_thinking_cache=True, radix_cache=False)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from thalweg.config import backends
 from thalweg.config.machine import Machine
 from thalweg.config.tree import options_of
-from thalweg.core.errors import UnsupportedConfig
+from thalweg.core.errors import CheckpointError, UnsupportedConfig
 from thalweg.core.kernels import DECISION_NAMES
 from thalweg.core.report import USER
-from thalweg.launch.kernels import resolve_gemms
+from thalweg.launch.decisions import Decisions
+from thalweg.launch.kernels import resolve_gemms, resolve_kernels
 from thalweg.models.catalog import read_config_facts
+from thalweg.quant.catalog import METHODS
+from thalweg.quant.fp8_block import Fp8Block
 
 DENSE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -85,6 +90,49 @@ def test_with_reference_attention_all_is_by_the_reference() -> None:
         "moe": "reference",
         "fp8_gemm": "reference",
     }
+
+
+class Int8(Fp8Block):
+    """A scheme of another operation."""
+
+    name = operation = "int8_gemm"
+    has_expert_kernels = False
+
+
+@pytest.mark.parametrize(("attention", "experts"), [("triton", "triton"), ("reference", "reference")])
+def test_a_scheme_without_kernels_of_experts_needs_no_backend_of_its_own(
+    attention: str, experts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(METHODS, "int8", lambda config, where: Int8((128, 128)))
+    config = EXPERTS | {"quantization_config": {"quant_method": "int8"}}
+    assert run(config, attention=attention)[0] == {"moe": experts}
+    monkeypatch.setattr(Int8, "has_expert_kernels", True)
+    if attention == "reference":  # it decodes weights of every scheme
+        assert run(config, attention=attention)[0] == {"moe": experts}
+    else:
+        with pytest.raises(UnsupportedConfig, match="weights int8_gemm"):
+            run(config)
+
+
+@pytest.mark.parametrize("role", ["DECODE", "PREFILL"])
+def test_a_backend_of_one_role_is_not_joined_with_the_reference(role: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference has layers of its own: a kernel beside it would never run."""
+    rows = getattr(backends, role)
+    on_cpu = replace(rows["triton"].supports, device=("cpu",), chip=("",), kv=("float32",), dtype=("float32",))
+    own = replace(rows["triton"], supports=on_cpu)
+    monkeypatch.setitem(rows, "plain", own)
+    machine = Machine("Test CPU", 8, 1 << 36, 1 << 36, (), 0, "", frozenset(("triton",)))
+    facts, decisions = read_config_facts(DENSE, "test"), Decisions()
+    with pytest.raises(
+        UnsupportedConfig, match="attention_backend plain: no kernel that fits computes .* beside it. Use reference."
+    ):
+        resolve_kernels(options_of(model="m", attention_backend="plain"), facts, machine, "cpu", decisions)
+
+
+@pytest.mark.parametrize("method", [["fp8"], {"fp8": 1}, 8, None])
+def test_a_method_that_is_no_name_is_refused(method: object) -> None:
+    with pytest.raises(CheckpointError, match=r"quantization_config.quant_method .* is not supported"):
+        read_config_facts(DENSE | {"quantization_config": {"quant_method": method}}, "config.json")
 
 
 @pytest.mark.parametrize("backend", ["triton", "deep_gemm", "cublas"])

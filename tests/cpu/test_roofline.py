@@ -198,14 +198,14 @@ def test_ranges_change_no_token_and_leave_nothing_behind() -> None:
     runner, requests = engine.runner, [exactly(list(range(20, 50)), 12) for _ in range(2)]
     runner_model: Any = runner.model
     before = {name: dict(vars(module)) for name, module in runner_model.named_modules()}
-    captured = runner.steps, runner.graphs
+    captured = runner.forward_model, runner.graphs
     run_all(engine, requests[:1])
     engine.flush_cache()
     with step_profile.operation_ranges(engine):
-        assert runner.steps is runner.model and "draft" in vars(runner.drafting)
+        assert runner.forward_model is runner.model and "draft" in vars(runner.drafting)
         run_all(engine, requests[1:])
     assert requests[0].tokens == requests[1].tokens
-    assert (runner.steps, runner.graphs) == captured and "draft" not in vars(runner.drafting)
+    assert (runner.forward_model, runner.graphs) == captured and "draft" not in vars(runner.drafting)
     assert {name: vars(module).keys() for name, module in runner_model.named_modules()} == {
         name: attributes.keys() for name, attributes in before.items()
     }

@@ -160,7 +160,7 @@ def test_bias_and_minimum_length() -> None:
 def test_an_ended_slot_is_left_alone() -> None:
     slots = bound(SamplingParams(temperature=0.0), (1, 2, 3), 3)
     slots.end[2] = 0
-    before = slots.tokens_SL[2, :-1].clone(), slots.length[2].clone(), slots.at[2].clone()
+    before = slots.tokens_SL[2, :-1].clone(), slots.length[2].clone(), slots.num_computed[2].clone()
     logits = torch.randn(1, VOCAB)
     index = torch.tensor([2])
     sampled = accept(logits, slots, index, slots.ints_SI[index], SamplingNeeds(), slots.context)

@@ -176,6 +176,30 @@ def test_tools_make_a_loop() -> None:
         assert "weather" not in prompt_of(front)
 
 
+def test_a_call_that_is_cut_has_the_members_that_are_complete() -> None:
+    def until(word: str) -> int:
+        return len(CALLS.partition(word)[0].encode()) + len(word)  # each byte is a token
+
+    with client_of(lambda prompt, choice: CALLS) as (client, _):
+        for tokens, arguments, members in (
+            (until('"false">2'), '{"place": "Köln", "days": 2', {"place": "Köln"}),
+            (until('"true">K'), '{"place": "K', {}),
+        ):
+            message = client.messages.create(**ask(tools=TOOLS, max_tokens=tokens))
+            assert message.stop_reason == "max_tokens"
+            assert [(block.name, block.input) for block in message.content[1:]] == [("weather", members)]
+            events = list(client.messages.create(stream=True, **ask(tools=TOOLS, max_tokens=tokens)))
+            deltas = [event.delta for event in events if event.type == "content_block_delta"]
+            assert "".join(delta.partial_json for delta in deltas if delta.type == "input_json_delta") == arguments
+
+
+def test_a_cut_call_with_half_a_surrogate_is_answered() -> None:
+    text = CALLS.partition("<｜DSML｜parameter")[0] + '{"a": "\\ud83d", "b": "unfinished'
+    with client_of(lambda prompt, choice: text) as (client, _):
+        message = client.messages.create(**ask(tools=TOOLS, max_tokens=len(text.encode()) - 3))
+        assert list(message.content[1].input) == ["a"] and message.stop_reason == "max_tokens"
+
+
 def test_a_thought_survives_the_tool_round() -> None:
     with client_of() as (client, front):
         history = [

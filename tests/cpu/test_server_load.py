@@ -18,7 +18,7 @@ import pytest
 
 from tests.cpu.fakes import DEEPSEEK_V32, FakeFront
 from thalweg.bench.backends import BACKENDS, RequestOptions, send_request
-from thalweg.bench.datasets import Prompt, vocabulary_of
+from thalweg.bench.datasets import SampleRequest, vocabulary_of
 from thalweg.bench.errors import BenchError
 from thalweg.bench.http_client import HttpClient
 from thalweg.bench.load import LoadedServer, main
@@ -48,23 +48,23 @@ ROUTES = ("openai", "sglang", "openai-chat")
 STREAMS, LEAVERS = 100, 30
 
 
-def prompts(count: int, seed: int) -> list[Prompt]:
+def prompts(count: int, seed: int) -> list[SampleRequest]:
     """Of lengths that end at both sides of a page."""
     vocabulary, rng = vocabulary_of(MODEL), Random(seed)
     sizes = [rng.choice((3, 30, 60, 63, 64, 65)) for _ in range(count)]
     return [
-        Prompt(rng.randint(4, 40), ids=vocabulary.draw(rng, size), input_len=size, decode=vocabulary.decode)
+        SampleRequest(rng.randint(4, 40), ids=vocabulary.draw(rng, size), input_len=size, decode=vocabulary.decode)
         for size in sizes
     ]
 
 
-async def answer(client: HttpClient, route: str, prompt: Prompt, stream: bool) -> Record:
+async def answer(client: HttpClient, route: str, prompt: SampleRequest, stream: bool) -> Record:
     record = Record()
     await send_request(client, BACKENDS[route], prompt, RequestOptions("tiny", stream=stream, timeout=60), record)
     return record
 
 
-async def leave(client: HttpClient, prompt: Prompt, rng: Random) -> bool:
+async def leave(client: HttpClient, prompt: SampleRequest, rng: Random) -> bool:
     """Reads some tokens of a stream, none perhaps, and hangs up; whether that was before its end."""
     record = Record()
     body = replace(prompt, output_len=150)
@@ -85,7 +85,7 @@ async def counter(client: HttpClient, name: str) -> float:
     return float(found[1])
 
 
-def check_texts(streams: Sequence[Record], twins: Sequence[Record], asked: Sequence[Prompt]) -> None:
+def check_texts(streams: Sequence[Record], twins: Sequence[Record], asked: Sequence[SampleRequest]) -> None:
     for stream, twin, prompt in zip(streams, twins, asked, strict=True):
         assert not stream.error and not twin.error
         assert stream.output_tokens == twin.output_tokens == prompt.output_len

@@ -158,7 +158,30 @@ def test_a_streamed_call() -> None:
         assert [event.arguments for event in done] == [call.arguments for call in calls]
         added = [event.item for event in events if event.type == "response.output_item.added"]
         assert [item.type for item in added] == ["message", "function_call", "function_call"]
-        assert added[1].name == "weather"
+        assert added[1].name == "weather" and added[1].arguments == ""
+
+
+CUT = len(CALLS.partition("ln")[0].encode())  # each byte is a token: within the first argument
+
+
+def test_a_call_that_is_cut_is_incomplete_and_its_arguments_are_not_closed() -> None:
+    with client_of(lambda prompt, choice: CALLS) as (client, front):
+        cut = ask(tools=TOOLS, max_output_tokens=CUT)
+        response = client.responses.create(**cut)
+        events = list(client.responses.create(stream=True, **cut))
+        streamed = events[-1].response
+        for one in (response, streamed):
+            message, call = one.output
+            assert (one.status, one.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+            assert (message.status, call.status, call.name) == ("completed", "incomplete", "weather")
+            assert call.arguments == '{"place": "Kö' and one.output_text == "I will look."
+        types = [event.type for event in events]
+        assert "response.function_call_arguments.done" not in types and types[-1] == "response.incomplete"
+        deltas = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
+        assert "".join(deltas) == call.arguments
+        assert [e.item.status for e in events if e.type == "response.output_item.done"] == ["completed", "incomplete"]
+        client.responses.create(**ask(input="Go on.", previous_response_id=response.id))
+        assert "weather" not in prompt_of(front)  # the call was never made
 
 
 def test_a_chain_of_responses() -> None:

@@ -9,9 +9,11 @@ from contextlib import contextmanager
 import openai
 import pytest
 
-from tests.cpu.fakes import FakeFront, Script, fake_app, serving
+from tests.cpu.fakes import DEEPSEEK_V32, FakeFront, Script, fake_app, serving
 from tests.cpu.sdk_checks import CHECKS, MESSAGES
 from thalweg.config.server import ServerOptions
+from thalweg.text.chat import ChatEncoder, ChatFormat, ParserNames
+from thalweg.text.template import Template
 
 TOOLS = [
     {
@@ -33,10 +35,10 @@ CALLS = (
 
 @contextmanager
 def client_of(
-    script: Script | None = None, chunk: int = 1, **options: object
+    script: Script | None = None, chunk: int = 1, chat: ChatFormat = DEEPSEEK_V32, **options: object
 ) -> Iterator[tuple[openai.OpenAI, FakeFront]]:
     front = FakeFront() if script is None else FakeFront(script, chunk=chunk)
-    with serving(fake_app(front, ServerOptions(**options))) as url:  # type: ignore[arg-type]
+    with serving(fake_app(front, ServerOptions(**options), chat)) as url:  # type: ignore[arg-type]
         with openai.OpenAI(base_url=url + "/v1", api_key="unused", max_retries=0) as client:
             yield client, front
 
@@ -102,6 +104,14 @@ def test_tool_calls(chunk: int) -> None:
         client.chat.completions.create(model="scripted", messages=history, tools=TOOLS)
         assert "<result>sun</result>" in bytes(front.seen[-1][0]).decode()
 
+        ask["max_tokens"] = len(CALLS.partition("ln")[0].encode())  # each byte is a token
+        cut = client.chat.completions.create(**ask).choices[0]
+        chunks = [chunk.choices[0] for chunk in client.chat.completions.create(stream=True, **ask)]
+        streamed = [call.function.arguments or "" for one in chunks for call in one.delta.tool_calls or ()]
+        assert cut.message.tool_calls[0].function.arguments == "".join(streamed) == '{"place": "Kö'
+        assert cut.finish_reason == chunks[-1].finish_reason == "length" and cut.message.content == "I will look."
+        del ask["max_tokens"]
+
         plain = client.chat.completions.create(tool_choice="none", **ask).choices[0]
         assert plain.finish_reason == "stop" and not plain.message.tool_calls
         assert "DSML" not in plain.message.content and "Köln" in plain.message.content, "no call, and nothing lost"
@@ -145,7 +155,7 @@ def test_harmless_fields_are_ignored(client: openai.OpenAI) -> None:
         service_tier="auto",
         modalities=["text"],
         response_format={"type": "text"},
-        reasoning_effort="low",
+        reasoning_effort="none",
         parallel_tool_calls=True,
         tool_choice="auto",
         extra_body={"made_up": [1, 2], "lora_path": None, "use_beam_search": False},
@@ -164,3 +174,86 @@ def test_engine_death_reaches_the_sdk() -> None:
         with pytest.raises(openai.InternalServerError, match="exit code -9") as dead:
             client.completions.create(model="scripted", prompt="x")
         assert dead.value.status_code == 503 and dead.value.code == "engine_dead"
+
+
+def chat_with(template: str, names: ParserNames) -> ChatFormat:
+    return ChatFormat(ChatEncoder("jinja", {"default": Template(template, {})}, "tools" in template), names, "test")
+
+
+GLM = "{{ tools }}{{ messages[-1].content }}<think></think>"
+
+
+@pytest.mark.parametrize("reasoning", ["deepseek-r1", "deepseek-v3", "qwen3", "glm45"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_that_closed_its_thought_is_outside_it(reasoning: str, stream: bool) -> None:
+    script = "\n".join(("Look.", "<tool_call>weather", "<arg_key>place</arg_key>", "<arg_value>Köln</arg_value>"))
+    with client_of(lambda *_: script + "\n</tool_call>", chat=chat_with(GLM, ParserNames(reasoning, "glm45"))) as made:
+        ask = {"model": "scripted", "messages": MESSAGES, "tools": TOOLS}
+        if stream:
+            with made[0].chat.completions.stream(**ask) as events:
+                choice = events.get_final_completion().choices[0]
+        else:
+            choice = made[0].chat.completions.create(**ask).choices[0]
+        assert choice.message.content == "Look." and not (choice.message.model_extra or {}).get("reasoning_content")
+        (call,) = choice.message.tool_calls or ()
+        assert json.loads(call.function.arguments) == {"place": "Köln"} and choice.finish_reason == "tool_calls"
+
+
+def test_tools_that_no_parser_reads_are_a_400() -> None:
+    with client_of(chat=chat_with("{{ tools }}{{ messages[-1].content }}", ParserNames(None, None))) as (client, _):
+        ask = {"model": "scripted", "messages": MESSAGES, "tools": TOOLS}
+        with pytest.raises(openai.BadRequestError, match="no parser knows the calls .* --chat-template"):
+            client.chat.completions.create(**ask)
+        assert client.chat.completions.create(**ask, tool_choice="none").choices[0].message.content
+
+
+@pytest.mark.parametrize(
+    ("extra", "opens"),
+    [
+        ({"thinking": {"type": "enabled"}}, True),
+        ({"thinking": {"type": "disabled"}}, False),
+        ({"reasoning_effort": "high"}, True),
+        ({"reasoning_effort": "none"}, False),
+        ({"reasoning_effort": "high", "thinking": {"type": "disabled"}}, False),
+        ({"reasoning_effort": "high", "chat_template_kwargs": {"enable_thinking": False}}, False),
+        ({"thinking": {"type": "disabled"}, "chat_template_kwargs": {"thinking": True}}, True),
+    ],
+)
+def test_deepseeks_switch_of_thinking(extra: dict[str, object], opens: bool) -> None:
+    with client_of() as (client, front):
+        client.chat.completions.create(model="scripted", messages=MESSAGES, max_tokens=3, extra_body=extra)
+        assert bytes(front.seen[0][0]).decode().endswith("<think>" if opens else "</think>")
+
+
+def test_a_last_message_with_prefix_is_continued() -> None:
+    with client_of() as (client, front):
+        begun = [*MESSAGES, {"role": "assistant", "content": "The answer is", "prefix": True}]
+        client.chat.completions.create(model="scripted", messages=begun, max_tokens=3)
+        assert bytes(front.seen[0][0]).decode().endswith("The answer is")
+        with pytest.raises(openai.BadRequestError, match=r"messages\[0\].prefix"):
+            client.chat.completions.create(model="scripted", messages=[{**MESSAGES[0], "prefix": True}, *begun])
+
+
+def test_a_completion_without_special_tokens() -> None:
+    with client_of() as (client, front):
+        for extra in ({}, {"add_special_tokens": True}, {"add_special_tokens": False}):
+            client.completions.create(model="scripted", prompt="Hi", max_tokens=2, extra_body=extra)
+        with_bos, the_same, without = (ids for ids, *_ in front.seen)
+        assert list(with_bos) == list(the_same) and list(without) == list(b"Hi")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["allowed_token_ids", "token_ids_logprob", "return_tokens_as_token_ids", "thinking_token_budget", "vllm_xargs"],
+)
+def test_fields_that_would_change_the_result_are_refused_by_name(client: openai.OpenAI, name: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=name):
+        client.chat.completions.create(model="scripted", messages=MESSAGES, extra_body={name: [1]})
+    client.chat.completions.create(model="scripted", messages=MESSAGES, max_tokens=2, extra_body={name: None})
+
+
+def test_a_json_object_may_have_a_schema() -> None:
+    with client_of() as (client, front):
+        form = {"type": "json_object", "schema": {"type": "object", "properties": {"a": {"type": "integer"}}}}
+        client.chat.completions.create(model="scripted", messages=MESSAGES, extra_body={"response_format": form})
+        assert '"integer"' in front.grammars[-1].source

@@ -21,7 +21,7 @@ from tests.cpu.test_sharded_models import BUGS, SHAPES, written
 from thalweg.batch.slots import Slots
 from thalweg.config.engine import EngineConfig
 from thalweg.config.tree import options_of
-from thalweg.core.agreement import Record, agree
+from thalweg.core.agreement import RankStep, coordinate_step
 from thalweg.core.plan import Output, StepPlan
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.build import load_drafter, load_weights
@@ -59,17 +59,17 @@ class Exchange:
 
     size: int
     barrier: threading.Barrier = field(init=False)
-    records: list[Any] = field(init=False)
+    rank_steps: list[Any] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.barrier, self.records = threading.Barrier(self.size, timeout=PATIENCE), [None] * self.size
+        self.barrier, self.rank_steps = threading.Barrier(self.size, timeout=PATIENCE), [None] * self.size
 
-    def __call__(self, rank: int, record: Record) -> list[Record]:
-        self.records[rank] = record
+    def __call__(self, rank: int, rank_step: RankStep) -> list[RankStep]:
+        self.rank_steps[rank] = rank_step
         self.barrier.wait()
-        records = list(self.records)
+        rank_steps = list(self.rank_steps)
         self.barrier.wait()
-        return records
+        return rank_steps
 
 
 def config_of(folder: Path, **wishes: Any) -> EngineConfig:
@@ -126,7 +126,7 @@ def runner_of(config: EngineConfig, layout: Layout) -> Runner:
     name, folder = config.speculative_algorithm, config.speculative_draft_model_path
     drafter = build_drafter(name, model, folder, sampling, config.tree)
     load_weights(model, drafter.modules(), config)
-    load_drafter(drafter.own(), config)
+    load_drafter(drafter.own_weight_modules(), config)
     planes = Planes((*model.planes(), *drafter.planes()), config.num_pages + 1)
     slots = Slots(config.max_running_requests + 1, config.context_length, device, drafter.fields(), config.tree)
     return Runner(model, model, planes, slots, drafter)
@@ -147,7 +147,7 @@ def differences(got: list[tuple[Output, ...]], steps: list[Step]) -> list[str]:
             if (ours.tokens, ours.done, ours.is_nan) != (want.tokens, want.done, want.is_nan):
                 wrong.append(f"step {number}: {ours.tokens} is not {want.tokens}")
             drafts += [(ours.drafts, ours.parents) != (want.drafts, want.parents)] * bool(want.drafts)
-            pairs = zip(ours.scores, want.scores, strict=True)
+            pairs = zip(ours.prompt_logprobs, want.prompt_logprobs, strict=True)
             if any(abs(a.logprob - b.logprob) > 1e-2 or a.top_ids[0] != b.top_ids[0] for a, b in pairs):
                 wrong.append(f"step {number}: prompt log-probabilities differ")
     if sum(drafts) > 0.05 * len(drafts):
@@ -211,8 +211,8 @@ def test_an_idle_data_parallel_rank_changes_no_output(name: str, tmp_path: Path)
     def work(rank: int) -> list[tuple[Output, ...]]:
         runner, got = runner_of(config, ranks[rank]), list[tuple[Output, ...]]()
         for step in steps:
-            plan = step.plan if rank == 0 else StepPlan(step.plan.step, step.plan.seen)
-            agreed = agree(exchange(rank, runner.record(plan)))
+            plan = step.plan if rank == 0 else StepPlan(step.plan.step, step.plan.published_step)
+            agreed = coordinate_step(exchange(rank, runner.rank_step(plan)))
             result = runner.sample(runner.forward(plan, agreed), None, agreed.num_drafts)
             got.append(runner.outputs(result))
         return got

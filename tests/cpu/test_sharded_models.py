@@ -19,16 +19,17 @@ from tests.cpu.ranks import layouts, on_ranks
 from thalweg.batch.batch import Batch, Group
 from thalweg.bench.make_checkpoint import main as make_checkpoint
 from thalweg.config.model import MoeFacts
+from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.plan import PAGE
-from thalweg.layers.linear import Linear, Mlp, Part
+from thalweg.layers.linear import Linear, Mlp, PackedShard
 from thalweg.layers.reference import ReferenceLayers
 from thalweg.layers.residual import ShardedStream
 from thalweg.memory.planes import Planes
 from thalweg.models import catalog
 from thalweg.models.catalog import read_facts
 from thalweg.models.decoder import Decoder, StageValue
-from thalweg.models.stages import Stage, stage_borders
-from thalweg.parallel.axis import SINGLE
+from thalweg.models.stages import PipelineStage, stage_borders
+from thalweg.parallel.axis import SINGLE, share_of
 from thalweg.parallel.layout import SINGLE_RANK, Layout
 from thalweg.spec.eagle import eagle_head
 from thalweg.weights.loader import load
@@ -100,9 +101,11 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return written(tmp_path_factory.mktemp(request.param), SHAPES[request.param])
 
 
-def loaded(folder: Path, layout: Layout = SINGLE_RANK, stage: Stage | None = None) -> Decoder:
+def loaded(
+    folder: Path, layout: Layout = SINGLE_RANK, stage: PipelineStage | None = None, dtype: torch.dtype = torch.float32
+) -> Decoder:
     facts = read_facts(folder)
-    model = catalog.assemble(facts, ReferenceLayers(torch.float32, torch.device("cpu"), layout=layout), stage)
+    model = catalog.assemble(facts, ReferenceLayers(dtype, torch.device("cpu"), layout=layout), stage)
     with Safetensors(folder) as stream:
         load(model, model.table(), stream, facts.quantization_config)
     return model
@@ -127,6 +130,24 @@ def test_tensor_parallel_ranks_give_one_ranks_logits(checkpoint: Path, name: str
     got = on_ranks(len(ranks), lambda rank: run(loaded(checkpoint, ranks[rank]), IDS))
     same(got[0], want)
     assert torch.equal(got[0], got[1])  # reductions are bit-equal on all ranks
+
+
+@pytest.mark.parametrize("shape", ["v3", "v2-lite", "qwen2.5"])
+def test_partial_sums_of_a_bf16_model_are_one_ranks(shape: str, tmp_path: Path) -> None:
+    """Those of routed experts are float32, those of shared experts and other products bf16."""
+    folder, ranks = written(tmp_path, SHAPES[shape]), layouts(tp=2)
+    want = run(loaded(folder, dtype=torch.bfloat16), IDS)
+    got = on_ranks(2, lambda rank: run(loaded(folder, ranks[rank], dtype=torch.bfloat16), IDS))
+    apart = (got[0] - want).norm(dim=1) / want.norm(dim=1)
+    assert torch.equal(got[0], got[1]) and float(apart.median()) < 0.05  # rounding sends a few to other experts
+
+
+def test_heads_and_experts_cannot_be_shared_by_more_ranks_than_there_are() -> None:
+    axis = layouts(tp=4)[3].tp
+    assert share_of(2, axis, "key heads", may_repeat=True) == range(1, 2)
+    for what in ("attention heads", "experts"):
+        with pytest.raises(UnsupportedConfig, match=f"2 {what} cannot be shared by 4 ranks: use one of 1, 2"):
+            share_of(2, axis, what)
 
 
 @pytest.mark.parametrize(
@@ -229,7 +250,7 @@ def test_pipeline_stages_hand_on_what_the_next_needs(shape: str, tmp_path: Path)
     if facts.indexer is not None:
         assert facts.indexer.full[borders[1].first]  # no selection has to cross this border
     cuts = (
-        [borders] if facts.indexer is None else [borders, (Stage(0, 3, 4), Stage(3, 4, 4))]
+        [borders] if facts.indexer is None else [borders, (PipelineStage(0, 3, 4), PipelineStage(3, 4, 4))]
     )  # layer 3 uses layer 2's selection
     for cut in cuts:
         stages = [loaded(folder, stage=stage) for stage in cut]
@@ -295,7 +316,7 @@ def packed_gate_and_up_cut_across_the_middle(patch: pytest.MonkeyPatch) -> None:
     """Of gate above up, rank 0 takes the first half of the rows, all of gate, and rank 1 the second."""
     packed = ReferenceLayers.packed
 
-    def cut(self: ReferenceLayers, parts: Sequence[Part], inputs: int, has_bias: bool = False) -> Linear:
+    def cut(self: ReferenceLayers, parts: Sequence[PackedShard], inputs: int, has_bias: bool = False) -> Linear:
         if parts[0].here is not None and parts[0].name.endswith("gate_proj"):
             whole, rows = parts[self.layout.tp.rank], parts[0].rows
             parts = [replace(whole, here=here) for here in (range(rows // 2), range(rows // 2, rows))]

@@ -275,7 +275,7 @@ def test_a_drafter_with_nan_output_is_switched_off(plain: list[list[int]], caplo
     drafter.head.norm.weight.data.fill_(float("nan"))
     with caplog.at_level(logging.ERROR, "thalweg.engine"):
         assert run(made, prompts(5)) == plain
-    assert len(errors(caplog)) == 1 and "not numbers" in caplog.text
+    assert len(errors(caplog)) == 1 and "NaN or infinite" in caplog.text
     assert made.loop.stats().drafter_failures == 1
 
 
@@ -322,7 +322,7 @@ def test_a_changing_draft_length_changes_no_token(plain: list[list[int]]) -> Non
     """Steps of one token pass unseen, drafts of different numbers meet in a step."""
     made = engine(3, max_steps_in_flight=2, chunked_prefill_size=60)
     rng = random.Random(5)
-    made.loop.scheduler.draft_length.choose = lambda emitting, most: rng.choice((0, 0, 1, 3))  # type: ignore[method-assign]
+    made.loop.scheduler.draft_length.choose = lambda sampling, most: rng.choice((0, 0, 1, 3))  # type: ignore[method-assign]
     assert run(made, prompts(5)) == plain
     assert made.loop.stats().accepted_tokens > 10
 

@@ -190,10 +190,10 @@ TOOLS = [
 @pytest.mark.parametrize("single", [True, False], ids=["one call", "calls"])
 def test_a_forced_call_is_valid_in_every_format(llm: LLM, form: str, single: bool) -> None:
     source = tool_grammar(form, ToolGrammarSpec(TOOLS, True, single, llm.texts.tokenizer.mark_id))
-    params = [msgspec.structs.replace(HOT, seed=seed, max_tokens=200) for seed in range(8)]
+    params = [msgspec.structs.replace(HOT, seed=seed, max_tokens=200) for seed in range(12)]
     schemas = {tool["name"]: tool.get("parameters", {"maxProperties": 0}) for tool in TOOLS}
     seen: set[str] = set()
-    for result in llm.generate(["My lord, "] * 8, params, grammar=Grammar("lark", source)):
+    for result in llm.generate(["My lord, "] * 12, params, grammar=Grammar("lark", source)):
         output = result.outputs[0]
         parsed = parse(output.text.removesuffix("<｜end▁of▁sentence｜>"), None, form, functions=TOOLS)
         if output.finish == "stop":
@@ -201,8 +201,9 @@ def test_a_forced_call_is_valid_in_every_format(llm: LLM, form: str, single: boo
         else:
             assert not single, "a model that means nothing may call for ever, but not within one call"
         for call in parsed.calls:
-            valid(call.arguments, schemas[call.name])
-            seen.add(call.name)
+            if call.complete:
+                valid(call.arguments, schemas[call.name])
+                seen.add(call.name)
     assert len(seen) > 1
 
 
@@ -211,9 +212,17 @@ def test_a_call_that_the_model_chooses_is_held_to_its_schema(llm: LLM, form: str
     """Text is free until a call begins; from there on it must be a good one."""
     tokenizer = llm.texts.tokenizer
     grammar = Grammar("lark", tool_grammar(form, ToolGrammarSpec(TOOLS, False, False, tokenizer.mark_id)))
-    begin = {"deepseekv32": "<｜DSML｜function_calls>", "qwen25": "<tool_call>"}.get(form, "<｜tool▁calls▁begin｜>")
+    begins = {
+        "deepseekv32": "<｜DSML｜function_calls>",
+        "qwen25": "<tool_call>",
+        "glm45": "<tool_call>",
+        "kimi_k2": "<|tool_calls_section_begin|>",
+        "llama3": '{"name": "',
+    }
+    begin = begins.get(form, "<｜tool▁calls▁begin｜>")
     matcher = GrammarCompiler(tokenizer, llm.engine.vocab, tokenizer.eos_ids).compile(grammar)
-    matcher.accept(tokenizer.encode("Well < then: " + begin, False))
+    before = "" if form == "llama3" else "Well < then: "  # a call is Llama's whole answer
+    matcher.accept(tokenizer.encode(before + begin, False))
     assert not matcher.error
     matcher.accept(tokenizer.encode("nonsense", False))
     assert matcher.error

@@ -56,7 +56,7 @@ def messages(text: str, *formats: str | None, **options: Any) -> list[ParsedAnsw
 
 
 def calls(message: ParsedAnswer) -> list[tuple[str, Any]]:
-    return [(call.name, json.loads(call.arguments)) for call in message.calls]
+    return [(call.name, json.loads(call.arguments)) for call in message.calls if call.complete]
 
 
 # name, format, text, content, calls
@@ -214,6 +214,17 @@ CASES: list[tuple[str, str, str, str | None, list[tuple[str, Any]]]] = [
 ]  # fmt: skip
 
 
+CASES += [
+    ("all arguments in one parameter", "deepseekv32", block(invoke("f", ("arguments", "false", '{"q": "a"}'))), None, [("f", {"q": "a"})]),
+    ("the same as text", "deepseekv32", block(invoke("f", ("input", "true", ' {"q": "a", "r": {}} '))), None, [("f", {"q": "a", "r": {}})]),
+    ("the same and empty", "deepseekv32", block(invoke("f", ("arguments", "false", "{}"))), None, [("f", {})]),
+    ("the same without outer tags", "deepseekv32", invoke("f", ("arguments", "false", '{"q": "a"}')), None, [("f", {"q": "a"})]),
+    ("not alone", "deepseekv32", block(invoke("f", ("arguments", "false", '{"r": 1}'), ("q", "true", "a"))), None,
+     [("f", {"arguments": {"r": 1}, "q": "a"})]),
+    ("no object", "deepseekv32", block(invoke("f", ("input", "true", "a"))), None, [("f", {"input": "a"})]),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[1]}-{case[0]}")
 def test_calls(case: tuple[str, str, str, str | None, list[tuple[str, Any]]]) -> None:
     _, form, text, content, wanted = case
@@ -293,8 +304,10 @@ def test_a_held_call_that_breaks_off_is_text_without_its_marks_at_every_length()
         text = "x " + begin + ('{"q": "v"}' if form == "deepseekv3" else "v") + end
         for at in range(len(text)):
             message = parse(text[:at], None, form, functions=FUNCTIONS)
-            assert not message.calls or calls(message) == [("f", {"q": "v"})]
-            assert (message.content or "").startswith("x "[:at]) and not MARKS[form].search(message.content or "")
+            assert calls(message) in ([], [("f", {"q": "v"})])
+            assert (message.content or "").startswith("x "[: min(at, 1)]) and not MARKS[form].search(
+                message.content or ""
+            )
 
 
 VALUE = st.recursive(

@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[2]
 TINY = str(ROOT / "models" / "tiny")
 DATA = ROOT / "tests" / "null" / "data"
 USER = {"role": "user", "content": "Grüße"}
+TOOL = {"type": "function", "function": {"name": "f"}}
 PROMPT = "<｜begin▁of▁sentence｜><｜User｜>Grüße<｜Assistant｜></think>"
 CALL = '<｜DSML｜invoke name="f">\n<｜DSML｜parameter name="n" string="{}">5</｜DSML｜parameter>\n</｜DSML｜invoke>'
 
@@ -100,6 +101,11 @@ def test_render_shows_prompt_and_ids(write: Any, capsys: pytest.CaptureFixture[s
         (["render", "FILE"], [USER], "give the model before the file"),
         (["render"], "", "--help"),
         (["render", "--chat-template", "deepseek-v33", "FILE"], [USER], "deepseek-v32"),
+        (
+            ["render", "--chat-template", "deepseek-r1", "FILE"],
+            {"messages": [USER], "tools": [TOOL]},
+            "does not render tools",
+        ),
         (["render", "--cases", "FILE"], {"a": 1}, "expected"),
         (["parse", "--format", "deepseekv33", "FILE"], "", "deepseekv32"),
         (["parse", "FILE"], "", "--format"),
@@ -202,16 +208,18 @@ def test_the_work_grows_with_the_text_and_no_faster(form: str) -> None:
         ("deepseek-r1", "", " "),
         ("qwen3", "", " "),
     ):
-        times = []
-        for size in (5_000, 40_000):
+
+        def seconds(size: int, reasoning: str | None = reasoning, start: str = start, unit: str = unit) -> float:
             parser, pieces = AnswerParser(reasoning, form), [unit] * (size // len(unit))
             begun = time.process_time()
             parser.feed(start)
             for piece in pieces:
                 parser.feed(piece)
             parser.finish()
-            times.append(time.process_time() - begun)
-        assert times[1] < 8 * 3 * times[0], (start, unit, times)
+            return time.process_time() - begun
+
+        # other work on the machine may slow one of two runs, but not each pair of them
+        assert any(seconds(40_000) < 8 * 3 * seconds(5_000) for _ in range(4)), (start, unit)
 
 
 def test_neither_loads_torch() -> None:

@@ -60,8 +60,9 @@ def write(matcher: GrammarMatcher, rng: random.Random, most: int = 400) -> str |
         ends = set(TOKENIZER.eos_ids) & set(allowed)
         if ends and (len(allowed) == len(ends) or rng.random() < 0.7):
             return TOKENIZER.decode(ids, False)
+        allowed = [i for i in allowed if i not in ends]
         closing = [i for i in allowed if set(b'"<') & set(TOKENIZER.token_bytes(i))]  # or a string would go on for long
-        ids.append(rng.choice(closing if closing and rng.random() < 0.35 else [i for i in allowed if i not in ends]))
+        ids.append(rng.choice(closing if closing and rng.random() < 0.35 else allowed))
         matcher.accept(ids[-1:])
         assert not matcher.error, matcher.error
     return None

@@ -81,7 +81,7 @@ def test_unrolled_steps_are_those_of_the_engine(plan: eagle.Plan, monkeypatch: p
                     at = place - step + 1 + i
                     one = whole_batch([1], mine[at : at + 1])
                     one = type(one)(
-                        one.ids_T, one.positions_T + at, one.write_T + at, one.table_RP, one.real_T, one.emit_N,
+                        one.ids_T, one.positions_T + at, one.write_T + at, one.table_RP, one.real_T, one.logits_indices_N,
                         (type(one.groups[0])(0, 1, 0, 1, at + 1),),
                     )  # fmt: skip
                     state = head.forward(mine[at : at + 1], state, one, chain)

@@ -108,7 +108,7 @@ def test_under_a_grammar() -> None:
 def test_a_changing_draft_length_changes_no_token(plain: dict[SamplingParams, list[list[int]]]) -> None:
     """Chains of one, trees and single tokens meet in a step; a tree that is cut keeps its best nodes."""
     made, rng = growing(DYNAMIC, max_steps_in_flight=2, chunked_prefill_size=70), random.Random(5)
-    made.loop.scheduler.draft_length.choose = lambda emitting, most: rng.choice((0, 1, 2, 5, 12))  # type: ignore[method-assign]
+    made.loop.scheduler.draft_length.choose = lambda sampling, most: rng.choice((0, 1, 2, 5, 12))  # type: ignore[method-assign]
     assert run(made, prompts(3), PENALISED) == plain[PENALISED]
     assert made.loop.stats().accepted_tokens > 10
 
@@ -222,6 +222,6 @@ def test_in_deterministic_mode_bits_do_not_depend_on_trees() -> None:
         return {uid: msgspec.structs.replace(delta, acceptance=None) for uid, delta in found.items()}
 
     made, rng = growing(DYNAMIC, kernels=kernels, max_steps_in_flight=2, chunked_prefill_size=70), random.Random(5)
-    made.loop.scheduler.draft_length.choose = lambda emitting, most: rng.choice((0, 1, 2, 5, 12, 12))  # type: ignore[method-assign]
+    made.loop.scheduler.draft_length.choose = lambda sampling, most: rng.choice((0, 1, 2, 5, 12, 12))  # type: ignore[method-assign]
     assert bits(made) == bits(engine(0, kernels=kernels))
     assert made.loop.stats().accepted_tokens > 10

@@ -116,4 +116,4 @@ def sound(of: ModuleType, device: torch.device) -> list[bool]:
     state_TW, given_EW = torch.ones(4 * branches, 7, device=device), torch.ones(4, 7, device=device)
     slot_E = torch.arange(4, device=device)
     of.store_best_tree(made, branches, state_TW, given_EW, slot_E, fields.ints_SI.clone(), fields, out)
-    return out.sound_E.tolist()
+    return out.is_valid_E.tolist()

@@ -143,7 +143,7 @@ def drafts(rows: int, query: int, width: int) -> None:
     step = input_kernels.build_inputs(slot_T, ahead_T, held, 4, PAGE)
     ids, positions, write, real, _, ints, *_ = step
     for needs in (SamplingNeeds(), SamplingNeeds(random=True), SamplingNeeds(random=True, truncated=True)):
-        drawn = KernelSampler().draw(torch.empty(tokens, vocab), slots, slot_T, ints, needs)
+        drawn = KernelSampler().sample_tokens(torch.empty(tokens, vocab), slots, slot_T, ints, needs)
         scores = KernelSampler.distribution.apply_temperature(
             torch.empty(tokens, vocab), slots, slot_T, ints, needs.truncated
         )

@@ -37,14 +37,14 @@ def step(device: str, rule: str) -> tuple[Tensor, Tensor, Tensor]:
         draft_sampling = IndependentDraftSampling(DRAFTS, VOCAB, sampler_on(where).distribution)
         there = slots.ints_SI.clone()
         there[:, 0] += ahead
-        made.append(draft_sampling.draw(guessed[:, ahead].clone(), slots, slot_R, there, ahead, True))
+        made.append(draft_sampling.sample_drafts(guessed[:, ahead].clone(), slots, slot_R, there, ahead, True))
         slots.tokens_SL[:, 2 + ahead] = made[-1].int()
-    slots.made.fill_(DRAFTS)
+    slots.num_drafts.fill_(DRAFTS)
     slot_N = slot_R.repeat_interleave(DRAFTS + 1)
     ints_NI = slots.ints_SI[slot_N]
     ints_NI[:, 0] += torch.arange(DRAFTS + 1, device=where).repeat(ROWS)
     sampling = with_acceptance_rule(sampler_on(where), rule, 10, 0.2)
-    tokens_N = sampling.draw(target.flatten(0, 1), slots, slot_N, ints_NI, NEEDS)
+    tokens_N = sampling.sample_tokens(target.flatten(0, 1), slots, slot_N, ints_NI, NEEDS)
     kept = slots.extra[PROBABILITIES].sum(-1).cpu()
     return torch.stack(made, 1).cpu(), kept, tokens_N.view(ROWS, -1).cpu()
 
@@ -70,5 +70,5 @@ def test_an_engine_judges_with_graphs_as_without(rule: str, tmp_path: Path) -> N
         if name != "none":
             graphs: Any = made.runner.graphs
             recorded = [graph for graph in graphs.graphs if graph.key[0] == "verify"]
-            assert recorded and all(one.of.held.sampler is made.runner.sampler for one in recorded)
+            assert recorded and all(one.captured_pass.context.sampler is made.runner.sampler for one in recorded)
     assert agreement(*got, 10) >= 0.7

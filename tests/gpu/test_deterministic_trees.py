@@ -154,7 +154,7 @@ def test_bits_are_those_of_plain_decoding(name: str, cuda: torch.device, tmp_pat
     assert {query for _, query in replayed} == {8}, "steps of whole trees"
     rng = random.Random(5)
     for varied in (recorded, growing(path, choice, **deterministic.TREES)):
-        varied.loop.scheduler.draft_length.choose = lambda emitting, most: rng.choice((0, 1, 2, 4, 7, 7))  # type: ignore[method-assign]
+        varied.loop.scheduler.draft_length.choose = lambda sampling, most: rng.choice((0, 1, 2, 4, 7, 7))  # type: ignore[method-assign]
         check(plain, varied)
     assert {3, 5, 8} <= {query for _, query in replayed}, "smaller trees are recorded, too"
     fixed = {"tree": TreeShape(3, 4, 15, dynamic=False), "num_drafts": 15, "radix_cache": False}

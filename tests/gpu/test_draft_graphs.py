@@ -25,7 +25,7 @@ from thalweg.kernels.build_inputs import triton as input_kernels
 from thalweg.kernels.build_inputs.ref import SlotTensors
 from thalweg.kernels.draft_state import ref, triton
 from thalweg.kernels.verify import case
-from thalweg.runner.captured import FAR, VerifyStep
+from thalweg.runner.captured import PADDING_OFFSET, VerifyStep
 from thalweg.runner.draft_graphs import DraftGraphs
 from thalweg.sampling.sample import Sampled, Sampler, accept
 from thalweg.spec.autoregressive import HIDDEN
@@ -92,7 +92,7 @@ class Beside:
         real = verified.sample
 
         def sample(rows: int, needs: SamplingNeeds, sampler: Sampler) -> Sampled | None:
-            of, slots, count = verified.of, self.runner.slots, rows * verified.query
+            of, slots, count = verified.captured_pass, self.runner.slots, rows * verified.query
             ints_RI, tokens_SL, logits_RV = slots.ints_SI.clone(), slots.tokens_SL.clone(), of.logits_TV[:count].clone()
             made = real(rows, needs, sampler)
             assert made is not None
@@ -140,7 +140,7 @@ class Beside:
         drafts, slots = made.drafts_EK.clone(), self.runner.slots
         again = self.drafter.propose(asked, width, slots, self.runner.planes)
         live = slots.end[asked.slot_E] > 0
-        assert torch.equal(made.made_E, again.made_E) and bool(made.sound.all() and again.sound.all())
+        assert torch.equal(made.num_drafts_E, again.num_drafts_E) and bool(made.is_valid.all() and again.is_valid.all())
         self.parted += int((drafts[live] != again.drafts_EK[live]).any(1).sum())
         self.proposed += int(live.sum())
         return made
@@ -196,7 +196,7 @@ def test_kernels_do_what_their_references_do(seed: int, cuda: torch.device) -> N
     ints[:, 0] = whole(1, 190, slots)
     ints[:, 1], ints[:, 2] = ints[:, 0] - 1, (ints[:, 0] + whole(1, 9, slots)) * whole(0, 2, slots)
     ahead = whole(0, 6, 13)
-    ahead[3] = FAR
+    ahead[3] = PADDING_OFFSET
     held = SlotTensors(ints, whole(0, 99, slots, columns).int(), ints, whole(1, 50, slots, 4).int(), None)
     given = whole(0, slots, 13), ahead, held, 3, 64
     for got, want in zip(input_kernels.build_inputs(*given), inputs.build_inputs(*given), strict=True):

@@ -65,7 +65,7 @@ def test_pieces_compute_what_the_model_computes(shape: str, cuda: torch.device, 
         batch = _bound(runner, parts)
         plain_TH = runner.model.forward(batch, runner.planes)
         kept = [plane.clone() for plane in runner.planes.bytes.values()]
-        got_TH = runner.steps.forward(batch, runner.planes)
+        got_TH = runner.forward_model.forward(batch, runner.planes)
         full = len(batch.ids_T) in PIECES
         _close(got_TH, plain_TH, 0.0 if full else 0.02)  # the same kernels in the same shapes: the same bits
         for now, before in zip(runner.planes.bytes.values(), kept, strict=True):
@@ -76,17 +76,21 @@ def test_pieces_compute_what_the_model_computes(shape: str, cuda: torch.device, 
 def test_decode_rows_beside_a_prompt_are_recorded_too(shape: str, cuda: torch.device, tmp_path: Path) -> None:
     wishes = {"cuda_graph_bs": (1, 2, 4), "piecewise_cuda_graph_tokens": PIECES, "max_running_requests": 6}
     runner = engine(folder(shape, tmp_path), cuda_graph_mode="full_and_piecewise", **wishes).runner
-    assert isinstance(runner.steps, Piecewise) and [one.rows for one in runner.steps.decoding] == [4, 2, 1]
+    assert isinstance(runner.forward_model, Piecewise) and [one.rows for one in runner.forward_model.decoding] == [
+        4,
+        2,
+        1,
+    ]
     for parts in ([(70, 1), (64, 1), (0, 100)], [(30, 1), (0, 20)], [(5, 1), (128, 1), (9, 1), (64, 30), (0, 11)]):
         batch = _bound(runner, parts)
         plain_TH = runner.model.forward(batch, runner.planes)
-        used = fitting(runner.steps.decoding, batch, 256, runner.steps.recorded[-1].attends)
+        used = fitting(runner.forward_model.decoding, batch, 256, runner.forward_model.recorded[-1].attends)
         assert used is not None and used.rows < 3 * batch.groups[0].rows
         for spec in runner.planes.specs:
             runner.planes.tokens(spec.name, spec.layer)[batch.write_T] = (
                 0  # what a step does not store it does not find
             )
-        _close(runner.steps.forward(batch, runner.planes), plain_TH, 0.02)
+        _close(runner.forward_model.forward(batch, runner.planes), plain_TH, 0.02)
 
 
 def test_padding_writes_into_the_null_page_only(cuda: torch.device, tmp_path: Path) -> None:
@@ -95,7 +99,7 @@ def test_padding_writes_into_the_null_page_only(cuda: torch.device, tmp_path: Pa
     for plane in runner.planes.bytes.values():
         plane.random_(0, 60)  # small finite numbers in every type
     kept = [plane.clone() for plane in runner.planes.bytes.values()]
-    runner.steps.forward(batch, runner.planes)
+    runner.forward_model.forward(batch, runner.planes)
     own = {0, *batch.table_RP.flatten().tolist()}
     for now, before in zip(runner.planes.bytes.values(), kept, strict=True):
         pages = (now != before).any(1).nonzero().flatten().tolist()
@@ -105,17 +109,17 @@ def test_padding_writes_into_the_null_page_only(cuda: torch.device, tmp_path: Pa
 def test_what_an_earlier_step_left_does_not_matter(cuda: torch.device, tmp_path: Path) -> None:
     runner = _runner(folder("v2-lite", tmp_path))
     batch = _bound(runner, [(0, 70)])
-    first_TH = runner.steps.forward(batch, runner.planes).clone()
+    first_TH = runner.forward_model.forward(batch, runner.planes).clone()
     other = _bound(runner, [(0, 250)])
-    runner.steps.forward(other, runner.planes)
+    runner.forward_model.forward(other, runner.planes)
     again = _bound(runner, [(0, 70)])
-    assert torch.equal(runner.steps.forward(again, runner.planes), first_TH)
+    assert torch.equal(runner.forward_model.forward(again, runner.planes), first_TH)
 
 
 def test_steps_beyond_the_largest_bucket_run_eagerly(cuda: torch.device, tmp_path: Path) -> None:
     runner = _runner(folder("qwen3", tmp_path))
     batch = _bound(runner, [(0, 300)])
-    assert torch.equal(runner.steps.forward(batch, runner.planes), runner.model.forward(batch, runner.planes))
+    assert torch.equal(runner.forward_model.forward(batch, runner.planes), runner.model.forward(batch, runner.planes))
 
 
 def test_a_graph_for_long_contexts_cuts_short_ones_as_one_for_short_ones_does() -> None:
@@ -139,7 +143,7 @@ def test_graph_pool_memory_is_shared(cuda: torch.device) -> None:
 
 def test_a_failed_recording_is_told_and_leaves_a_working_device(cuda: torch.device) -> None:
     pool = GraphPool()
-    with pytest.raises(UnsupportedConfig, match="recording CUDA graphs of 7 rows failed .*--cuda-graph-mode none"):
+    with pytest.raises(UnsupportedConfig, match="capturing CUDA graphs of 7 rows failed .*--cuda-graph-mode none"):
         with pool.running("7 rows"):
             pool.begin()
             torch.ones(3, device=cuda).sum().item()  # waits for what is only being recorded
@@ -157,7 +161,7 @@ def _runner(path: Path) -> Runner:
     runner = engine(
         path, cuda_graph_mode="piecewise", piecewise_cuda_graph_tokens=PIECES, max_running_requests=4
     ).runner
-    assert isinstance(runner.steps, Piecewise)
+    assert isinstance(runner.forward_model, Piecewise)
     return runner
 
 

@@ -80,11 +80,11 @@ class Routes:
         patch.setattr(Router, "forward", of_reference)
         patch.setattr(routing, "route", of_kernels)
 
-    def alike(self) -> Tensor:
-        """bool [T]: of the forwards since the last call, which tokens went to the same experts in all layers."""
-        same = torch.stack([(a == b).all(1) for a, b in zip(self.there, self.here, strict=True)]).all(0)
+    def alike(self, tokens: int) -> Tensor:
+        """bool [tokens]: of the last forwards, which tokens went to the same experts in all layers."""
+        same = [(a == b).all(1) for a, b in zip(self.there, self.here, strict=True) if len(a) == tokens]
         self.there, self.here = [], []
-        return same
+        return torch.stack(same).all(0) if same else torch.ones(tokens, dtype=torch.bool)
 
 
 @pytest.mark.parametrize("shape", ["v2-lite", "v3"])
@@ -109,7 +109,7 @@ def test_logits_are_the_references(name: str, shape: str, cuda: torch.device, mo
             exact = reference.logits(reference.forward(plain, there)).double()
             got = kernels.logits(kernels.forward(paged, here)).double()
         assert got.isfinite().all(), step
-        apart, alike = (got - exact).norm(dim=1) / exact.norm(dim=1), routes.alike()
+        apart, alike = (got - exact).norm(dim=1) / exact.norm(dim=1), routes.alike(len(got))
         same, seen = same + int(alike.sum()), seen + len(alike)
         error = float(apart[alike].median()) if alike.any() else 0.0
         whole = float((got - exact).norm() / exact.norm())

@@ -95,7 +95,10 @@ def test_an_engine_starts_from_published_files(family: str, cuda: torch.device, 
     error = (scores(engine) - reference_logprobs(folder, cuda)).abs()
     if "index_topk" in config:  # where every token is attended to: beyond, rounding changes the selection
         error = error[: config["index_topk"] - 1]
-    assert error.mean() < 0.1, (family, float(error.mean()), float(error.max()))
+    # FP8 activations: 0.05 behind two layers, 0.08 behind four; the mean follows the few tokens that rounding sends to
+    # other experts
+    bound = 0.12 if "quantization_config" in config else 0.02
+    assert error.median() < bound, (family, float(error.median()), float(error.max()))
     if has_nextn:
         (nextn,) = engine.runner.drafting.drafter.modules()
         with Safetensors(folder) as stream:

@@ -259,7 +259,7 @@ def test_what_is_drawn_from_is_the_references(shape: str, vocab: int) -> None:
     assert bool((((part * other).sum(-1) < 1e-4) | (other.sum(-1) <= 1)).all()), SEED
     torch.testing.assert_close(got[kept & wanted], want[kept & wanted], rtol=1e-6, atol=0)
     add_gumbel_noise = KernelSampler.distribution.add_gumbel_noise(got, ints_EI[:, 3], ints_EI[:, 0])
-    drawn_E = KernelSampler().draw(logits, slots, slot_E, ints_EI, DRAWS)
+    drawn_E = KernelSampler().sample_tokens(logits, slots, slot_E, ints_EI, DRAWS)
     assert (add_gumbel_noise.argmax(-1) != drawn_E).sum() <= 1, SEED
     twice = KernelSampler.distribution.add_gumbel_noise(got.repeat_interleave(2, 0), ints_EI[:, 3], ints_EI[:, 0])
     assert torch.equal(twice[1::2], add_gumbel_noise) and torch.equal(twice[::2], add_gumbel_noise)

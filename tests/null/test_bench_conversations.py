@@ -13,9 +13,9 @@ from thalweg.bench.dataset_files import file_prompts, sharegpt_prompts
 from thalweg.bench.datasets import (
     LengthRange,
     OrdinaryTokens,
-    Prompt,
     PromptGroups,
     Reply,
+    SampleRequest,
     file_conversations,
     possible_hits,
     schedule,
@@ -71,8 +71,8 @@ def test_a_later_turn_has_all_that_was_said() -> None:
         ("user", "7 8"), ("assistant", "91 92"), ("user", "20"), ("assistant", "95"), ("user", "30 31"),
     ]  # fmt: skip
     with pytest.raises(DatasetError, match="--tokenizer"):
-        Prompt(1, ids=[5]).following(Prompt(1, ids=[4]), Reply("a")).as_ids_or_text()
-    text = Prompt(1, text=" and").following(Prompt(1, text="Once"), Reply(" upon"))
+        SampleRequest(1, ids=[5]).following(SampleRequest(1, ids=[4]), Reply("a")).as_ids_or_text()
+    text = SampleRequest(1, text=" and").following(SampleRequest(1, text="Once"), Reply(" upon"))
     assert text.as_ids_or_text() == "Once upon and"
 
 
@@ -91,7 +91,7 @@ def test_conversations_of_a_file_are_played_again_without_its_answers(tmp_path: 
     whole = second.following(first, Reply("What is it?")).as_messages()
     assert [m["content"] for m in whole] == ["Be brief.", "Hi", "What is it?", "Bye"]
     with pytest.raises(DatasetError, match="no messages"):
-        file_conversations([Prompt(1, text="x")], 0.0, 0)
+        file_conversations([SampleRequest(1, text="x")], 0.0, 0)
 
 
 def test_sharegpt(tmp_path: Path) -> None:
@@ -205,7 +205,7 @@ def test_the_highest_possible_hit_rate_is_reported() -> None:
         first, Reply("", tuple(range(400, 461)))
     )  # 131 + 61 = 192 = three pages known
     assert possible_hits([first, turn]) == pytest.approx(192 / (131 + 202))
-    assert possible_hits([first, Prompt(1, text="words")]) is None
+    assert possible_hits([first, SampleRequest(1, text="words")]) is None
     assert possible_hits([turn.following(first, Reply("no ids"))]) is None and possible_hits([]) is None
 
 

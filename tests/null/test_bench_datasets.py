@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from thalweg.bench.dataset_files import file_prompts
-from thalweg.bench.datasets import OrdinaryTokens, Prompt, random_prompts, schedule
+from thalweg.bench.datasets import OrdinaryTokens, SampleRequest, random_prompts, schedule
 from thalweg.bench.errors import DatasetError
 from thalweg.bench.traces import BLOCK, TraceLimits, trace_prompts
 
@@ -125,11 +125,11 @@ def test_prompts_of_a_file(tmp_path: Path) -> None:
 
 
 def test_ids_become_text_for_a_chat() -> None:
-    assert Prompt(1, ids=[4, 5], decode=WORDS.decode).as_messages() == [{"role": "user", "content": "4 5"}]
+    assert SampleRequest(1, ids=[4, 5], decode=WORDS.decode).as_messages() == [{"role": "user", "content": "4 5"}]
 
 
 def test_when_requests_are_due() -> None:
-    prompts = [Prompt(1, text="a", at=at) for at in (0.0, 1.0, 7.5)] * 1000
+    prompts = [SampleRequest(1, text="a", at=at) for at in (0.0, 1.0, 7.5)] * 1000
     assert schedule(prompts, math.inf, False, 0) == [0.0] * 3000
     assert schedule(prompts[1:], math.inf, True, 0)[:3] == [1.0, 7.5, 0.0]
     assert schedule(prompts[1:3], math.inf, True, 0) == [0.0, 6.5]  # a trace begins with its first request

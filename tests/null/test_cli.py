@@ -59,7 +59,7 @@ def test_help_does_not_load_torch() -> None:
         (["xyzzy"], ("unknown command", "--help")),
         (["plan", "models/tiny", "--portt", "3"], ("unknown flag --portt",)),
         (["plan", "models/tiny", "--port", "3"], ("unknown flag --port",)),
-        (["serve", "models/tiny", "--page-size", "1"], ("page_size", "64")),
+        (["serve", "models/tiny", "--page-size", "1"], ("--page-size: must be one of", "64")),
         (["serve", "--config", "/nowhere.yaml"], ("/nowhere.yaml", "No such file")),
         (["generate", "models/tiny", "--prompt-file", "/nowhere"], ("--prompt-file /nowhere", "No such file")),
         (["generate", "models/tiny", "--prompt", ""], ("no prompt", "--prompt")),
@@ -73,3 +73,10 @@ def test_mistakes_are_answered_in_one_line(
     lines = capsys.readouterr().err.strip().splitlines()
     assert len(lines) == 1 and lines[0].startswith("thalweg: "), lines
     assert all(word in lines[0] for word in words), lines[0]
+
+
+def test_help_lists_a_command_s_own_flags_before_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["doctor", "--help"])
+    shown = capsys.readouterr().out
+    assert shown.index("This command:") < shown.index("--online ") < shown.index("--chat-template ")

@@ -160,22 +160,24 @@ def test_flag_names_of_other_engines_print_one_notice_each() -> None:
     [
         ("--portt 3", ("unknown flag --portt", "--port")),
         ("--max-runing-requests=3", ("--max-running-requests",)),
-        ("--speculative-algorithm MEDUSA", ("speculative_algorithm", "NEXTN", "MEDUSA")),
+        ("--speculative-algorithm MEDUSA", ("--speculative-algorithm:", "NEXTN", "MEDUSA")),
         ("--mem-frac 0.5", ("unknown flag --mem-frac",)),
         ("one two", ("'two'",)),
-        ("one --model two", ("model: given twice", "one", "two")),
+        ("one --model two", ("--model: given twice", "one", "two")),
         ("--port", ("--port", "expected")),
-        ("--context-length 5 --max-model-len 6", ("context_length: given twice", "5", "6")),
-        ("--radix-cache --disable-radix-cache", ("radix_cache: given twice", "True", "False")),
+        ("--max-model-len -3", ("--max-model-len: must be at least 2, got -3",)),
+        ("--context-length 5 --max-model-len 6", ("--context-length: given twice", "5", "6")),
+        ("--radix-cache --disable-radix-cache", ("--radix-cache: given twice", "True", "False")),
         ("--model one --model-path two", ("model", "given twice", "one", "two")),
-        ("--metrics --no-metrics", ("metrics: given twice", "True", "False")),
+        ("--metrics --no-metrics", ("--metrics: given twice", "True", "False")),
         ("--port abc", ("port", "whole number", "abc")),
         ("--port 70000", ("port", "at most 65535", "70000")),
-        ("--mem-fraction-static nan", ("mem_fraction_static", "nan")),
-        ("--mem-fraction-static 80", ("mem_fraction_static", "0.99", "80")),
-        ("--schedule-policy lifo", ("schedule_policy", "fcfs, lpm, priority", "lifo")),
-        ("--page-size 16", ("page_size", "64", "16")),
-        ("--dtype float16", ("dtype", "bfloat16, float32", "float16")),
+        ("--mem-fraction-static nan", ("--mem-fraction-static:", "nan")),
+        ("--mem-fraction-static 80", ("--mem-fraction-static:", "0.99", "80")),
+        ("--schedule-policy lifo", ("--schedule-policy:", "fcfs, lpm, priority", "lifo")),
+        ("--page-size 16", ("--page-size:", "64", "16")),
+        ("--dtype float16", ("--dtype: must be one of bfloat16, float32; got 'float16'; use bfloat16",)),
+        ("--quantization awq", ("--quantization: not needed: ", "not AWQ")),
         ("--nnodes 2", ("--nnodes", "2")),
         ("--chunked-prefill-size 0", ("chunked_prefill_size", "-1")),
         ("--ssl-keyfile key.pem", ("ssl_keyfile", "--ssl-certfile")),
@@ -243,6 +245,50 @@ def test_what_is_printed_hides_secrets() -> None:
     assert words == wanted.split() and parse(*words).options == config
     secrets = options_of(hf_token="t", api_key=("k",), ssl_certfile="c", ssl_keyfile_password="p")
     assert command_line(non_defaults(secrets)) == ["--ssl-certfile", "c"]
+
+
+def test_a_list_of_numbers_may_follow_its_flag() -> None:
+    """As SGLang's users write it; a model after it is still a model."""
+    for words in (["--cuda-graph-bs", "1", "2", "4"], ["--cuda_graph_bs=1", "2", "--cuda-graph-bs", "4"]):
+        assert parse(*words).options.load.cuda_graph_bs == (1, 2, 4)
+    assert parse("--cuda-graph-bs", "1", "2", "models/m").args.positional_model == "models/m"
+
+
+@pytest.mark.parametrize(
+    ("flag", "instead"),
+    [
+        ("--enable-flashinfer-mla", "--attention-backend flashinfer"),
+        ("--enable-ep-moe", "one device"),
+        ("--torch-compile-max-bs", "not needed"),
+        ("--nsa-prefill-backend", "--attention-backend"),
+        ("--nsa-decode-backend=fa3", "--attention-backend"),
+        ("--profile", "thalweg roofline"),
+    ],
+)
+def test_old_spellings_of_other_engines_name_the_present_one(flag: str, instead: str) -> None:
+    with pytest.raises(UnsupportedConfig, match=instead):
+        parse(flag)
+
+
+def test_secrets_come_from_the_environment_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command line can be read by every user of the machine."""
+    (tmp_path / "keys").write_text("k1\nk2\n\n")
+    monkeypatch.setenv("THALWEG_API_KEY_FILE", str(tmp_path / "keys"))
+    monkeypatch.setenv("THALWEG_ADMIN_API_KEY", "root")
+    options = parse("--model", "m").options
+    assert options.server.api_key == ("k1", "k2") and options.server.admin_api_key == "root"
+    given = parse("--model", "m", "--api-key", "other")
+    assert given.options.server.api_key == ("other",), "the command line wins"
+    assert "THALWEG_API_KEY_FILE" in given.notices[0] and "other" not in given.notices[0]
+    monkeypatch.setenv("THALWEG_API_KEY", "a,b")
+    with pytest.raises(UnsupportedConfig, match="THALWEG_API_KEY and THALWEG_API_KEY_FILE"):
+        parse("--model", "m")
+    monkeypatch.delenv("THALWEG_API_KEY_FILE")
+    assert parse("--model", "m").options.server.api_key == ("a", "b")
+    monkeypatch.setenv("THALWEG_ADMIN_API_KEY_FILE", str(tmp_path / "none"))
+    monkeypatch.delenv("THALWEG_ADMIN_API_KEY")
+    with pytest.raises(UnsupportedConfig, match="THALWEG_ADMIN_API_KEY_FILE: .*No such file"):
+        parse("--model", "m")
 
 
 def test_replace_keeps_the_rest() -> None:
@@ -343,10 +389,10 @@ def test_vllm_speculative_config_is_accepted(
         ),
         (
             ["--mtp", "2", "--speculative-config", '{"method": "mtp"}', "--speculative-algorithm", "NGRAM"],
-            ("speculative_algorithm: given twice",),
+            ("--speculative-algorithm: given twice",),
         ),
         (["--speculative-config.method", "mtp"], ("one object", '"method"')),
-        (["--speculative-token-map", "x"], ("unknown flag --speculative-token-map: not needed",)),
+        (["--speculative-token-map", "x"], ("--speculative-token-map: not needed: ",)),
         (["--speculative-draft-load-format=dummy"], ("--load-format",)),
         (["--speculative-ngram-max-match-window-size", "8"], ("not needed", "2 to 5")),
         (["--speculative-algorithm", "medusa"], ("must be one of NEXTN",)),

@@ -128,7 +128,7 @@ def test_acceptance_is_tracked_for_each_request() -> None:
         policy.observe([VerifiedDrafts(good, 4, 0b1111), VerifiedDrafts(bad, 4, 0)])
     assert policy.choose([good], WIDEST) == WIDEST
     assert sorted(policy.choose([bad], WIDEST) for _ in range(21))[10] <= 1, "but for a try now and then"
-    assert sum(good.draft_odds) > 3.5 > 0.1 > sum(bad.draft_odds)
+    assert sum(good.acceptance_rates) > 3.5 > 0.1 > sum(bad.acceptance_rates)
 
 
 def test_times_between_and_beyond_what_was_measured() -> None:
@@ -155,15 +155,15 @@ def test_tree_acceptance_is_tracked_by_draft_length() -> None:
     """What a width between two of them brought says something of the parts that it had as a whole."""
     policy = MeasuredDraftLength([ProfilePoint(1, 512, (1.0,) * 64)])
     assert policy.choices == draft_length_choices(63) == (0, 1, 3, 7, 15, 31, 63)
-    r, before = request(0), policy.odds
+    r, before = request(0), policy.acceptance_rates
     for _ in range(300):
         policy.observe([VerifiedDrafts(r, 10, 0b1000101001)])
-    assert r.draft_odds[:3] == pytest.approx([1, 0, 2], abs=0.01)
-    ratio = r.draft_odds[2] / before[2]
-    assert r.draft_odds[3:] == pytest.approx([odds * ratio for odds in before[3:]])
+    assert r.acceptance_rates[:3] == pytest.approx([1, 0, 2], abs=0.01)
+    ratio = r.acceptance_rates[2] / before[2]
+    assert r.acceptance_rates[3:] == pytest.approx([odds * ratio for odds in before[3:]])
     policy.observe([VerifiedDrafts(r, 63, (1 << 63) - 1)] * 300)
-    assert r.draft_odds == pytest.approx([1, 2, 4, 8, 16, 32], abs=0.01)
-    assert policy.odds == pytest.approx([1, 2, 4, 8, 16, 32], rel=0.01)
+    assert r.acceptance_rates == pytest.approx([1, 2, 4, 8, 16, 32], abs=0.01)
+    assert policy.acceptance_rates == pytest.approx([1, 2, 4, 8, 16, 32], rel=0.01)
 
 
 def test_a_failed_drafter_is_not_called_again() -> None:
@@ -207,10 +207,10 @@ def test_wide_drafts_leave_a_share_of_a_step_to_prompts_that_wait() -> None:
         plan = scheduler.plan(width)
         scheduler.mark_launched()
         width = plan.num_drafts
-        scheduler.commit(plan, [Output((7,), (1,) * width) if row.emit else Output() for row in plan.rows])
+        scheduler.commit(plan, [Output((7,), (1,) * width) if row.samples else Output() for row in plan.rows])
         scheduler.take_deltas()
         if 10 < step < 30:
             assert width == 32 // 7 - 1 and len(plan.rows) == 7, "nobody is passed by for others' drafts"
-        if any(row.uid == 99 and row.emit for row in plan.rows):
+        if any(row.uid == 99 and row.samples for row in plan.rows):
             first = first or step
     assert 30 < first < 40

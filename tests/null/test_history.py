@@ -13,7 +13,7 @@ import pytest
 from thalweg.core.retention import RETAIN_ALL, CacheRetention
 from thalweg.text import retention
 from thalweg.text.chat import BUILTIN_ENCODERS, ChatEncoder, ChatFormat, ParserNames, builtin
-from thalweg.text.parser import TOOL_FORMATS, opens_thought
+from thalweg.text.parser import TOOL_FORMATS, is_in_thought
 from thalweg.text.retention import ThinkingRetention
 from thalweg.text.template import Template
 from thalweg.text.tokenizer import Tokenizer
@@ -59,6 +59,9 @@ def talk(turns: int) -> list[dict[str, Any]]:
     return [*asked, *[said, {"role": "user", "content": "And that?"}] * turns]
 
 
+NAMES = [name for name in BUILTIN_ENCODERS if name != "deepseek-v32-speciale"]  # V3.2's template; it calls no tools
+
+
 def called(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     call = {"role": "assistant", "content": "", "reasoning_content": "I call.", "tool_calls": CALLS}
     return [*messages, call, {"role": "tool", "content": "43", "tool_call_id": "call1"}]
@@ -72,7 +75,7 @@ def shared(a: Sequence[int], b: Sequence[int]) -> int:
 @pytest.mark.parametrize("after_tool", [False, True])
 @pytest.mark.parametrize("turns", [0, 2])
 @pytest.mark.parametrize("thinking", [True, False])
-@pytest.mark.parametrize("name", [*BUILTIN_ENCODERS, "qwenish", "keeps-all"])
+@pytest.mark.parametrize("name", [*NAMES, "qwenish", "keeps-all"])
 def test_what_is_kept_is_what_the_next_turn_begins_with(
     name: str, thinking: bool, turns: int, after_tool: bool, calls: bool
 ) -> None:
@@ -85,7 +88,7 @@ def test_what_is_kept_is_what_the_next_turn_begins_with(
     messages = called(talk(turns)) if after_tool else talk(turns)
     prompt = found.encoder.encode(messages, tools, template_kwargs=arguments)
     keep = ThinkingRetention(found, TOKENIZER.mark_id).keep(prompt, arguments, bool(tools))
-    inside = opens_thought(prompt)
+    inside = is_in_thought(prompt)
     thinks = inside or (found.formats.reasoning is not None and thinking and not prompt.rstrip().endswith("</think>"))
     thought = THOUGHT if thinks else ""
     answer: dict[str, Any] = {"role": "assistant", "content": "" if calls else ANSWER, "reasoning_content": thought}

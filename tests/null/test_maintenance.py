@@ -48,13 +48,13 @@ class Hands:
 
     def output(self, plan: StepPlan) -> Sequence[Output]:
         self.inside.remove(plan.step)
-        return [self._output(row.uid) if row.emit else Output() for row in plan.rows]
+        return [self._output(row.uid) if row.samples else Output() for row in plan.rows]
 
     def _output(self, uid: int) -> Output:
         r = self.requests[uid]
-        if r.known >= r.end:
+        if r.num_tokens >= r.end:
             return Output(done=True)
-        return Output((self.says,), done=r.known + 1 >= r.end or self.says in r.stop_ids)
+        return Output((self.says,), done=r.num_tokens + 1 >= r.end or self.says in r.stop_ids)
 
 
 class Shop:
@@ -121,7 +121,7 @@ class Rank:
 
     def turn(self, times: int = 1) -> None:
         for _ in range(times):
-            self.loop.turn()
+            self.loop.step()
             self.heard += self.channel.outbox
             self.channel.outbox.clear()
 
@@ -270,4 +270,4 @@ def test_an_engine_without_admin_operations_refuses_them() -> None:
     rank.loop.admin = None
     rank.say(UpdateWeights(1, "9"))
     rank.turn()
-    assert rank.done() == [ControlReply(1, error="this engine stays as it was built")]
+    assert rank.done() == [ControlReply(1, error="weight updates and profiles are not available in this engine")]

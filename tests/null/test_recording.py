@@ -31,6 +31,7 @@ def test_a_recording_begins_with_what_the_device_knows_there(
     recorded step.
     """
     monkeypatch.setattr(recording, "STEPS", steps)
+    monkeypatch.setattr(recording, "MAX_FILES", 1000)
     truth: dict[tuple[int, int], Known] = {}
     real = Device._forward
 
@@ -133,3 +134,35 @@ def test_a_full_disk_does_not_stop_the_engine(tmp_path: Path, caplog: pytest.Log
     (tmp_path / "dumps").rmdir()
     ring.save_crash(RuntimeError("fire"))
     assert "could not be written (the engine died: RuntimeError: fire)" in caplog.text
+
+
+def test_a_folder_in_place_of_a_recording_is_refused_with_the_expected_file(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedConfig, match=r"Is a directory; give a recording \(thalweg-\*\.json"):
+        read(tmp_path)
+
+
+def test_a_folder_holds_so_many_recordings_and_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "recordings"
+    recorder = StepRecorder(settings(folder), {})
+    assert folder.stat().st_mode & 0o777 == 0o700
+    (folder / "another.json").write_text("a file of the user's")
+    monkeypatch.setattr(recording, "MAX_FILES", 3)
+    paths = [recorder.dump("test") for _ in range(5)]
+    assert [path for path in paths if path.exists()] == paths[-3:]
+    monkeypatch.setattr(recording, "MAX_BYTES", int(paths[-1].stat().st_size * 2.5))
+    last = recorder.dump("test")
+    assert [path for path in (*paths, last) if path.exists()] == [paths[-1], last]
+    assert (folder / "another.json").exists()
+
+
+def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = StepRecorder(settings(tmp_path / "recordings"), {})
+
+    def full(path: Path, target: Path) -> Path:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "rename", full)
+    with pytest.raises(OSError, match="No space left"):
+        recorder.dump("test")
+    recorder.save("test")  # is logged
+    assert not [*(tmp_path / "recordings").iterdir()]

@@ -17,7 +17,7 @@ from thalweg.core.sampling import SamplingParams
 from thalweg.core.ticket import Ticket, TicketState
 from thalweg.scheduler.draft_length import FixedDraftLength
 from thalweg.scheduler.requests import POLICIES, Limits
-from thalweg.scheduler.scheduler import MAX_OVERTAKEN, Scheduler
+from thalweg.scheduler.scheduler import MAX_BYPASS_COUNT, Scheduler
 
 EOS, VOCAB, PAGE = 0, 100, 4
 
@@ -38,7 +38,7 @@ def submit(uid: int, prompt: tuple[int, ...] | int = 5, **changes: Any) -> Submi
 
 
 def step(b: Scheduler, say: Callable[[Row], int] = lambda row: 7, ends: dict[int, int] | None = None) -> StepPlan:
-    """One synchronous step; every emitting row says `say(row)`, which ends it at EOS or at the length that was
+    """One synchronous step; every sampled row says `say(row)`, which ends it at EOS or at the length that was
     bound.
     """
     plan = b.plan(0)
@@ -47,9 +47,9 @@ def step(b: Scheduler, say: Callable[[Row], int] = lambda row: 7, ends: dict[int
         outputs = []
         for row in plan.rows:
             r = b.requests[row.uid]
-            if row.emit:
+            if row.samples:
                 token = say(row)
-                outputs.append(Output((token,), done=token in r.stop_ids or r.known + 1 >= r.end))
+                outputs.append(Output((token,), done=token in r.stop_ids or r.num_tokens + 1 >= r.end))
             else:
                 outputs.append(Output())
         b.commit(plan, outputs)
@@ -165,7 +165,7 @@ def test_running_requests_are_served_before_chunks_and_new_ones():
     step(b)
     b.handle([submit(3, 20), submit(4, 2)])
     plan = step(b)
-    assert [(row.uid, row.n, row.emit) for row in plan.rows] == [(1, 1, True), (2, 1, True), (3, 6, False)]
+    assert [(row.uid, row.n, row.samples) for row in plan.rows] == [(1, 1, True), (2, 1, True), (3, 6, False)]
     plan = step(b)
     assert [(row.uid, row.n) for row in plan.rows] == [(1, 1), (2, 1), (3, 6)], "4 waits for a budget"
 
@@ -201,7 +201,7 @@ def test_rows_with_other_drafts_take_turns():
     assert (first.uid, first.n, first.num_drafts) == (1, 10, 9)
 
 
-def test_sampling_needs_come_from_emitting_rows():
+def test_sampling_needs_come_from_sampled_rows():
     b = make_scheduler(budget=12)
     b.handle([submit(1, 2, temperature=0.0), submit(2, 20, top_p=0.5, frequency_penalty=1.0)])
     assert step(b).needs == SamplingNeeds(), "the second one does not sample yet"
@@ -316,7 +316,7 @@ def test_the_youngest_request_is_preempted_and_loses_no_tokens():
     b.handle([submit(1, 7), submit(2, 7)])
     while not b.counters.preemptions:
         step(b)
-    out = list(b.requests[2].out)
+    out = list(b.requests[2].output_ids)
     assert b.requests[2].state.value == "queued" and out and b.allocator.num_available() > 0
     while 2 in b.requests:
         step(b)
@@ -344,9 +344,9 @@ def test_small_requests_overtake_a_large_one_that_does_not_fit():
     large, counts = b.requests[2], [0]
     while 1 in b.requests:
         step(b)
-        counts.append(large.overtaken)
+        counts.append(large.bypass_count)
     assert counts[:3] == sorted(set(counts[:3])), "while it waits, others are admitted in each step"
-    assert max(counts) == 64 == MAX_OVERTAKEN and counts[-1] == 64
+    assert max(counts) == 64 == MAX_BYPASS_COUNT and counts[-1] == 64
     step(b)
     assert large.state.value == "running", "then it is the next"
     while not b.is_idle:
@@ -422,9 +422,9 @@ def test_a_hit_reaches_beyond_the_prompt_once_its_logprobs_are_known():
     b.handle([submit(1, 6, prompt_logprobs=0, max_tokens=12)])
     r = b.requests[1]
     assert b.kv_cache.max_hit_pages(r) == 0
-    r.scores.extend([TokenLogprob(-1.0)] * 4)
+    r.prompt_logprobs.extend([TokenLogprob(-1.0)] * 4)
     assert b.kv_cache.max_hit_pages(r) == 1
-    r.scores.append(TokenLogprob(-1.0))
+    r.prompt_logprobs.append(TokenLogprob(-1.0))
     b.kv_cache.append_tokens(r, [7] * 7)
     assert b.kv_cache.max_hit_pages(r) == 3
 
@@ -437,8 +437,8 @@ def test_the_first_delta_carries_prompt_counts_and_the_last_the_finish_reason():
     b.handle([submit(1, 5, prompt_logprobs=0, max_tokens=2, logprobs=0)])
     scores = [TokenLogprob(-float(q)) for q in range(4)]
     says = [
-        Output(scores=tuple(scores[:3])),
-        Output((7,), logprobs=(TokenLogprob(-9.0),), scores=tuple(scores[3:])),
+        Output(prompt_logprobs=tuple(scores[:3])),
+        Output((7,), logprobs=(TokenLogprob(-9.0),), prompt_logprobs=tuple(scores[3:])),
         Output((8,), done=True),
     ]
     news: list[TokenDelta] = []
@@ -474,10 +474,10 @@ def test_a_request_for_no_tokens_ends_with_its_prompt():
     b.mark_launched()
     later = b.plan(0)
     b.mark_launched()
-    assert not any(row.emit for row in (*plan.rows, *later.rows))
-    b.commit(plan, [Output(scores=(TokenLogprob(-1.0),) * 4)])
+    assert not any(row.samples for row in (*plan.rows, *later.rows))
+    b.commit(plan, [Output(prompt_logprobs=(TokenLogprob(-1.0),) * 4)])
     assert b.take_deltas() == ()
-    b.commit(later, [Output(scores=(TokenLogprob(-1.0),)), Output()])
+    b.commit(later, [Output(prompt_logprobs=(TokenLogprob(-1.0),)), Output()])
     (delta,) = b.take_deltas()
     assert (delta.uid, delta.tokens, delta.finish, len(delta.prompt_logprobs)) == (1, (), "length", 5)
     while not b.is_idle:

@@ -116,5 +116,6 @@ def test_ranks_agree_on_steps_while_some_are_idle():
     serve(ranks, lambda turn: False, clock, rng)
     ranks[1].cases[0].check()
     assert (
-        len({rank.scheduler.step for rank in ranks}) == 1 and ranks[0].scheduler.retired == ranks[1].scheduler.retired
+        len({rank.scheduler.step for rank in ranks}) == 1
+        and ranks[0].scheduler.last_committed_step == ranks[1].scheduler.last_committed_step
     )

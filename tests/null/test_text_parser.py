@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thalweg.core.errors import UnsupportedConfig
-from thalweg.text.events import Event, ParsedAnswer, PartKind
-from thalweg.text.parser import AnswerParser, opens_thought
+from thalweg.text.events import Event, ParsedAnswer, ParsedCall, PartKind
+from thalweg.text.parser import AnswerParser, is_in_thought
+from thalweg.text.partial_json import whole_members
 from tools.fuzz_checks import collect, parse
 
 CASES = json.loads((Path(__file__).parent / "data" / "parser_cases.json").read_text(encoding="utf-8"))["cases"]
@@ -58,7 +59,7 @@ def random_split(text: str, rng: random.Random) -> list[str]:
 
 
 def calls_of(message: ParsedAnswer) -> list[tuple[str, Any]]:
-    return [(call.name, json.loads(call.arguments)) for call in message.calls]
+    return [(call.name, json.loads(call.arguments)) for call in message.calls if call.complete]
 
 
 def options_of(case: dict[str, Any], mode: str) -> dict[str, Any]:
@@ -76,7 +77,7 @@ def check(case: dict[str, Any], mode: str, events: list[Event]) -> None:
     assert (message.reasoning or "") == (expect["reasoning_content"] or "")
     assert not [mark for mark in expect["never_in_content"] if mark in got]
     assert expect["finish_reason"] in ("any", "tool_calls" if message.calls else "stop")
-    calls = calls_of(message)  # valid JSON in every mode
+    calls = calls_of(message)
     compare = expect["tool_calls_mode"]
     if mode == "stream":
         compare = expect.get("tool_calls_mode_stream", compare)
@@ -253,22 +254,64 @@ def test_a_duplicate_parameter_is_malformed() -> None:
     message = parse(twice, None, "deepseekv32")
     assert message.calls == () and message.content is not None and "｜DSML｜" not in message.content
     streamed = run([twice], None, "deepseekv32")
-    assert calls_of(collect(streamed)) == [("f", {"q": "a"})]
-    assert not any(event.part.whole for event in streamed if event.part.kind is PartKind.CALL)
+    assert collect(streamed).calls == (ParsedCall("call_0", "f", '{"q": "a"', complete=False),)
 
 
-@pytest.mark.parametrize("form, text", [("deepseekv31", V31_CALL), ("deepseekv32", DSML_CALL)])
-def test_a_truncated_call_is_content_whole_and_valid_json_streamed(form: str, text: str) -> None:
-    """Malformed JSON in partial calls (sglang 21546)."""
-    for end in range(1, len(text)):
-        held = parse("x " + text[:end], None, form)
-        assert held.calls == () or calls_of(held) == [("f", {"q": "a"})]
-        assert held.content is not None and held.content.startswith("x ")
-        if not held.calls and '"a' in held.content:
-            assert "f" in held.content and "q" in held.content
-        for call in collect(run(["x " + text[:end]], None, form)).calls:
-            # "a<" may be the whole value or the beginning of its end tag
-            assert call.name == "f" and re.fullmatch(r"|a(<|</|<｜|</｜)?D?S?M?L?", json.loads(call.arguments)["q"])
+ARGUMENTS = '{"q": "R0/a", "n": [1, 23]}'
+CALLS = {
+    "deepseekv3": f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{ARGUMENTS}\n```<｜tool▁call▁end｜>",
+    "deepseekv31": f"<｜tool▁call▁begin｜>f<｜tool▁sep｜>{ARGUMENTS}<｜tool▁call▁end｜>",
+    "deepseekv32": '<｜DSML｜function_calls>\n<｜DSML｜invoke name="f">\n<｜DSML｜parameter name="q" string="true">R0/a'
+    '</｜DSML｜parameter>\n<｜DSML｜parameter name="n" string="false">[1, 23]</｜DSML｜parameter>\n</｜DSML｜invoke>',
+    "qwen25": f'<tool_call>\n{{"name": "f", "arguments": {ARGUMENTS}}}\n</tool_call>',
+}
+
+
+@pytest.mark.parametrize("hold", [True, False])
+@pytest.mark.parametrize("is_cut", [True, False])
+@pytest.mark.parametrize("form", CALLS)
+def test_arguments_of_a_call_that_the_text_ends_in_stay_as_far_as_they_came(
+    form: str, is_cut: bool, hold: bool
+) -> None:
+    """Malformed JSON in partial calls (sglang 21546): a shorter path, a missing argument, must not become a call."""
+    text = "x " + CALLS[form]
+    for at in range(3, len(text) + 1):
+        parser = AnswerParser(None, form, hold=hold, new_id=lambda: "id")
+        events = parser.feed(text[:at]) + parser.finish(is_cut)
+        message = collect(events)
+        assert (message.content or "").startswith("x")
+        for call in message.calls:
+            assert call.name == "f"
+            if call.complete:
+                assert json.loads(call.arguments) == json.loads(ARGUMENTS)
+            else:
+                came = re.sub(r"(<|</)?(<?[｜|]?D?S?M?L?)?$", "", call.arguments)
+                assert ARGUMENTS.startswith(came) and came != ARGUMENTS, call
+        if is_cut and form != "deepseekv32":
+            assert "name" not in (message.content or "")
+    assert message.calls[0].complete
+
+
+def test_a_call_is_shown_where_the_text_was_cut_before_its_arguments() -> None:
+    text = '<｜DSML｜function_calls>\n<｜DSML｜invoke name="f">\n'
+    for is_cut, calls in ((True, (ParsedCall("call_0", "f", "", complete=False),)), (False, ())):
+        ids = (f"call_{i}" for i in itertools.count())
+        parser = AnswerParser(None, "deepseekv32", hold=True, new_id=lambda ids=ids: next(ids))  # type: ignore[misc]
+        assert collect(parser.feed(text) + parser.finish(is_cut)).calls == calls
+    for cut in ('<tool_call>\n{"name": "get_', "<tool_call>\n"):
+        parser = AnswerParser(None, "qwen25")
+        assert not parser.feed(cut, "length") and not parser.answer.calls
+
+
+@pytest.mark.parametrize(
+    ("text", "members"),
+    [
+        ("", {}), ("{", {}), ('{"a": "R', {}), ('{"a": 1', {}), ('{"a": 1,', {"a": 1}), ('{"a": "R0", "b": [1', {"a": "R0"}),
+        ('{"a\\n": {"c": 2} , "b"', {"a\n": {"c": 2}}), ('{"a": "x" ', {}), ('{"a": tru', {}), ('{"a": null, "b": ', {"a": None}),
+    ],
+)  # fmt: skip
+def test_whole_members(text: str, members: dict[str, Any]) -> None:
+    assert whole_members(text) == members
 
 
 def test_arguments_stream_before_the_call_ends() -> None:
@@ -321,7 +364,8 @@ def test_a_tool_call_ends_the_thought() -> None:
 
 
 def test_where_the_thought_begins_can_be_told_by_the_prompt() -> None:
-    assert opens_thought("<｜Assistant｜><think>\n") and not opens_thought("<｜Assistant｜></think>")
+    assert is_in_thought("<｜Assistant｜><think>\n") and is_in_thought("<｜Assistant｜></think>\n") is False
+    assert is_in_thought("<think></think>Well") is None
     message = collect(run(["a</think>b"], "qwen3", None, inside=True))
     assert (message.reasoning, message.content) == ("a", "b")
 
@@ -375,7 +419,7 @@ def test_random_markup(case: tuple[str, str], reasoning: str | None, hold: bool,
     calls = calls_of(message)
     content = message.content or ""
     assert not re.search("｜DSML｜|<｜tool▁|</?tool_call>", content)
-    shown = content + (message.reasoning or "") + json.dumps(calls)
+    shown = content + (message.reasoning or "") + json.dumps(calls) + "".join(c.arguments for c in message.calls)
     lost = set(WORD.findall(text)) - set(WORD.findall(shown))
     assert not lost, f"{lost} of {text!r} are in neither content, reasoning nor calls: {message}"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -235,6 +236,27 @@ def test_the_checkpoints_template_wins(tmp_path: Path) -> None:
     assert '<tool_call>{"k": "é<"}</tool_call>' in chat.encoder.encode(history)
     final = [USER, {"role": "assistant", "content": "The ans "}]
     assert chat.encoder.encode(final, continue_final_message=True).endswith("<|im_start|>assistant\nThe ans")
+
+
+def test_tools_that_no_parser_reads_are_refused(tmp_path: Path) -> None:
+    """Unknown markup would come back as text, and a forced call could not be forced."""
+    unknown = "{% for tool in tools or [] %}[TOOLS]{% endfor %}{{ messages[0].content }}"
+    plain = chat_of(tmp_path, unknown, architectures=["MistralForCausalLM"])
+    assert plain.formats.tools is None and "no parser knows the calls" in plain.no_tools
+    assert "another --chat-template" in plain.no_tools and not replace(plain, shows_calls=True).no_tools
+    v32 = chat_of(tmp_path, unknown, architectures=["DeepseekV32ForCausalLM"])
+    assert "--chat-template deepseek-v32" in v32.no_tools
+    assert "does not render tools" in chat_of(tmp_path, "{{ messages[0].content }}").no_tools
+    assert not chat_of(tmp_path, QWENISH + "{{ tools }}").no_tools
+
+
+def test_speciale_calls_no_tools(tmp_path: Path) -> None:
+    chat = choose_chat(
+        tmp_path, {"architectures": ["DeepseekV32ForCausalLM"]}, name="deepseek-ai/DeepSeek-V3.2-Speciale"
+    )
+    assert chat.encoder.name == "deepseek-v32-speciale" and "does not render tools" in chat.no_tools
+    prompt = chat.encoder.encode([USER], thinking=True)
+    assert prompt == encode_deepseek_v32([USER], thinking=True)
 
 
 def test_arguments_are_a_string_where_the_template_concatenates_them(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """What a model sees of a step: tokens, positions, where their KV goes and where the context lies. Frozen; no requests,
 no modes.
 
-Letters: T tokens of the step, R rows, P pages of the longest row, E emitting rows, N = E × positions sampled of
+Letters: T tokens of the step, R rows, P pages of the longest row, E sampled rows, N = E × positions sampled of
 each.
 """
 
@@ -80,7 +80,7 @@ class Batch:
     write_T: Tensor  # int64: flat index page * PAGE + offset where KV is written; padding goes into the null page
     table_RP: Tensor  # the page of each 64 positions of a row, 0 beyond its end; in the type of the slots' table
     real_T: Tensor  # bool: False for padding
-    emit_N: Tensor  # int64: tokens whose logits are sampled, equally many of each emitting row
+    logits_indices_N: Tensor  # int64: tokens whose logits are sampled, equally many of each sampled row
     groups: tuple[Group, ...]  # rectangles that cover all tokens in order
     extents: tuple[RowExtent, ...] = ()  # of each row
     graph_break: GraphBreak = no_graph_break  # through which layers call their attention

@@ -23,7 +23,7 @@ class StepInputs:
     """The inputs of a step."""
 
     batch: Batch  # for the model
-    slot_E: Tensor  # int64: the slots of the emitting rows
+    slot_E: Tensor  # int64: the slots of the sampled rows
     ints_EI: Tensor  # int64: their slots' integers, as this step finds them
     all_sampled: bool  # every token's logits are sampled, in order
 
@@ -33,15 +33,15 @@ class StepInputs:
 
 
 def build_inputs(plan: StepPlan, slots: Slots) -> StepInputs:
-    """Gathers the step's tokens; its binds and appends have been made. A prefill chunk that does not emit moves its
-    slot's `at` here.
+    """Gathers the step's tokens; its binds and appends have been made. A prefill chunk that does not sample advances
+    its slot's `num_computed` here.
     """
     rows, device = plan.rows, slots.ints_SI.device
     slot_R = upload([row.slot for row in rows], torch.int64, device)
     ints_RI = slots.ints_SI.index_select(0, slot_R)
     row_T: Tensor | None = None
     if len(rows) == sum(row.n for row in rows):  # single tokens need no expansion
-        slot_T, ints_TI, column_T = slot_R, ints_RI, ints_RI[:, 1]
+        slot_T, ints_TI, column_T = slot_R, ints_RI, ints_RI[:, ref.NUM_COMPUTED]
     else:
         row_T, column_T = _expand(rows, ints_RI)
         slot_T, ints_TI = slot_R.index_select(0, row_T), ints_RI.index_select(0, row_T)
@@ -49,8 +49,8 @@ def build_inputs(plan: StepPlan, slots: Slots) -> StepInputs:
     if is_tree:
         assert row_T is not None, "a tree has more tokens than its root"
         drafted_R = upload([int(row.num_drafts > 0) for row in rows], torch.int64, device)
-        node_T = (column_T - ints_TI[:, 1]) * drafted_R.index_select(0, row_T)
-        column_T = column_T.masked_fill(node_T > ints_TI[:, 7], slots.context)  # a draft that was not made
+        node_T = (column_T - ints_TI[:, ref.NUM_COMPUTED]) * drafted_R.index_select(0, row_T)
+        column_T = column_T.masked_fill(node_T > ints_TI[:, ref.NUM_DRAFTS], slots.context)  # a draft that was not made
     ids_T, column_T, write_T, real_T = gather(slots, slot_T, column_T, ints_TI)
     position_T, tree = column_T, None
     if is_tree:
@@ -58,46 +58,48 @@ def build_inputs(plan: StepPlan, slots: Slots) -> StepInputs:
         position_T = column_T - (node_T - depth_T) * real_T
         # kernels read it as contiguous
         tree = TreeMask(column_T, tree_mask_T.contiguous(), 1 + max(i for i, row in enumerate(rows) if row.num_drafts))
-    emits, query = [i for i, row in enumerate(rows) if row.emit], plan.sampled_per_row
-    all_sampled = all(row.emit and row.n == query == 1 + row.num_drafts for row in rows)
+    sampled_rows, query = [i for i, row in enumerate(rows) if row.samples], plan.sampled_per_row
+    all_sampled = all(row.samples and row.n == query == 1 + row.num_drafts for row in rows)
     batch = Batch(
         ids_T=ids_T,
         positions_T=position_T,
         write_T=write_T,
         table_RP=slots.table_SP[:, : -(-plan.max_kv_len // PAGE)].index_select(0, slot_R),
         real_T=real_T,
-        emit_N=torch.arange(len(rows) * query, device=device) if all_sampled else sampled_tokens(plan, device),
+        logits_indices_N=torch.arange(len(rows) * query, device=device)
+        if all_sampled
+        else sampled_tokens(plan, device),
         groups=groups_of(rows),
         extents=tuple(RowExtent(row.n, row.start + row.n) for row in rows),
         tree=tree,
         verifies=rows[0].num_drafts > 0,
     )
-    if len(emits) == len(rows):
+    if len(sampled_rows) == len(rows):
         return StepInputs(batch, slot_R, ints_RI, all_sampled)
-    moved_R = upload([0 if row.emit else row.n for row in rows], torch.int64, device)
-    slots.at.index_add_(0, slot_R, moved_R)
-    emit_E = upload(emits, torch.int64, device)
-    return StepInputs(batch, slot_R.index_select(0, emit_E), ints_RI.index_select(0, emit_E), all_sampled)
+    moved_R = upload([0 if row.samples else row.n for row in rows], torch.int64, device)
+    slots.num_computed.index_add_(0, slot_R, moved_R)
+    sampled_row_E = upload(sampled_rows, torch.int64, device)
+    return StepInputs(batch, slot_R.index_select(0, sampled_row_E), ints_RI.index_select(0, sampled_row_E), all_sampled)
 
 
 def sampled_tokens(plan: StepPlan, device: torch.device) -> Tensor:
-    """Indices of the tokens whose logits are sampled, int64 [E * sampled_per_row]: each emitting row's last known token
+    """Indices of the tokens whose logits are sampled, int64 [E * sampled_per_row]: each sampled row's last known token
     and its drafts. A row with fewer drafts repeats its last token.
     """
     ends = accumulate(row.n for row in plan.rows)
-    emitting = [
-        (end - 1 - row.num_drafts, row.num_drafts) for end, row in zip(ends, plan.rows, strict=True) if row.emit
+    sampled_rows = [
+        (end - 1 - row.num_drafts, row.num_drafts) for end, row in zip(ends, plan.rows, strict=True) if row.samples
     ]
     if plan.sampled_per_row == 1:
-        return upload([first for first, _ in emitting], torch.int64, device)
-    first_E1, drafts_E1 = upload(list(zip(*emitting, strict=True)), torch.int64, device).unsqueeze(2)
+        return upload([first for first, _ in sampled_rows], torch.int64, device)
+    first_E1, drafts_E1 = upload(list(zip(*sampled_rows, strict=True)), torch.int64, device).unsqueeze(2)
     ahead_Q = torch.arange(plan.sampled_per_row, device=device)
     return torch.add(first_E1, ahead_Q.minimum(drafts_E1)).flatten()
 
 
 def gather(slots: Slots, slot_T: Tensor, column_T: Tensor, ints_TI: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See `kernels.build_inputs.ref.gather`; column_T: positions, but for trees."""
-    return ref.gather(slots.tokens_SL, slots.table_SP, PAGE, slot_T, column_T, ints_TI[:, 2])
+    return ref.gather(slots.tokens_SL, slots.table_SP, PAGE, slot_T, column_T, ints_TI[:, ref.END])
 
 
 def tree_nodes(slots: Slots, slot_T: Tensor, node_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -115,7 +117,7 @@ def _expand(rows: Sequence[Row], ints_RI: Tensor) -> tuple[Tensor, Tensor]:
     n_on_device, first_R = upload([n_R, [0, *accumulate(n_R[:-1])]], torch.int64, device)
     # told how many there are, the expansion does not ask the device
     row_T = torch.arange(len(rows), device=device).repeat_interleave(n_on_device, output_size=tokens)
-    base_T = (ints_RI[:, 1] - first_R).index_select(0, row_T)
+    base_T = (ints_RI[:, ref.NUM_COMPUTED] - first_R).index_select(0, row_T)
     return row_T, base_T + torch.arange(tokens, device=device)
 
 

@@ -19,7 +19,7 @@ def without_first_group(batch: Batch) -> Batch:
     ids, positions, write, table, real = (
         x[rows:] for x in (batch.ids_T, batch.positions_T, batch.write_T, batch.table_RP, batch.real_T)
     )
-    return Batch(ids, positions, write, table, real, batch.emit_N, moved, batch.extents[rows:])
+    return Batch(ids, positions, write, table, real, batch.logits_indices_N, moved, batch.extents[rows:])
 
 
 def empty_batch(slots: Slots) -> Batch:

@@ -14,7 +14,7 @@ from torch import Tensor
 from thalweg.core.plan import PAGE, Bind, PageAppend
 from thalweg.core.sampling import MAX_EOS_IDS, MAX_LOGIT_BIAS, MAX_STOP_IDS
 from thalweg.core.tree import CHAIN, TreeShape
-from thalweg.kernels.build_inputs.ref import FLOATS, INTS, SlotTensors
+from thalweg.kernels.build_inputs.ref import FLOATS, INTS, LENGTH, TEMPERATURE, SlotTensors
 
 STOP_IDS = MAX_STOP_IDS + MAX_EOS_IDS  # the user's, and the model's end tokens
 
@@ -51,12 +51,13 @@ class Slots:
     tokens_SL: Tensor  # int32: prompt and output; column L - 1 takes what is written for ended slots
     table_SP: Tensor  # the page table: int64, on a GPU int32 as its kernels want it
     # int64 and float32: the columns named in INTS and FLOATS, so that a bind or a gather is one operation.
-    # length: known tokens; at: positions whose KV is computed; end: length at which the sequence is full, 0 once it has
-    # ended; min_len: length before which no stop id may be sampled; made: drafts in the tokens plane, behind the known
+    # length: known tokens; num_computed: positions whose KV is computed; end: length at which the sequence is full, 0
+    # once it has ended; min_len: length before which no stop id may be sampled; num_drafts: drafts in the tokens plane,
+    # after the known tokens
     ints_SI: Tensor
     floats_SF: Tensor
     # int64: of each draft of a tree (`core.tree`) its parent, its depth and its mask (`batch.TreeMask`): 0, 0 and -1
-    # for the root; behind `made` any that such nodes may have. A chain has the root alone
+    # for the root; any valid values after `num_drafts`. A chain has the root alone
     nodes_SN3: Tensor
     extra: dict[str, Tensor]  # the declared fields, by name
     tree: TreeShape  # of the drafts
@@ -77,7 +78,16 @@ class Slots:
         self.bias_SB = torch.zeros(slots, MAX_LOGIT_BIAS, dtype=torch.float32, device=device)
         self.state_S3 = self.ints_SI[:, :3]
         columns = self.ints_SI.unbind(1)
-        self.length, self.at, self.end, self.seed, self.prompt_len, self.min_len, self.top_k, self.made = columns
+        (
+            self.length,
+            self.num_computed,
+            self.end,
+            self.seed,
+            self.prompt_len,
+            self.min_len,
+            self.top_k,
+            self.num_drafts,
+        ) = columns
         self.nodes_SN3 = torch.zeros(slots, 1 + tree.num_drafts * tree.is_tree, 3, dtype=torch.int64, device=device)
         self.nodes_SN3[:, :, 2] = -1
         self.nodes_SN3[:, 1:, 1] = 1  # a first node is always the root's child, also that of a chain, which writes none
@@ -89,11 +99,14 @@ class Slots:
         return SlotTensors(self.stop_SK, self.tokens_SL, self.ints_SI, self.table_SP, nodes_SN3)
 
     def reset(self) -> None:
-        """Nobody's slots: one that was never bound has ended, like one that was, so that its positions stay valid
-        indices.
-        """
+        """Marks every slot as free: length 1, end 0. So positions of a slot that was never bound are valid indices."""
         self.ints_SI.zero_()
-        self.ints_SI[:, 0] = 1
+        self.ints_SI[:, LENGTH] = 1
+
+    @property
+    def temperature(self) -> Tensor:
+        """float32 [S]: 0 for a greedy slot."""
+        return self.floats_SF[:, TEMPERATURE]
 
     @property
     def nbytes(self) -> int:

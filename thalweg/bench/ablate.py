@@ -123,7 +123,7 @@ class Ablation:
     results: dict[str, Result]  # by a cell's key
 
     def rounds(self, cell: AblationCell) -> int:
-        """How many of its runs are done."""
+        """The number of its finished runs."""
         result = self.results.get(cell.key, {})
         return 1 + len(result.get("again", ())) if "status" in result else 0
 

@@ -181,7 +181,7 @@ def run_cell(order: CellOrder, limit: float) -> Result:
 
 
 def failure(status: int, output: Path) -> str:
-    """How a process died, and its last line."""
+    """The exit status of a dead process in words, and its last line."""
     lines = [line.strip() for line in output.read_text(errors="replace").splitlines() if line.strip()]
     how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
     return f"{how}: {lines[-1] if lines else 'no output'}"

@@ -214,7 +214,7 @@ def effects(result: Json) -> list[str]:
 
 
 def _noise(rounds: int) -> str:
-    """How far the ratios can be trusted."""
+    """The uncertainty of the ratios."""
     if rounds < 2:
         return ONE_ROUND
     few = f" {rounds} rounds make them wide: `--rounds {GOOD_ROUNDS}` makes them narrower."

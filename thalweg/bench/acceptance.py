@@ -50,7 +50,7 @@ Answers = list[list[int]]
 
 
 class SamplingChoice(NamedTuple):
-    """How answers are sampled."""
+    """Sampling parameters of the answers."""
 
     temperature: float
     top_p: float

@@ -16,13 +16,13 @@ from torch import nn
 
 from thalweg.attention.selection import Selection
 from thalweg.bench.backends import BACKENDS, RequestOptions
-from thalweg.bench.datasets import Prompt
+from thalweg.bench.datasets import SampleRequest
 from thalweg.bench.display import progress_bar
 from thalweg.bench.errors import BenchError
 from thalweg.bench.eval_files import ChoiceQuestion
 from thalweg.bench.http_client import HttpClient
 from thalweg.bench.in_process import Generation, detokenized
-from thalweg.bench.load_driver import ServerLoad, interruptible
+from thalweg.bench.load_driver import LoadRun, interruptible
 from thalweg.bench.metrics import Record, failures
 from thalweg.bench.statistics import common_length
 from thalweg.bench.tasks import Item
@@ -143,7 +143,7 @@ class EngineAnswerer:
         """Replaces the indexers' selection of context, and empties the prefix cache."""
         for indexer in self.indexers():
             indexer.selection = selection
-        self.llm.engine.runner.eager()
+        self.llm.engine.runner.disable_graphs()
         self.llm.engine.flush_cache()
 
 
@@ -166,7 +166,7 @@ class ServerAnswerer:
     def answer(self, prompts: Sequence[EvalPrompt], label: str) -> Iterator[tuple[int, str]]:
         """Raises NoAnswer as soon as a request fails, KeyboardInterrupt on Ctrl-C."""
         options = RequestOptions(self.model, GREEDY, ignore_eos=False, extra={"skip_special_tokens": False})
-        requests = [Prompt(limit, ids=ids, input_len=len(ids)) for ids, limit in prompts]
+        requests = [SampleRequest(limit, ids=ids, input_len=len(ids)) for ids, limit in prompts]
         for place, record in self._answered(requests, options, label):
             yield place, record.text
 
@@ -174,11 +174,15 @@ class ServerAnswerer:
         """Raises NoAnswer when a request fails, or the server gives no log-probabilities of the prompt."""
         scoring = {"echo": True, "logprobs": 0}
         options = RequestOptions(self.model, GREEDY, ignore_eos=False, stream=False, extra=scoring)
-        requests = [Prompt(1, ids=text.ids, input_len=len(text.ids)) for text in texts]  # not every server takes 0
+        requests = [
+            SampleRequest(1, ids=text.ids, input_len=len(text.ids)) for text in texts
+        ]  # not every server takes 0
         for place, record in self._answered(requests, options, label):
             yield place, _log_probability(record, texts[place], label)
 
-    def _answered(self, prompts: Sequence[Prompt], options: RequestOptions, label: str) -> Iterator[tuple[int, Record]]:
+    def _answered(
+        self, prompts: Sequence[SampleRequest], options: RequestOptions, label: str
+    ) -> Iterator[tuple[int, Record]]:
         """(place, record) of each answer. Raises NoAnswer and KeyboardInterrupt after the last one."""
         records, stopped = asyncio.run(self._send(prompts, options, label))
         good = [(place, record) for place, record in enumerate(records) if record.ok]
@@ -188,10 +192,12 @@ class ServerAnswerer:
         if stopped:
             raise KeyboardInterrupt
 
-    async def _send(self, prompts: Sequence[Prompt], options: RequestOptions, label: str) -> tuple[list[Record], bool]:
+    async def _send(
+        self, prompts: Sequence[SampleRequest], options: RequestOptions, label: str
+    ) -> tuple[list[Record], bool]:
         """The records, and whether a failure or Ctrl-C stopped the rest."""
         client, stop = HttpClient(self.base_url, self.headers), asyncio.Event()
-        load = ServerLoad(client, BACKENDS["openai"], options, prompts)
+        load = LoadRun(client, BACKENDS["openai"], options, prompts)
         with progress_bar(label, len(prompts), self.progress) as bar, interruptible(stop):
 
             def on_done(record: Record) -> None:

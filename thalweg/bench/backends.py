@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from thalweg.bench.datasets import Prompt
+from thalweg.bench.datasets import SampleRequest
 from thalweg.bench.errors import HttpError
 from thalweg.bench.http_client import CannotConnect, HttpClient, HttpReply, SendTime
 from thalweg.bench.metrics import Record
@@ -69,7 +69,7 @@ _decode = msgspec.json.Decoder(_Event).decode
 
 
 class RequestOptions(NamedTuple):
-    """What all requests of a run have in common."""
+    """Settings that all requests of a run share."""
 
     model: str
     temperature: float = 0.0
@@ -78,7 +78,7 @@ class RequestOptions(NamedTuple):
     timeout: float = 21600.0
     extra: Mapping[str, object] = {}  # fields of every body
 
-    def sampling(self, prompt: Prompt, limit: str) -> dict[str, object]:
+    def sampling(self, prompt: SampleRequest, limit: str) -> dict[str, object]:
         # ignore_eos is no field of OpenAI's: strict servers must not see it where it is off
         eos = {"ignore_eos": True} if self.ignore_eos else {}
         return {limit: prompt.output_len, **eos, "temperature": self.temperature}
@@ -90,7 +90,7 @@ class Backend(NamedTuple):
     path: str
     token_ids: bool = False  # ask for them in the stream (Thalweg and vLLM have the field)
 
-    def body(self, prompt: Prompt, options: RequestOptions) -> dict[str, object]:
+    def body(self, prompt: SampleRequest, options: RequestOptions) -> dict[str, object]:
         """Raises DatasetError when the API cannot carry such a prompt."""
         body: dict[str, object] = {"stream": options.stream}
         if self.path == GENERATE:
@@ -207,7 +207,12 @@ class AnswerReader:
 
 
 async def send_request(
-    client: HttpClient, backend: Backend, prompt: Prompt, options: RequestOptions, record: Record, due: float = 0.0
+    client: HttpClient,
+    backend: Backend,
+    prompt: SampleRequest,
+    options: RequestOptions,
+    record: Record,
+    due: float = 0.0,
 ) -> None:
     """Sends one request at `due` (time.perf_counter(); a time in the past is at once) and fills its record; any failure
     is the record's error. Only a cancellation is raised.

@@ -1,4 +1,4 @@
-"""What a GPU or a CPU does at best, measured in the same run as what is compared with it."""
+"""Peak read bandwidth and matmul rates of a GPU or CPU, measured in the same run as the results compared with them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PLAIN_SIDE = 4096  # of products in float32
 
 
 def measure() -> Ceilings:
-    """Of a GPU."""
+    """Peak rates of a GPU."""
     top = rates(torch.device("cuda"))
     return Ceilings(top["read"], top["bf16"], top["fp8"])
 
@@ -55,6 +55,6 @@ def _fp8() -> float:
 
 
 def _seconds(call: Callable[[], object]) -> float:
-    """Of one call, the fastest of three rounds."""
+    """Seconds of one call, the fastest of three rounds."""
     call()
     return min(stopwatch.rounds(call, 10, 3))

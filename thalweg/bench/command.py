@@ -1,4 +1,4 @@
-"""What all commands share: flags, exit statuses, and runs that end early."""
+"""Parts that all commands share: flags, exit statuses, and runs that end early."""
 
 from __future__ import annotations
 

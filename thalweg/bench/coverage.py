@@ -1,6 +1,4 @@
-"""How many distinct experts a decode step reads in each layer: what random weights and random tokens really chose, not
-what they should have.
-"""
+"""Numbers of distinct experts that a decode step reads in each layer, counted on random weights and random tokens."""
 
 from __future__ import annotations
 
@@ -30,14 +28,14 @@ def of_decode(engine: LocalEngine, prompts: Sequence[Tokens]) -> tuple[float, ..
         return ()
     seen: list[list[Tensor]] = [[] for _ in parts]
     runner, runs = engine.runner, [part.run for part in parts]
-    recorded = runner.steps, runner.graphs
+    recorded = runner.forward_model, runner.graphs
     try:
-        runner.eager()
+        runner.disable_graphs()
         for part, into in zip(parts, seen, strict=True):
             part.run = _watched(part.run, part.router.rule.experts, len(prompts), into)
         time_batch(engine, prompts, STEPS + 2)
     finally:
-        runner.steps, runner.graphs = recorded
+        runner.forward_model, runner.graphs = recorded
         for part, run in zip(parts, runs, strict=True):
             part.run = run
     # a step that overran the end of all rows chose nothing

@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from thalweg.bench.datasets import Message, OrdinaryTokens, Prompt
+from thalweg.bench.datasets import Message, OrdinaryTokens, SampleRequest
 from thalweg.bench.errors import DatasetError
 
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant"}
@@ -60,11 +60,11 @@ class PromptLine(msgspec.Struct):
             raise ValueError("neither is there")
 
 
-def file_prompts(path: Path, count: int, output_len: int, vocabulary: OrdinaryTokens) -> list[Prompt]:
+def file_prompts(path: Path, count: int, output_len: int, vocabulary: OrdinaryTokens) -> list[SampleRequest]:
     """The first `count` prompts (0: all) of a file: JSON lines with `prompt` or `messages` (and `output_len` where it
     differs), or plain text with one prompt a line. Fewer lines than prompts are repeated. Raises DatasetError.
     """
-    prompts = list[Prompt]()
+    prompts = list[SampleRequest]()
     if next(lines_of(path), "").lstrip().startswith("{"):
         needs = '"prompt" (text or token ids) or "messages" (a list of objects)'
         for line in json_lines(path, PromptLine, needs):
@@ -73,9 +73,9 @@ def file_prompts(path: Path, count: int, output_len: int, vocabulary: OrdinaryTo
                 prompts.append(vocabulary.prompt(line.prompt, limit))
             else:
                 messages = tuple(map(_message, line.messages or line.conversations)) if not line.prompt else ()
-                prompts.append(Prompt(limit, text=line.prompt, messages=messages))
+                prompts.append(SampleRequest(limit, text=line.prompt, messages=messages))
     else:
-        prompts = [Prompt(output_len, text=line.strip()) for line in lines_of(path) if line.strip()]
+        prompts = [SampleRequest(output_len, text=line.strip()) for line in lines_of(path) if line.strip()]
     if not prompts:
         raise DatasetError(f"{path}: no prompts in it")
     return [prompts[i % len(prompts)] for i in range(count or len(prompts))]
@@ -99,7 +99,7 @@ class _Talk(msgspec.Struct):
 
 def sharegpt_prompts(
     path: Path, count: int, lengths: tuple[int, int], vocabulary: OrdinaryTokens, seed: int
-) -> list[Prompt]:
+) -> list[SampleRequest]:
     """The first question of each conversation of a ShareGPT file (a JSON list), in random order, with the length of its
     first answer. count: 0 is all. lengths: tokens of every answer (0: as in the file), and of question and answer
     together at most (0: no limit). Raises DatasetError.
@@ -113,11 +113,11 @@ def sharegpt_prompts(
             f'{path}: not a JSON list of objects with "conversations" ({error}); JSON lines are --dataset-name file'
         ) from error
     Random(seed).shuffle(talks)
-    prompts, (fixed, context) = list[Prompt](), lengths
+    prompts, (fixed, context) = list[SampleRequest](), lengths
     for question, answer in (talk.conversations[:2] for talk in talks if len(talk.conversations) > 1):
         input_len, output_len = len(vocabulary.encode(question.value)), fixed or len(vocabulary.encode(answer.value))
         if min(input_len, output_len) >= SHORTEST and (not context or input_len + output_len <= context):
-            prompts.append(Prompt(output_len, text=question.value, input_len=input_len))
+            prompts.append(SampleRequest(output_len, text=question.value, input_len=input_len))
         if len(prompts) == count > 0:
             break
     if not prompts:

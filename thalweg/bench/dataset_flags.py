@@ -11,8 +11,8 @@ from thalweg.bench.dataset_files import file_prompts, sharegpt_prompts
 from thalweg.bench.datasets import (
     LengthRange,
     OrdinaryTokens,
-    Prompt,
     PromptGroups,
+    SampleRequest,
     file_conversations,
     random_prompts,
     shared_prompts,
@@ -101,7 +101,7 @@ def shortening_flags(args: argparse.Namespace) -> str:
     return SHORTENING_FLAGS.get(args.dataset_name, "--random-input-len and --random-output-len")
 
 
-def load_prompts(args: Any, vocabulary: OrdinaryTokens | None, seed: int) -> list[Prompt]:
+def load_prompts(args: Any, vocabulary: OrdinaryTokens | None, seed: int) -> list[SampleRequest]:
     """The prompts that the flags ask for. vocabulary: None without a tokenizer, which texts from files do not need.
     Raises DatasetError.
     """

@@ -35,7 +35,7 @@ class Reply(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class SampleRequest:
     """One request to send. Exactly one of ids, text and messages is not empty."""
 
     output_len: int
@@ -50,11 +50,11 @@ class Prompt:
     turn: int = 0
     pause: float = 0.0  # seconds from the answer before to this turn
     role: str = "user"
-    history: tuple[Prompt, ...] = ()  # earlier turns and the answers, once they are known
+    history: tuple[SampleRequest, ...] = ()  # earlier turns and the answers, once they are known
 
-    def following(self, before: Prompt, reply: Reply) -> Prompt:
+    def following(self, before: SampleRequest, reply: Reply) -> SampleRequest:
         """This turn behind an earlier one and its answer."""
-        answer = Prompt(0, ids=reply.ids, text=reply.text, role="assistant")
+        answer = SampleRequest(0, ids=reply.ids, text=reply.text, role="assistant")
         history = (*before.history, replace(before, history=()), answer)
         lengths = [len(part.ids) for part in (*history, self)]
         return replace(self, history=history, input_len=sum(lengths) if all(lengths) else 0)
@@ -94,8 +94,8 @@ class OrdinaryTokens:
     def draw(self, rng: Random, count: int) -> list[int]:
         return rng.choices(self.ids, k=count)
 
-    def prompt(self, ids: Sequence[int], output_len: int, at: float = 0.0) -> Prompt:
-        return Prompt(output_len, ids=ids, input_len=len(ids), at=at, decode=self.decode, encode=self.encode)
+    def prompt(self, ids: Sequence[int], output_len: int, at: float = 0.0) -> SampleRequest:
+        return SampleRequest(output_len, ids=ids, input_len=len(ids), at=at, decode=self.decode, encode=self.encode)
 
 
 def vocabulary_of(tokenizer: Path) -> OrdinaryTokens:
@@ -116,7 +116,7 @@ def vocabulary_of(tokenizer: Path) -> OrdinaryTokens:
     return OrdinaryTokens(ids, loaded.decode, encode)
 
 
-def ids_of(prompts: Sequence[Prompt], vocabulary: OrdinaryTokens) -> list[Sequence[int]]:
+def ids_of(prompts: Sequence[SampleRequest], vocabulary: OrdinaryTokens) -> list[Sequence[int]]:
     """The prompts as token ids, for an engine without a chat format. Raises DatasetError."""
     sources = [prompt.as_ids_or_text() for prompt in prompts]
     encode = vocabulary.encode or _no_encoder
@@ -135,7 +135,7 @@ class LengthRange(NamedTuple):
 
 def random_prompts(
     vocabulary: OrdinaryTokens, count: int, input_len: int, output_len: int, range_ratio: float, seed: int
-) -> list[Prompt]:
+) -> list[SampleRequest]:
     """Random tokens."""
     inputs, outputs, rng = LengthRange(input_len, range_ratio), LengthRange(output_len, range_ratio), Random(seed)
     lengths = [(inputs.draw(rng), outputs.draw(rng)) for _ in range(count)]
@@ -156,13 +156,13 @@ class PromptGroups:
     ordered: bool = False  # group by group, else in random order
 
 
-def shared_prompts(vocabulary: OrdinaryTokens, wish: PromptGroups, seed: int) -> list[Prompt]:
+def shared_prompts(vocabulary: OrdinaryTokens, wish: PromptGroups, seed: int) -> list[SampleRequest]:
     """All turns of all conversations; `after` links the turns of one, which follow each other."""
-    rng, conversations = Random(seed), list[list[Prompt]]()
+    rng, conversations = Random(seed), list[list[SampleRequest]]()
     for _ in range(wish.groups):
         system = vocabulary.draw(rng, wish.system.draw(rng)) if wish.system.most else []
         for _ in range(wish.each):
-            turns: list[Prompt] = []
+            turns: list[SampleRequest] = []
             for turn in range(wish.turns):
                 new = vocabulary.draw(rng, wish.question.draw(rng))
                 prompt = vocabulary.prompt(new if turn else [*system, *new], wish.output.draw(rng))
@@ -174,30 +174,30 @@ def shared_prompts(vocabulary: OrdinaryTokens, wish: PromptGroups, seed: int) ->
     return flatten(conversations)
 
 
-def flatten(conversations: Sequence[Sequence[Prompt]]) -> list[Prompt]:
+def flatten(conversations: Sequence[Sequence[SampleRequest]]) -> list[SampleRequest]:
     """The turns of conversations in one list, each with the place of the turn before it."""
-    prompts: list[Prompt] = []
+    prompts: list[SampleRequest] = []
     for turns in conversations:
         for turn, prompt in enumerate(turns):
             prompts.append(replace(prompt, turn=turn, after=len(prompts) - 1 if turn else -1))
     return prompts
 
 
-def file_conversations(prompts: Sequence[Prompt], pause: float, seed: int) -> list[Prompt]:
+def file_conversations(prompts: Sequence[SampleRequest], pause: float, seed: int) -> list[SampleRequest]:
     """Conversations of a file: each user message is a turn, and the file's assistant messages are left out, because the
     measured server answers itself. Raises DatasetError.
     """
-    rng, conversations = Random(seed), list[list[Prompt]]()
+    rng, conversations = Random(seed), list[list[SampleRequest]]()
     for number, prompt in enumerate(prompts, 1):
         if not prompt.messages:
             raise DatasetError(f"conversation {number} of the file has no messages: --dataset-name file takes prompts")
-        turns, new = list[Prompt](), list[Message]()
+        turns, new = list[SampleRequest](), list[Message]()
         for message in prompt.messages:
             role = message.get("role")
             new += [message] * (role != "assistant")
             if role == "user":
                 wait = rng.expovariate(1 / pause) if turns and pause else 0.0
-                turns.append(Prompt(prompt.output_len, messages=tuple(new), pause=wait))
+                turns.append(SampleRequest(prompt.output_len, messages=tuple(new), pause=wait))
                 new = []
         if not turns:
             raise DatasetError(f"conversation {number} of the file has no message of the role user")
@@ -206,7 +206,7 @@ def file_conversations(prompts: Sequence[Prompt], pause: float, seed: int) -> li
 
 
 def schedule(
-    prompts: Sequence[Prompt], rate: float, timestamps: bool, seed: int, burstiness: float = 1.0
+    prompts: Sequence[SampleRequest], rate: float, timestamps: bool, seed: int, burstiness: float = 1.0
 ) -> list[float]:
     """Seconds after the start at which each prompt is due; later turns of a conversation have their pauses instead.
 
@@ -226,7 +226,7 @@ def schedule(
     return due
 
 
-def possible_hits(prompts: Sequence[Prompt]) -> float | None:
+def possible_hits(prompts: Sequence[SampleRequest]) -> float | None:
     """Share of all prompt tokens that a prefix cache could have had at best: one that never evicts, in pages of PAGE
     tokens. prompts: in the order in which they were sent. None where token ids are unknown.
     """

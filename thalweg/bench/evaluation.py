@@ -39,7 +39,7 @@ Row = dict[str, object]
 
 
 class EvalSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What is evaluated."""
+    """Tasks and settings of an evaluation."""
 
     tasks: tuple[str, ...] = ()  # of TASKS
     items: int = MOST_ITEMS  # of each, at most

@@ -29,7 +29,7 @@ from thalweg.llm import LLM
 
 BATCHES = """
 --batch-size  count...=1     sequences at a time
---input-len   count...=1024  tokens of each prompt
+--input-len --input  count...=1024  tokens of each prompt
 """
 BENCH_SEED = "--bench-seed  whole=1  of the random tokens"
 

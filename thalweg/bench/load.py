@@ -25,7 +25,7 @@ import msgspec
 
 from thalweg.bench.backends import BACKENDS, RequestOptions
 from thalweg.bench.command import OUTPUT, CommandParser, add_flags, command
-from thalweg.bench.datasets import Prompt, random_prompts, vocabulary_of
+from thalweg.bench.datasets import SampleRequest, random_prompts, vocabulary_of
 from thalweg.bench.errors import BenchError, HttpError
 from thalweg.bench.http_client import HttpClient
 from thalweg.bench.in_process import EngineStep, exactly, generate
@@ -39,7 +39,7 @@ from thalweg.bench.load_checks import (
     checks,
     margin_at,
 )
-from thalweg.bench.load_driver import ServerLoad, interruptible, no_garbage_collection
+from thalweg.bench.load_driver import LoadRun, interruptible, no_garbage_collection
 from thalweg.bench.results import provenance, write
 from thalweg.bench.server_info import ServerInfo, overhead
 from thalweg.bench.server_process import ServerProcess, pin, raise_file_limit, usage
@@ -76,7 +76,7 @@ Log = Callable[[str], None]
 Settings = dict[str, str | int]  # of the engine, with a server or alone
 
 
-def make_loads(args: argparse.Namespace) -> tuple[list[Prompt], list[Prompt], Settings]:
+def make_loads(args: argparse.Namespace) -> tuple[list[SampleRequest], list[SampleRequest], Settings]:
     """Prompts of the streams, prompts of the smaller load with its longer outputs, and the engine's settings. Raises
     BenchError.
     """
@@ -117,7 +117,7 @@ class LoadedServer:
         return LoadSample(time.perf_counter(), usage(self.server.pid), usage(self.engine), stats)
 
     async def settled(self) -> LoadSample:
-        """Once nothing runs and no page is used, or after SETTLE_SECONDS."""
+        """A sample as soon as nothing runs and no page is used, or after SETTLE_SECONDS."""
         deadline = time.monotonic() + SETTLE_SECONDS
         while any((sample := await self.sample()).left) and time.monotonic() < deadline:
             await asyncio.sleep(0.1)
@@ -128,9 +128,9 @@ class LoadedServer:
             await asyncio.sleep(SAMPLE_SECONDS)
             samples.append(await self.sample())
 
-    async def round(self, prompts: Sequence[Prompt], backend: str = "openai", stream: bool = True) -> LoadRound:
+    async def round(self, prompts: Sequence[SampleRequest], backend: str = "openai", stream: bool = True) -> LoadRound:
         """All prompts at once. Raises BenchError, and KeyboardInterrupt on Ctrl-C."""
-        load = ServerLoad(self.client, BACKENDS[backend], RequestOptions(self.model, stream=stream), prompts)
+        load = LoadRun(self.client, BACKENDS[backend], RequestOptions(self.model, stream=stream), prompts)
         before, samples, stop = await self.info.counters(), [await self.sample()], asyncio.Event()
         with interruptible(stop), no_garbage_collection():
             cpu, watching = time.process_time(), asyncio.create_task(self._watch(samples))
@@ -143,7 +143,9 @@ class LoadedServer:
         new = (await self.info.counters()).since(before)
         return LoadRound(load.records, load.duration, samples, cpu, overhead(new))
 
-    async def compare(self, prompts: Sequence[Prompt], streams: LoadRound, pairs: LoadRound, into: PairedTexts) -> None:
+    async def compare(
+        self, prompts: Sequence[SampleRequest], streams: LoadRound, pairs: LoadRound, into: PairedTexts
+    ) -> None:
         """Compares each stream's text with its pair's: a lost, doubled or reordered token would change it. Where they
         differ, the model is asked for log-probabilities, because a near-tie explains it. Failed ones are left out.
         """
@@ -166,7 +168,7 @@ class LoadedServer:
                 shown = f"{stream.text[place : place + 24]!r}, its pair {pair.text[place : place + 24]!r}"
                 into.wrong.append(f"stream {i} has at character {place} {shown}; the choice led by {margin:.3g}")
 
-    async def run(self, many: Sequence[Prompt], few: Sequence[Prompt], rounds: int, log: Log) -> LoadTest:
+    async def run(self, many: Sequence[SampleRequest], few: Sequence[SampleRequest], rounds: int, log: Log) -> LoadTest:
         """All loads of a run."""
         log("warm-up")
         warm_up = (await self.round(few[:1])).records[0]

@@ -18,7 +18,7 @@ MIB = 2**20
 
 
 class StepRate(msgspec.Struct, frozen=True):
-    """Of the steps in which every sequence decodes."""
+    """The rate of steps in which every sequence decodes."""
 
     steps_per_second: float  # of wall time
     cpu_us_per_token: float  # of the engine's process

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from thalweg.bench.backends import Backend, RequestOptions, send_request
-from thalweg.bench.datasets import Prompt, Reply
+from thalweg.bench.datasets import Reply, SampleRequest
 from thalweg.bench.errors import DatasetError
 from thalweg.bench.http_client import HttpClient, high_priority
 from thalweg.bench.metrics import Record
@@ -56,15 +56,15 @@ def no_garbage_collection() -> Iterator[None]:
         gc.unfreeze()
 
 
-class ServerLoad:
+class LoadRun:
     """One run against a server."""
 
     def __init__(
-        self, client: HttpClient, backend: Backend, options: RequestOptions, prompts: Sequence[Prompt]
+        self, client: HttpClient, backend: Backend, options: RequestOptions, prompts: Sequence[SampleRequest]
     ) -> None:
         self.client, self.backend, self.options, self.prompts = client, backend, options, prompts
         self.records = [Record() for _ in prompts]  # unsent and stopped ones are not `done`
-        self.sent: list[Prompt] = []  # in the order of sending, later turns with their history
+        self.sent: list[SampleRequest] = []  # in the order of sending, later turns with their history
         self.duration = 0.0
         self._next = {prompt.after: place for place, prompt in enumerate(prompts) if prompt.after >= 0}
 

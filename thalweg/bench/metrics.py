@@ -129,7 +129,7 @@ def measure(records: Sequence[Record], duration: float) -> dict[str, float]:
 
 
 def failures(records: Iterable[Record]) -> dict[str, int]:
-    """How many requests failed, by reason, the most frequent first."""
+    """Numbers of failed requests by reason, the most frequent first."""
     return dict(Counter(record.error for record in records if record.error).most_common())
 
 

@@ -25,6 +25,7 @@ from thalweg.bench.in_process import (
 )
 from thalweg.bench.results import save
 from thalweg.bench.statistics import median
+from thalweg.core.errors import InsufficientMemory
 from thalweg.engine.local import LocalEngine
 from thalweg.launch.planning import roofline
 from thalweg.launch.planning.layouts import ONE
@@ -37,7 +38,7 @@ from thalweg.models.catalog import read_facts
 WARM_UP_TOKENS = 8
 FLAGS = f"""
 {BATCHES}
---output-len  count...=16   tokens to generate
+--output-len --output  count...=16   tokens to generate
 --repeat      count=1       runs of each case; the fastest is reported
 --run-name    name=default  a name in the result
 {BENCH_SEED}
@@ -107,7 +108,13 @@ def main(argv: list[str]) -> int:
     longest = Lengths(max(args.input_len), max(args.output_len))
     on_gpu = options.load.device != "cpu" and torch.cuda.is_available()  # the limits of a CPU are not measured
     top = ceilings.measure() if on_gpu else None
-    resolved, engine = start(reserve(options, max(args.batch_size), longest.input, longest.output), longest)
+    batch = max(args.batch_size)
+    try:
+        resolved, engine = start(reserve(options, batch, longest.input, longest.output), longest)
+    except InsufficientMemory as error:
+        raise InsufficientMemory(
+            f"--batch-size {batch}, {longest.input + longest.output} tokens each: {error}"
+        ) from error
     rng, rows = Random(args.bench_seed), list[Row]()
     with PartialRun() as run, progress_bar("cases", len(cases)) as bar:
         for case in cases:

@@ -55,7 +55,7 @@ class StepFailure:
 
 @dataclass(slots=True)
 class ReplayReport:
-    """What was run again, and how it compares."""
+    """Result of a replay: the steps that ran, and differences from the recording."""
 
     steps: int = 0
     rows: int = 0
@@ -174,7 +174,7 @@ class Replayer:
 
     def _replay_step(self, step: RecordedStep) -> None:
         plan = replace(step.plan, binds=tuple(self._adapt(bind) for bind in step.plan.binds))
-        tables = {append.slot: append.pages for append in plan.appends if append.at == 0}
+        tables = {append.slot: append.pages for append in plan.appends if append.first_entry == 0}
         uids = {row.slot: row.uid for row in plan.rows}
         for bind in plan.binds:
             state = _SlotState(uids[bind.slot], bind, list(bind.tokens), bind.computed, False, list(tables[bind.slot]))
@@ -183,7 +183,7 @@ class Replayer:
             self._fill(state, bind.computed)
             self._open_grammar(state)
         for append in plan.appends:
-            self._state(append.slot).pages[append.at :] = append.pages
+            self._state(append.slot).pages[append.first_entry :] = append.pages
         masks = {row.uid: mask for row in plan.rows if (mask := self._mask(row)) is not None}
         outputs = self._launch(self._correct(plan), masks)
         for i, (row, now) in enumerate(zip(plan.rows, outputs, strict=True)):
@@ -199,7 +199,7 @@ class Replayer:
     def _launch(self, plan: StepPlan, masks: Mapping[int, GrammarState] = NO_MASKS) -> Sequence[Output]:
         """Forward, sampling and their output."""
         number, self._launched = self._launched, self._launched + 1
-        again = replace(plan, step=number, seen=number - 1, waits_for_commit=False)
+        again = replace(plan, step=number, published_step=number - 1, waits_for_commit=False)
         self.worker.forward(again, None)
         self.worker.sample(again, masks, again.num_drafts)
         return self.worker.output(again)
@@ -224,13 +224,13 @@ class Replayer:
         if state.over:
             return  # padding
         known = len(state.tokens)
-        start = known - row.n + row.num_drafts if row.emit else row.start
+        start = known - row.n + row.num_drafts if row.samples else row.start
         state.over = truth.done
         state.tokens += truth.tokens
         state.drafts, state.parents = now.drafts, now.parents
         # of drafts, the KV is right as far as they were accepted and are in the recording
         same = common_length(now.tokens[:-1], truth.tokens)
-        state.at = known + same if row.emit else start + row.n
+        state.at = known + same if row.samples else start + row.n
         self._note(state, start, state.at)
         if truth.tokens and state.at < len(state.tokens) - 1:
             self._compute(state, state.at, len(state.tokens) - 1)
@@ -253,7 +253,7 @@ class Replayer:
                 at = len(state.tokens) - state.bind.prompt_len
                 report.differences.append(Difference(step, row.slot, row.uid, at, recorded.tokens, now.tokens))
             return
-        for old, new in ((recorded.logprobs, now.logprobs), (recorded.scores, now.scores)):
+        for old, new in ((recorded.logprobs, now.logprobs), (recorded.prompt_logprobs, now.prompt_logprobs)):
             if len(old) == len(new):
                 report.logprobs += len(old)
                 report.logprob_gap = max(report.logprob_gap, _gap(old, new))
@@ -277,7 +277,7 @@ class Replayer:
 
     def _mask(self, row: Row) -> GrammarState | None:
         state = self._state(row.slot)
-        if not row.emit or state.over or state.uid not in self._open:
+        if not row.samples or state.over or state.uid not in self._open:
             return None
         return GrammarState(len(state.tokens), state.tokens[-1], state.drafts, state.parents)
 

@@ -22,7 +22,7 @@ MOST_CHANGE = 3.0  # a bar ends at four times A: beyond it the others would be t
 
 
 @dataclass(frozen=True, slots=True)
-class Section:
+class ReportSection:
     """The report of one result."""
 
     table: list[str]
@@ -81,7 +81,7 @@ share of its ceiling  share
 """)
 
 
-def _serve(result: Json) -> Section:
+def _serve(result: Json) -> ReportSection:
     """A plot over the rate or the concurrency where one of them moves, else of the latencies; one over the turns of
     conversations.
     """
@@ -107,7 +107,7 @@ def _serve(result: Json) -> Section:
             _lines("prompt tokens", "turn", turns, {"mean": "mean_input_tokens"}),
             _lines("share found in the cache", "turn", turns, {"hits": "cache_hit_rate"}),
         ]))  # fmt: skip
-    return Section(lines, figures)
+    return ReportSection(lines, figures)
 
 
 def _sweep(rows: Sequence[Json], moving: str) -> Figure:
@@ -131,17 +131,17 @@ def _lines(title: str, key: str, rows: Sequence[Json], columns: Mapping[str, str
     return Lines(title, key.replace("_", " "), [row[key] for row in rows], lines)
 
 
-def _offline(result: Json) -> Section:
+def _offline(result: Json) -> ReportSection:
     rows = [[row[key] for key in OFFLINE.values()] for row in serving_rows(result)]
-    return Section(markdown_table(list(OFFLINE), rows), [])
+    return ReportSection(markdown_table(list(OFFLINE), rows), [])
 
 
-def _one_batch(result: Json) -> Section:
+def _one_batch(result: Json) -> ReportSection:
     rows = [row | {"decode_ms": 1000 * row["median_decode_latency"]} for row in result["results"]]
-    return Section(field_table(rows, BATCHES), [])
+    return ReportSection(field_table(rows, BATCHES), [])
 
 
-def _startup(result: Json) -> Section:
+def _startup(result: Json) -> ReportSection:
     starts, rows = result["starts"], []
     for start in starts:
         seconds = {phase["name"]: phase["seconds"] for phase in start["phases"]}
@@ -151,10 +151,10 @@ def _startup(result: Json) -> Section:
     heads = {name: name for name in ("start", "ready s", "first token s", *phases, "CPU s")}
     labels, values = [row["start"] for row in rows], {phase: [row.get(phase) for row in rows] for phase in phases}
     bars = Bars("from the command to the first token", "seconds", labels, values)
-    return Section(field_table(rows, heads), [Figure("phases", [bars])])
+    return ReportSection(field_table(rows, heads), [Figure("phases", [bars])])
 
 
-def _compare(result: Json) -> Section:
+def _compare(result: Json) -> ReportSection:
     """The plot has the first changes with their intervals."""
     rows, found = [], result["changes"]
     for one in found:
@@ -172,15 +172,15 @@ def _compare(result: Json) -> Section:
     colours = [{"better": GREEN, "worse": RED}.get(one["verdict"], GREY) for one in shown]
     values = {"change": [cut(one["change"]) for one in shown]}
     bars = Bars("change from A to B", "%", labels, values, ends, colours)
-    return Section([*lines, "", *(f"- {word}" for word in result["words"])], [Figure("changes", [bars])])
+    return ReportSection([*lines, "", *(f"- {word}" for word in result["words"])], [Figure("changes", [bars])])
 
 
-def _eval(result: Json) -> Section:
+def _eval(result: Json) -> ReportSection:
     rows = [[row["task"], row.get("items", row["total"]), *accuracy(row)] for row in result["results"]]
-    return Section(markdown_table(("task", "items", "result", "95 % interval"), rows), [])
+    return ReportSection(markdown_table(("task", "items", "result", "95 % interval"), rows), [])
 
 
-def _kernels(result: Json) -> Section:
+def _kernels(result: Json) -> ReportSection:
     """Failures are listed below the table."""
     failed = [
         f"- {row['operation']}, {row['case']}, {row['backend']}: {row['failed']}"
@@ -188,15 +188,15 @@ def _kernels(result: Json) -> Section:
         if row["failed"]
     ]
     good = [row for row in result["rows"] if not row["failed"]]
-    return Section([*field_table(good, KERNELS), *(["", *failed] if failed else [])], [])
+    return ReportSection([*field_table(good, KERNELS), *(["", *failed] if failed else [])], [])
 
 
-def _ablate(result: Json) -> Section:
+def _ablate(result: Json) -> ReportSection:
     """`thalweg ablate` writes its plot beside the result."""
-    return Section(ablation_tables.sections(result), [])
+    return ReportSection(ablation_tables.sections(result), [])
 
 
-READERS: Mapping[str, Callable[[Json], Section]] = {
+READERS: Mapping[str, Callable[[Json], ReportSection]] = {
     "bench serve": _serve,
     "bench offline": _offline,
     "bench one-batch": _one_batch,
@@ -208,7 +208,7 @@ READERS: Mapping[str, Callable[[Json], Section]] = {
 }
 
 
-def section(result: Json) -> Section:
+def section(result: Json) -> ReportSection:
     """Raises ResultFileError for a result of another command, one of INCOMPLETE for one that lacks fields."""
     reader = READERS.get(command_of(result))
     if reader is None:

@@ -185,7 +185,7 @@ def show_steps(steps: Sequence[StepBreakdown]) -> None:
 
 
 def of_trace(trace: Path) -> Iterator[RooflineRun]:
-    """Of a file. Raises UnsupportedConfig."""
+    """Options read from a file. Raises UnsupportedConfig."""
     kinds = step_profile.steps_by_kind(step_profile.read(trace).steps)
     yield RooflineRun([break_down(steps, {}) for steps in kinds.values()], {})
 
@@ -207,8 +207,8 @@ def of_model(args: Any, options: Options) -> tuple[dict[str, object], dict[str, 
     rng = Random(args.bench_seed)
 
     def limits(rows: int, tokens: int, covered: tuple[float, ...]) -> Limits:
-        """Of a step of equal rows: a decode step in the middle of the run, or a prompt from its beginning. covered:
-        distinct experts of each layer in a decode step.
+        """Limits of a step of equal rows: a decode step in the middle of the run, or a prompt from its beginning.
+        covered: distinct experts of each layer in a decode step.
         """
         new = max(1, tokens // rows)
         shape = StepShape(rows, new, new) if new > 1 else StepShape(rows, 1, args.context + args.steps // 2, covered)

@@ -25,7 +25,7 @@ from thalweg.bench.datasets import OrdinaryTokens, possible_hits, schedule, voca
 from thalweg.bench.display import fields, progress_bar
 from thalweg.bench.errors import BenchError, HttpError
 from thalweg.bench.http_client import HttpClient
-from thalweg.bench.load_driver import ServerLoad, interruptible, no_garbage_collection
+from thalweg.bench.load_driver import LoadRun, interruptible, no_garbage_collection
 from thalweg.bench.metrics import (
     LIMITS,
     Record,
@@ -166,7 +166,7 @@ def _vocabulary(args: argparse.Namespace, info: Mapping[str, object]) -> Ordinar
     return None if folder is None else vocabulary_of(folder)
 
 
-async def warm_up(load: ServerLoad, vocabulary: OrdinaryTokens | None, args: argparse.Namespace) -> None:
+async def warm_up(load: LoadRun, vocabulary: OrdinaryTokens | None, args: argparse.Namespace) -> None:
     """Sends a prompt as long as the first one, of other tokens, `--warmup-requests` times at once: the load finds
     nothing of it in the cache. Raises BenchError with the server's message when one fails.
     """
@@ -180,7 +180,7 @@ async def warm_up(load: ServerLoad, vocabulary: OrdinaryTokens | None, args: arg
         raise BenchError(f"the warm-up request failed, so the run was not started: {error}{advice}")
 
 
-async def drive(load: ServerLoad, due: Sequence[float], concurrency: int, label: str, quiet: bool) -> str:
+async def drive(load: LoadRun, due: Sequence[float], concurrency: int, label: str, quiet: bool) -> str:
     """Runs the load behind a progress bar. The reason it ended early ("": none): Ctrl-C, or a server that is gone."""
     stop, reason, counts = asyncio.Event(), "", Counter[str]()
     with progress_bar(label, len(load.prompts), not quiet) as bar:
@@ -266,7 +266,7 @@ class ServingBenchmark:
                 break
         self.client.close()
 
-    def _load(self, vocabulary: OrdinaryTokens | None, point: SweepPoint, seed: int) -> tuple[ServerLoad, list[float]]:
+    def _load(self, vocabulary: OrdinaryTokens | None, point: SweepPoint, seed: int) -> tuple[LoadRun, list[float]]:
         """The point's own prompts: the server's cache would have the tokens of earlier ones."""
         args = self.args
         prompts = load_prompts(args, vocabulary, seed)
@@ -274,7 +274,7 @@ class ServingBenchmark:
         for prompt in {(bool(prompt.ids), bool(prompt.text)): prompt for prompt in prompts}.values():
             self.backend.body(prompt, self.options)  # one of each kind, for its errors
         due = schedule(prompts, point.rate, args.use_trace_timestamps, seed, args.burstiness)
-        return ServerLoad(self.client, self.backend, self.options, prompts), due
+        return LoadRun(self.client, self.backend, self.options, prompts), due
 
     async def _counters_after(self) -> Counters:
         """A server that died has none; what was measured is still reported."""
@@ -287,7 +287,7 @@ class ServingBenchmark:
             self.ended = self.ended or f"the server is gone: {error}"
             return Counters()
 
-    def _row(self, point: SweepPoint, load: ServerLoad, new: Counters) -> dict[str, Any]:
+    def _row(self, point: SweepPoint, load: LoadRun, new: Counters) -> dict[str, Any]:
         args = self.args
         sent = [record for record in load.records if record.done or record.error]
         numbers, turns = measure(sent, load.duration), by_turn(sent)

@@ -1,4 +1,4 @@
-"""What a benchmark asks of a server besides the load: its model, its settings, its counters before and after."""
+"""A server's model, settings, and counters before and after a benchmark."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Counters(NamedTuple):
     emitted: Mapping[float, float] = {}  # pieces written within these seconds after their step, by ascending seconds
 
     def since(self, before: Counters) -> Counters:
-        """What came after an earlier reading; nothing where the server restarted in between."""
+        """Differences from an earlier reading; empty where the server restarted in between."""
         totals = {name: value - before.totals[name] for name, value in self.totals.items() if name in before.totals}
         emitted = {bound: count - before.emitted.get(bound, 0.0) for bound, count in self.emitted.items()}
         return Counters() if min(totals.values(), default=0.0) < 0 else Counters(totals, emitted)

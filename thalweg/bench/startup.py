@@ -13,7 +13,7 @@ from typing import Any
 
 from thalweg.bench.backends import BACKENDS, RequestOptions, send_request
 from thalweg.bench.command import OUTPUT, CommandParser, PartialRun, add_flags, command
-from thalweg.bench.datasets import Prompt
+from thalweg.bench.datasets import SampleRequest
 from thalweg.bench.display import progress_bar
 from thalweg.bench.errors import BenchError
 from thalweg.bench.http_client import HttpClient
@@ -73,7 +73,7 @@ async def measure(kind: str, flags: Sequence[str], timeout: float) -> tuple[Row,
             raise BenchError(f"the server did not log {', '.join(sorted(missing))}: leave --log-level at info")
         client, record = HttpClient(server.url), Record()
         options = RequestOptions(str(server.records["ready"].get("model", "")))
-        await send_request(client, BACKENDS["thalweg"], Prompt(1, text=TEXT), options, record)
+        await send_request(client, BACKENDS["thalweg"], SampleRequest(1, text=TEXT), options, record)
         client.close()
         if record.error or record.ttft < 0:
             raise BenchError(f"the server started and its first request failed: {record.error or 'no token came'}")

@@ -138,7 +138,7 @@ def _ranged(call: Callable[..., Any], operation: str) -> Callable[..., Any]:
 def operation_ranges(engine: LocalEngine) -> Iterator[None]:
     """Inside, steps run eagerly and calls of layers are ranges of a profile. Outside, layers are as they were."""
     runner = engine.runner
-    captured, replaced = (runner.steps, runner.graphs), list[tuple[dict[str, Any], str, Any]]()
+    captured, replaced = (runner.forward_model, runner.graphs), list[tuple[dict[str, Any], str, Any]]()
 
     def put(owner: object, name: str, operation: str) -> None:
         call = getattr(owner, name, None)
@@ -154,11 +154,11 @@ def operation_ranges(engine: LocalEngine) -> Iterator[None]:
         for name in PREFETCHES:
             put(layer, name, PROJECTIONS)
     put(runner.drafting, "draft", DRAFTING)
-    runner.eager()
+    runner.disable_graphs()
     try:
         yield
     finally:
-        runner.steps, runner.graphs = captured
+        runner.forward_model, runner.graphs = captured
         for attributes, name, before in reversed(replaced):
             del attributes[name]
             if before is not None:

@@ -30,7 +30,7 @@ from typing import Annotated, NamedTuple
 import msgspec
 
 from thalweg.bench.dataset_files import json_lines, lines_of
-from thalweg.bench.datasets import OrdinaryTokens, Prompt
+from thalweg.bench.datasets import OrdinaryTokens, SampleRequest
 from thalweg.bench.errors import DatasetError
 
 BLOCK = 512  # tokens of a Mooncake hash id
@@ -49,7 +49,7 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=LONGEST)]
 
 @dataclass(frozen=True, slots=True)
 class TraceLimits:
-    """How a trace is cut and scaled."""
+    """Limits and scale of a trace."""
 
     max_input: int = 0  # tokens; 0 is no limit
     max_output: int = 0
@@ -199,13 +199,15 @@ def _rows(path: Path, limits: TraceLimits, seed: int) -> Iterable[TraceRow]:
     )
 
 
-def trace_prompts(path: Path, vocabulary: OrdinaryTokens, count: int, limits: TraceLimits, seed: int) -> list[Prompt]:
+def trace_prompts(
+    path: Path, vocabulary: OrdinaryTokens, count: int, limits: TraceLimits, seed: int
+) -> list[SampleRequest]:
     """The first `count` rows (0: all) of the limits' part of a trace with tokens, cut and scaled. Every line is checked
     before anything is sent. Raises DatasetError that names file, line and field.
     """
     within = (row for row in _rows(path, limits, seed) if limits.begin <= row.at < limits.end)
     own, jitter = Random(f"{seed}/rows"), Random(f"{seed}/jitter")
-    block, blocks, prompts = max(1, round(BLOCK * limits.scale)), dict[int, list[int]](), list[Prompt]()
+    block, blocks, prompts = max(1, round(BLOCK * limits.scale)), dict[int, list[int]](), list[SampleRequest]()
     for row in islice(within, count or None):
         length, ids = limits.cut(row.input_len, limits.max_input), list[int]()
         for name in row.hashes[: -(-length // block)]:

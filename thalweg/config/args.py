@@ -5,15 +5,16 @@ defaults.
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, Sequence
 
-from thalweg.config.foreign import CONFIG, NO_EFFECT_FLAGS, OTHER_VALUES, instead_of, translate_speculative_config
+from thalweg.config.foreign import CONFIG, FLAG, NO_EFFECT_FLAGS, OTHER_VALUES, instead_of, translate_speculative_config
 from thalweg.config.options import Options
-from thalweg.config.setting import Setting, nearest
-from thalweg.config.tree import flat, options_from, read_yaml, sections, settings, spellings
+from thalweg.config.setting import COMMAND_LINE, Setting, nearest
+from thalweg.config.tree import flat, options_from, read_yaml, secrets_of, sections, settings, spellings
 from thalweg.core.errors import UnsupportedConfig
 
 TITLES = {
@@ -39,6 +40,7 @@ class OptionsParser(argparse.ArgumentParser):
     def __init__(self, prog: str, description: str, epilog: str, usage: str) -> None:
         layout = argparse.RawDescriptionHelpFormatter
         super().__init__(prog, usage, description, epilog, formatter_class=layout, allow_abbrev=False)
+        self.own = self.add_argument_group("This command")  # first in the help
 
     def error(self, message: str) -> NoReturn:
         raise UnsupportedConfig(message)
@@ -52,7 +54,7 @@ class _Store(argparse.Action):
         if self.nargs == 0:
             name, value = name.removeprefix("no-"), not name.startswith("no-")
             if getattr(namespace, PREFIX + name, None) is (not value):
-                raise spellings()[name.replace("-", "_")][0].contradiction(not value, value)
+                raise spellings()[name.replace("-", "_")][0].contradiction(not value, value, COMMAND_LINE)
         setattr(namespace, PREFIX + name, value)
 
 
@@ -80,8 +82,7 @@ def options_parser(prog: str, description: str, epilog: str = "", only: Sequence
             text = "settings in YAML, flat or in sections; flags on the command line win"
             group.add_argument("--config", metavar="FILE", type=Path, help=text)
         if name == "speculative":
-            flag = "--" + CONFIG.replace("_", "-")
-            group.add_argument(flag, dest=PREFIX + CONFIG, help=argparse.SUPPRESS)
+            group.add_argument(FLAG, dest=PREFIX + CONFIG, help=argparse.SUPPRESS)
     for flag in NO_EFFECT_FLAGS:
         name, _, value = flag.partition(" ")
         parser.add_argument(f"--{name}", dest=PREFIX + flag, help=argparse.SUPPRESS, **({} if value else SWITCH))
@@ -92,7 +93,7 @@ def parse_options(parser: OptionsParser, argv: Sequence[str]) -> ParsedOptions:
     """Reads a command line; a YAML file given with --config lies below the flags. Raises UnsupportedConfig naming the
     flag.
     """
-    args, unknown = parser.parse_known_args([_dashes(arg) for arg in argv])
+    args, unknown = parser.parse_known_args(list(_one_value_each([_dashes(arg) for arg in argv])))
     for arg in unknown:
         _refuse(arg, parser)
     values = {name.removeprefix(PREFIX): value for name, value in vars(args).items() if name.startswith(PREFIX)}
@@ -101,8 +102,8 @@ def parse_options(parser: OptionsParser, argv: Sequence[str]) -> ParsedOptions:
     if args.positional_model is not None:
         given["model-path"] = args.positional_model
     below = read_yaml(args.config) if args.config is not None else {}
-    above = flat({name: value for name, value in given.items() if name not in NO_EFFECT_FLAGS})
-    return ParsedOptions(options_from(below | above), notices, args)
+    above = flat({name: value for name, value in given.items() if name not in NO_EFFECT_FLAGS}, COMMAND_LINE)
+    return ParsedOptions(options_from(below | secrets_of(os.environ) | above), notices, args)
 
 
 def _refuse(arg: str, parser: OptionsParser) -> NoReturn:
@@ -111,7 +112,7 @@ def _refuse(arg: str, parser: OptionsParser) -> NoReturn:
         raise UnsupportedConfig(f"unexpected {arg!r}: a value follows its flag, and one model is served")
     flag = arg.partition("=")[0]
     if instead := instead_of(flag):
-        raise UnsupportedConfig(f"unknown flag {arg}: {instead}")
+        raise UnsupportedConfig(f"{flag}: {instead}")
     guess = nearest(flag, parser._option_string_actions)
     raise UnsupportedConfig(f"unknown flag {arg}" + (f"; did you mean {guess}?" if guess else "; see --help"))
 
@@ -130,8 +131,26 @@ def _notices(given: dict[str, Any]) -> Iterator[str]:
             yield from translate_speculative_config(value).notices
         else:
             one, fixed, is_foreign = spellings()[name.replace("-", "_")]
+            if one.secret:
+                variable = f"THALWEG_{one.name.upper()}"
+                yield f"--{name} can be read by every user of this machine: set {variable} or {variable}_FILE instead"
             if is_foreign:
                 yield f"--{name} is called {one.called(fixed)} here"
+
+
+def _one_value_each(argv: Sequence[str]) -> Iterator[str]:
+    """--cuda-graph-bs 1 2 → --cuda-graph-bs 1 --cuda-graph-bs 2"""
+    lists = [one for one in settings().values() if one.many and one.kind is int]
+    many = {flag for one in lists for flag in (one.flag, *(f"--{name}" for name, *_ in one.spellings()))}
+    flag, before = "", ""
+    for arg in argv:
+        if flag and arg.isdecimal() and before != flag:
+            yield flag
+        elif not arg.isdecimal():
+            name = arg.partition("=")[0]
+            flag = name if name in many else ""
+        yield arg
+        before = arg
 
 
 def _dashes(arg: str) -> str:

@@ -68,7 +68,7 @@ class AttentionCapabilities(Capabilities):
 class GemmCapabilities(Capabilities):
     attention: tuple[str, ...]  # "reference" or "kernels": what computes attention computes the rest
     chip: tuple[str, ...]  # GPU generation, "" on a CPU
-    weights: tuple[str, ...]  # operation of the quantization scheme, "plain" for none
+    weights: tuple[str, ...]  # operation of the scheme in which memory holds them, "plain" for none
     installed: tuple[bool, ...]
     deterministic: tuple[bool, ...]  # whether bits can be independent of the batch
 
@@ -85,6 +85,7 @@ class KernelBackend(Generic[C]):
     supports: C
     libraries: tuple[Library, ...] = (TRITON,)
     mla: str = ""  # makes what attends to latents: a decode kernel of an `MlaShape`, or a prefill function
+    mla_layer: str = ""  # a decode row: in place of kernels the layer, of (factory, facts, layer, name, is_indexed)
     gqa: str = ""  # makes a `GqaKernel` of a `GqaShape`; with `gathers_keys`, a prefill function
     check_mla: str = ""
     check_gqa: str = ""
@@ -158,7 +159,7 @@ DECODE: dict[str, KernelBackend[AttentionCapabilities]] = {
         mla="kernels.mla.flashmla:FlashMlaDecode",
         check_mla="kernels.mla.flashmla:check",
     ),
-    "torch": KernelBackend(supports=_TORCH),
+    "torch": KernelBackend(supports=_TORCH, mla_layer="layers.mla:Mla"),
     "reference": KernelBackend(supports=_REFERENCE, libraries=()),
     "flashinfer": KernelBackend(
         supports=_FLASHINFER,

@@ -9,7 +9,7 @@ NO_DRAFTER = "NONE"
 
 
 class DrafterWeights(Enum):
-    """Where a drafter's weights are."""
+    """Location of a drafter's weights."""
 
     NONE = "it has none"
     CHECKPOINT = "in the model's checkpoint"
@@ -28,8 +28,8 @@ class DrafterEntry:
     weights: DrafterWeights
     steps: int = 3  # drafts of a chain where the user names no number
     steps_reason: str = "later drafts are seldom right"
-    can_branch: bool = True  # drafts may form a tree
-    is_sampled: bool = True  # drafts are samples of a distribution that it knows
+    can_branch: bool = False  # drafts may form a tree
+    is_sampled: bool = False  # drafts are samples of a distribution that it knows
     without_folder: str = ""  # the drafter that is meant where no folder is named
     vllm_methods: tuple[str, ...] = ()  # its names in vLLM's --speculative-config
 
@@ -39,6 +39,8 @@ DRAFTERS: dict[str, DrafterEntry] = {
         summary="the checkpoint's next-token layer",
         build="spec.nextn:build",
         weights=DrafterWeights.CHECKPOINT,
+        can_branch=True,
+        is_sampled=True,
         vllm_methods=("mtp", "deepseek_mtp"),
     ),
     "EAGLE": DrafterEntry(
@@ -47,6 +49,8 @@ DRAFTERS: dict[str, DrafterEntry] = {
         inspect="launch.drafter_checks:inspect_eagle",
         weights=DrafterWeights.FOLDER,
         without_folder="NEXTN",
+        can_branch=True,
+        is_sampled=True,
         vllm_methods=("eagle",),
     ),
     "EAGLE3": DrafterEntry(
@@ -54,6 +58,8 @@ DRAFTERS: dict[str, DrafterEntry] = {
         build="spec.eagle:build",
         inspect="launch.drafter_checks:inspect_eagle",
         weights=DrafterWeights.FOLDER,
+        can_branch=True,
+        is_sampled=True,
         vllm_methods=("eagle3",),
     ),
     "STANDALONE": DrafterEntry(
@@ -63,6 +69,8 @@ DRAFTERS: dict[str, DrafterEntry] = {
         weights=DrafterWeights.FOLDER,
         steps=4,
         steps_reason="a whole model stays right for longer than one layer",
+        can_branch=True,
+        is_sampled=True,
         vllm_methods=("draft_model",),
     ),
     "NGRAM": DrafterEntry(
@@ -71,8 +79,6 @@ DRAFTERS: dict[str, DrafterEntry] = {
         weights=DrafterWeights.NONE,
         steps=4,
         steps_reason="they cost nothing but their verification",
-        can_branch=False,
-        is_sampled=False,
         vllm_methods=("ngram",),
     ),
 }

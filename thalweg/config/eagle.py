@@ -38,7 +38,7 @@ class EagleFacts(
         "normed_residual": "norm_before_residual",
     },
 ):
-    """What a head's config.json says, beside the fields of `config.model`."""
+    """Fields of a head's config.json beside those of `config.model`."""
 
     facts: ModelFacts  # of the head's layers; its context is the target's
     is_eagle3: bool
@@ -61,8 +61,10 @@ def read_eagle(folder: Path, target: ModelFacts) -> EagleFacts:
 
 
 def algorithm_of(folder: Path) -> str:
-    """What `folder` holds: EAGLE3, EAGLE or, where nothing speaks of a head, STANDALONE. Heads of the format before
-    EAGLE-3 are often published as plain Llamas. The names of their tensors, where the folder has them, tell them apart.
+    """The algorithm of the drafter in `folder`: EAGLE3, EAGLE or, without signs of a head, STANDALONE.
+
+    Heads of the format before EAGLE-3 are often published as plain Llamas. The names of their tensors, where the folder
+    has them, tell them apart.
     Raises CheckpointError, also for Medusa's several heads.
     """
     config = read_config(folder, "a drafter")

@@ -47,9 +47,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     prefill_attention_backend: str = "reference"
     """Attention of all other rows."""
     moe_runner_backend: str = "triton"
-    """What computes experts."""
+    """Backend of the experts."""
     fp8_gemm_backend: str = "triton"
-    """What multiplies by FP8 weights."""
+    """Backend of matrix products with FP8 weights."""
     mla: bool = True
     """Whether an MLA model caches latents; else it caches decompressed keys and values."""
     deterministic_inference: bool = False
@@ -122,7 +122,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     log_level: str = "info"
     log_format: str = "text"
     crash_dump_folder: str = ""
-    """Where recordings of the last steps are written; "" for none."""
+    """Folder for recordings of the last steps; "" for none."""
     watchdog_timeout: float = 300.0
     """Seconds without a step, while requests wait, after which the engine counts as hung; 0: never."""
 

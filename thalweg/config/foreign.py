@@ -25,7 +25,8 @@ UNSUPPORTED_FLAGS = text_table("""
 tokenizer-path tokenizer: put the tokenizer's files into the checkpoint's folder
 download-dir: set the variable HF_HOME
 json-model-override-args hf-overrides: edit config.json in the folder
-quantization: not needed: it is read from config.json; FP8 of 128 × 128 blocks, else bf16 or float32
+quantization: not needed: it is read from config.json; supported are FP8 of 128 × 128 blocks, bf16 and float32, not
+    AWQ or GPTQ
 generation-config: use --sampling-defaults
 default-chat-template-kwargs: give chat_template_kwargs in requests
 max-prefill-tokens schedule-conservativeness: use --chunked-prefill-size; admission reserves what a request can need
@@ -57,12 +58,23 @@ speculative-ngram-min-bfs-breadth speculative-ngram-max-bfs-breadth speculative-
 enable-dp-attention enable-eplb moe-a2a-backend enable-expert-parallel: not in this version: one device
 enable-lora lora-paths lora-modules: not in this version
 compilation-config: use --cuda-graph-mode for its cudagraph_mode in lower case
-torch-compile enable-torch-compile: not needed: captured steps are faster than what torch.compile makes
+enable-flashinfer-mla: use --attention-backend flashinfer
+enable-flashmla: use --attention-backend flashmla
+nsa-prefill-backend nsa-decode-backend nsa-prefill nsa-decode dsa-prefill-backend dsa-decode-backend: use
+    --attention-backend, which chooses the kernels of both
+enable-nsa-prefill-context-parallel nsa-prefill-cp-mode enable-nsa-prefill-cp-cache-layer-split: not in this
+    version: one device
+enable-ep-moe enable-deepep-moe enable-flashinfer-cutlass-moe deepep-mode enable-dp-lm-head enable-two-batch-overlap
+    moe-dense-tp-size: not in this version: one device
+disable-flashinfer disable-flashinfer-sampling: use --attention-backend triton; sampling has kernels of its own
+torch-compile-max-bs torch-compile enable-torch-compile: not needed: captured steps are faster than what
+    torch.compile makes
 disable-cuda-graph-padding: use --cuda-graph-bs, which says which rows are recorded
 enable-memory-saver custom-weight-loader: not in this version
 api-server-count node-ips dist-init-addr: not in this version: one process serves one engine
 max-logprobs: not needed: the limit is fixed, and the error names it
 disable-log-stats: use --no-metrics
+profile: use thalweg roofline, or POST /start_profile while a server runs
 root-path: use a proxy that rewrites paths
 middleware: use a proxy in front
 """)
@@ -147,7 +159,7 @@ class TranslatedConfig:
 
 
 def translate_speculative_config(value: object) -> TranslatedConfig:
-    """Of vLLM's object, or its JSON. Raises UnsupportedConfig naming a key that has no equal."""
+    """Translates vLLM's object, or its JSON. Raises UnsupportedConfig naming a key that has no equal."""
     tree, values, notices = _object(value), dict[str, Any](), list[str]()
     if tree.get("method") is None and tree.get("model") in ("ngram", "[ngram]"):
         tree = {**tree, "method": "ngram"}

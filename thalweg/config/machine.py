@@ -1,4 +1,4 @@
-"""What this machine has, by the operating system and the limits of its container. No torch."""
+"""CPU, memory and GPUs of this machine, from the operating system and the container's limits. No torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NO_LIMIT = 1 << 60  # cgroup v1 writes a huge number where there is no limit
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What a machine has. Whether its libraries run, the engine checks when it starts."""
+    """CPU, memory, GPUs and libraries of a machine. The engine checks at start whether the libraries run."""
 
     cpu: str
     cores: int  # that this process may use

@@ -1,8 +1,8 @@
 """Machines by name, such as `h200x8`: what one GPU has and does at best, and how GPUs reach each other. No torch, and
 no GPU is needed.
 
-Rates are those of the makers' data sheets without sparsity: no program reaches them, which is what makes them a floor.
-Memory is what the driver gives away of an idle card. Every figure has its source.
+Rates are those of the makers' data sheets without sparsity. No program reaches them, so times computed from them are
+lower bounds. Memory is what the driver gives away of an idle card. Every figure has its source.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def hardware(name: str) -> Hardware:
 
 
 def hardware_of(machine: Machine) -> Hardware | None:
-    """What is known of a real machine's GPUs by the name that the driver gives; None for one without, or of an unknown
+    """Data sheet of a real machine's GPUs by the name that the driver gives; None for one without, or of an unknown
     kind.
     """
     for chip in CHIPS.values():

@@ -1,4 +1,4 @@
-"""What a checkpoint's config.json says, as one frozen value: `ModelFacts`. No torch.
+"""The config.json of a checkpoint as one frozen value: `ModelFacts`. No torch.
 
 The records of this module are the table of the fields that are read: each field has its type, bounds and default, and
 the class says its published name. Field names follow Thalweg, not the file: every family is read into the same records.
@@ -172,6 +172,7 @@ class ModelFacts(
     dtype: str  # as published ("bfloat16")
     bos: Count | None
     eos: tuple[Count, ...]  # ids that end a generation by default
+    family_fields: dict[str, Any] = {}  # as published: what the layers of this family alone read
 
 
 class OtherFields(msgspec.Struct, frozen=True, kw_only=True):
@@ -212,6 +213,7 @@ WITHOUT_EFFECT = re.compile(
     r"|pretraining_tp|ep_size|auto_map|qk_head_dim|id2label|label2id|problem_type|tokenizer_class|max_length|do_sample"
     r"|temperature|top_k|top_p|typical_p|num_beams|num_beam_groups|num_return_sequences|(repetition|length)_penalty"
     r"|name_or_path|index_share_for_mtp_iteration|architecture|attn_implementation"
+    r"|(model_max|max_seq|seq|max_sequence)_len(gth)?"
 )
 
 
@@ -291,7 +293,8 @@ def facts_of(
 def check_read(given: Mapping[str, Any], read: set[str], where: str) -> None:
     """Raises CheckpointError for a field that is not in `read`. Empty values switch nothing on."""
     for name, value in given.items():
-        if name not in read and not WITHOUT_EFFECT.fullmatch(name) and value not in (None, False, "", [], {}):
+        is_off = value in (None, False, "", [], {}) or (name, value) == ("partial_rotary_factor", 1.0)
+        if name not in read and not WITHOUT_EFFECT.fullmatch(name) and not is_off:
             raise CheckpointError(
                 f"{where}: {name} is {value!r}, which is not supported and may change what the model computes; if it"
                 " does not, delete it from the file"
@@ -317,8 +320,7 @@ def _rope(given: Mapping[str, Any], dim: int, where: str) -> RopeFacts:
     where = f"{where}: rope_scaling"
     parameters = {name: value for name, value in parameters.items() if value is not None}
     kind = parameters.get("rope_type", parameters.get("type", "default"))
-    whole = {name: value for name, value in parameters.items() if (name, value) != ("partial_rotary_factor", 1.0)}
-    check_read(whole, OF_ROPE, where)
+    check_read(parameters, OF_ROPE, where)
     basis = {"rope_theta": given.get("rope_theta", 10000.0), **parameters, "dim": dim, "rope_type": kind}
     if kind == "default":
         return record(RopeFacts, {name: basis[name] for name in ("dim", "rope_theta")}, where)
@@ -382,13 +384,14 @@ def _sparse_layers(other: OtherFields, where: str) -> list[bool]:
 
 
 def _conditions(facts: ModelFacts, other: OtherFields) -> Iterator[tuple[object, str, str]]:
-    """What must hold between fields: (whether it does not, the field to blame, the rule)."""
+    """Constraints between fields: (whether one is violated, the wrong field, the rule)."""
     mla, moe, indexer = facts.mla, facts.moe, facts.indexer
     yield facts.heads % facts.kv_heads, "num_key_value_heads", f"must divide num_attention_heads ({facts.heads})"
     yield facts.rope.dim % 2, "qk_rope_head_dim" if mla else "head_dim", "must be even to rotate"
     has_window = other.use_sliding_window and 0 < other.sliding_window < facts.context
     kinds = "sliding_attention" in other.layer_types if other.layer_types else other.max_window_layers < facts.layers
-    yield has_window and kinds, "sliding_window", f"is used by a layer and below the context of {facts.context}"
+    rule = f"is not supported: a layer uses it, and the context is {facts.context}"
+    yield has_window and kinds, "sliding_window", rule
     if mla is not None:
         yield facts.attention_bias, "attention_bias", "is not supported with MLA"
         yield not other.rope_interleave, "rope_interleave", "must be true: neighbouring dims of MLA rotate"

@@ -56,18 +56,18 @@ class ModelOptions(Section):
         auto="the checkpoint's own, else ours",
     )
     reasoning_parser: str | None = setting(
-        None, "parser of thoughts: deepseek-r1, deepseek-v3, qwen3, none", auto="by the chat template"
+        None, "parser of thoughts: deepseek-r1, deepseek-v3, qwen3, glm45, none", auto="by the chat template"
     )
     tool_call_parser: str | None = setting(
         None,
-        "parser of tool calls: deepseekv3, deepseekv31, deepseekv32, qwen25, none",
+        "parser of tool calls: deepseekv3, deepseekv31, deepseekv32, qwen25, glm45, kimi_k2, llama3, none",
         auto="by the chat template",
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions(Section):
-    """Where and how the weights are loaded."""
+    """Device, types and loading of the weights."""
 
     device: str | None = setting(None, "where the model runs", choices=("cpu", "cuda"), auto="a GPU where there is one")
     dtype: str | None = setting(
@@ -188,7 +188,7 @@ class MemoryOptions(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleOptions(Section):
-    """What runs in a step, and the order of requests."""
+    """Step size, concurrency and the order of requests."""
 
     max_running_requests: int | None = setting(
         None, "requests computed at a time", foreign=("max-num-seqs",), least=1, most=65536, auto="by device"
@@ -246,7 +246,7 @@ class SamplingOptions(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelOptions(Section):
-    """How many devices, and how they share the work."""
+    """Number of devices, and how they divide the model."""
 
     tp_size: int = setting(
         1,
@@ -276,7 +276,7 @@ class ParallelOptions(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class ListenOptions(Section):
-    """Where the HTTP server listens."""
+    """Address of the HTTP server."""
 
     host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 is every network this machine has")
     port: int = setting(30000, "port to listen on; 0 picks a free one", least=0, most=65535)

@@ -16,6 +16,7 @@ from thalweg.core.errors import UnsupportedConfig
 
 BOOLEANS = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False)
 CONVERTED: dict[type, tuple[type, ...]] = {bool: (), int: (str,), float: (str, int), str: (int, float)}
+COMMAND_LINE = "--"  # what errors put before the name of a setting that was typed as a flag
 EXPECTED = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
@@ -49,7 +50,7 @@ class Setting:
     @property
     def shown_default(self) -> str:
         """The default in words; "" where there is none to show."""
-        if self.default is None or self.default == ():
+        if self.default in (None, ()):
             return self.auto
         if self.kind is bool:
             return "on" if self.default else "off"
@@ -70,7 +71,8 @@ class Setting:
     def contradiction(self, first: object, second: object, where: str = "") -> UnsupportedConfig:
         """The error for a setting that is given with two values."""
         shown = "" if self.secret else f", as {first!r} and as {second!r}"
-        return UnsupportedConfig(f"{where}{self.name}: given twice{shown}; leave one out")
+        name = self.flag if where == COMMAND_LINE else where + self.name
+        return UnsupportedConfig(f"{name}: given twice{shown}; leave one out")
 
     def parse(self, value: object) -> Any:
         """The value of a text from a command line, or of a scalar or list from YAML. Raises UnsupportedConfig."""
@@ -108,11 +110,13 @@ class Setting:
             raise UnsupportedConfig(f"{self.name}: expected {expected}{shown}")
         for entry in entries:
             if self.choices and entry not in self.choices:
-                choices = ", ".join(map(str, self.choices))
-                raise UnsupportedConfig(f"{self.name}: must be one of {choices}; got {entry!r}")
+                names = [*map(str, self.choices)]
+                guess = nearest(str(entry), names)
+                instead = f"; use {guess}" * bool(guess)
+                raise UnsupportedConfig(f"{self.name}: must be one of {', '.join(names)}; got {entry!r}{instead}")
             if self.kind in (int, float) and not self._is_within(entry):
-                bounds = [f"at least {self.least:g}"] if self.least is not None else []
-                bounds += [f"at most {self.most:g}"] if self.most is not None else []
+                limits = {"at least": self.least, "at most": self.most}
+                bounds = [f"{word} {limit:g}" for word, limit in limits.items() if limit is not None]
                 raise UnsupportedConfig(f"{self.name}: must be {' and '.join(bounds) or 'finite'}, got {entry}")
 
     def _is_within(self, number: float) -> bool:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import re
 import typing
 from pathlib import Path
 from typing import Any, Mapping
 
 from thalweg.config.foreign import CONFIG, translate_speculative_config
 from thalweg.config.options import Options
-from thalweg.config.setting import Setting, nearest, settings_of
+from thalweg.config.setting import COMMAND_LINE, Setting, nearest, settings_of
 from thalweg.core.errors import UnsupportedConfig
 
 
@@ -58,18 +59,19 @@ def options_from(values: Mapping[str, Any]) -> Options:
 def flat(tree: Mapping[str, Any], where: str = "") -> dict[str, Any]:
     """Settings by their own names, from names, aliases, and sections that hold such; dashes and underscores are one.
 
-    `where` prefixes errors. Raises UnsupportedConfig as `options_of` does, and for a setting with two
-    values.
+    `where` prefixes errors, `COMMAND_LINE` for flags. Raises UnsupportedConfig as `options_of` does, and for a setting
+    with two values.
     """
     found: dict[str, Any] = {}
     for key, value in tree.items():
         name = str(key).replace("-", "_")
         if name == CONFIG:
-            entries = flat(translate_speculative_config(value).values, where)
+            # keys of the object are no flags
+            entries = flat(translate_speculative_config(value).values, where.removeprefix(COMMAND_LINE))
         elif name in sections() and (isinstance(value, Mapping) or name not in spellings()):
             entries = _section(name, value, where)
         else:
-            entries = dict([_entry(name, value, where)])
+            entries = dict([_entry(name, str(key), value, where)])
         for own, parsed in entries.items():
             if isinstance(parsed, tuple) and isinstance(found.get(own), tuple):
                 parsed = tuple(dict.fromkeys(found[own] + parsed))  # lists add up
@@ -89,11 +91,13 @@ def _section(name: str, tree: Any, where: str) -> dict[str, Any]:
     return entries
 
 
-def _entry(name: str, value: Any, where: str) -> tuple[str, Any]:
+def _entry(name: str, written: str, value: Any, where: str) -> tuple[str, Any]:
+    """written: the name as the user wrote it."""
     if name not in spellings():
         guess = nearest(name, spellings())
         raise UnsupportedConfig(f"{where}{name}: no such setting" + (f"; did you mean {guess}?" if guess else ""))
     one, fixed, _ = spellings()[name]
+    where += written
     try:
         if fixed is ...:
             return one.name, one.parse(value)
@@ -102,8 +106,8 @@ def _entry(name: str, value: Any, where: str) -> tuple[str, Any]:
         if value is False and isinstance(fixed, bool):
             return one.name, not fixed
     except UnsupportedConfig as error:
-        raise UnsupportedConfig(f"{where}{error}") from None
-    raise UnsupportedConfig(f"{where}{name}: expected true or false, got {value!r}")
+        raise UnsupportedConfig(where + str(error).removeprefix(one.name)) from None
+    raise UnsupportedConfig(f"{where}: expected true or false, got {value!r}")
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -121,6 +125,31 @@ def read_yaml(path: Path) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise UnsupportedConfig(f"--config {path}: expected settings such as `port: 30000`, got {type(tree).__name__}")
     return flat(tree, f"{path}: ")
+
+
+def secrets_of(variables: Mapping[str, str]) -> dict[str, Any]:
+    """Secret settings from environment variables, since a command line can be read by every user of the machine:
+    THALWEG_API_KEY holds the key, or several by commas, and THALWEG_API_KEY_FILE names a file with one a line. Raises
+    UnsupportedConfig naming the variable.
+    """
+    found: dict[str, Any] = {}
+    for one in settings().values():
+        variable = f"THALWEG_{one.name.upper().replace('-', '_')}"
+        text, file = variables.get(variable), variables.get(f"{variable}_FILE")
+        if not one.secret or not (text or file):
+            continue
+        if text and file:
+            raise UnsupportedConfig(f"{variable} and {variable}_FILE: give one of them")
+        if file:
+            try:
+                text = Path(file).read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise UnsupportedConfig(f"{variable}_FILE: {error}") from error
+        words = [word.strip() for word in re.split(r"[\n,]" if one.many else r"\n", text or "") if word.strip()]
+        if not words or (len(words) > 1 and not one.many):
+            raise UnsupportedConfig(f"{variable}: expected {'keys' if one.many else 'one line'}, got {len(words)}")
+        found |= flat({one.name: words if one.many else words[0]}, f"{variable}: ")
+    return found
 
 
 def non_defaults(config: Options) -> dict[str, Any]:

@@ -40,12 +40,16 @@ class Selected:
 
 
 def mismatches(required: Required, supported: Capabilities) -> list[str]:
-    """One reason for each required value that the backend does not support; [] if it fits."""
+    """One reason for each required value that the backend does not support; [] if it fits. A wrong device is the only
+    reason: the others follow from it.
+    """
     reasons = []
     for name, value in required.items():
         allowed = vars(supported)[name]
         if value in allowed:
             continue
+        if name == "device" or (name == "chip" and not value):
+            return ["needs a GPU"]
         if isinstance(value, bool):
             reasons.append(LACKS.get(name, f"no {name}") if value else f"only {name}")
         else:
@@ -70,7 +74,10 @@ def select(role: str, required: Required, catalog: Mapping[str, Capabilities], w
         raise UnsupportedConfig(f"{role} {wish}: {'; '.join(misfits[wish])}. {instead}")
     # reasons after the first often follow from it
     first = takewhile(lambda entry: entry[1], misfits.items())
-    rejected = "; ".join(f"not {name}: {reasons[0]}" for name, reasons in first)
+    by_reason: dict[str, list[str]] = {}
+    for name, reasons in first:
+        by_reason.setdefault(reasons[0], []).append(name)
+    rejected = "; ".join(f"not {', '.join(names)}: {reason}" for reason, names in by_reason.items())
     if not fitting:
         raise UnsupportedConfig(f"{role}: nothing fits. {rejected}")
     return Selected(fitting[0], AUTO, rejected or "first in the order of measured preference")

@@ -41,16 +41,15 @@ class Row(NamedTuple):
     start: int  # upper bound of the first computed position; exact for a prefill row
     n: int
     num_drafts: int  # upper bound: the true count is in `Slots`
-    emit: bool  # sample at the end
-    # positions in [score_from, score_to): the log-probability of the token after each is wanted (prompt
-    # log-probabilities)
-    score_from: int = 0
-    score_to: int = 0
-    score_top: int = 0  # alternatives to return with each
+    samples: bool  # sample at the end
+    # prompt log-probabilities: those of the token after each position in [start, stop)
+    prompt_logprobs_start: int = 0
+    prompt_logprobs_stop: int = 0
+    prompt_logprobs_top_k: int = 0  # alternatives to return with each
 
 
 class SamplingNeeds(NamedTuple):
-    """Union of the sampling features that the emitting rows of a plan use; `sample` computes no others."""
+    """Union of the sampling features that the sampled rows of a plan use."""
 
     random: bool = False  # some row has a temperature above 0
     truncated: bool = False  # some row uses top-k, top-p or min-p
@@ -60,12 +59,12 @@ class SamplingNeeds(NamedTuple):
 
 
 class PageAppend(NamedTuple):
-    """Pages to write into a slot's page table from entry `at` on. A plan that binds the slot gives the whole table,
-    with at = 0.
+    """Pages to write into a slot's page table, from entry `first_entry` on. A plan that binds the slot gives the whole
+    table, with first_entry = 0.
     """
 
     slot: int
-    at: int
+    first_entry: int
     pages: tuple[int, ...]
 
 
@@ -74,13 +73,14 @@ class StepPlan:
     """One step of one rank."""
 
     step: int  # common to all ranks
-    # every pipeline stage receives the published tokens of the steps up to this one before it prepares its inputs
-    seen: int
+    # every pipeline stage receives the tokens of the steps up to this one before it builds its inputs
+    published_step: int
     rows: tuple[Row, ...] = ()  # decode rows first, all with the same n, then prefill rows
     binds: tuple[Bind, ...] = ()
     appends: tuple[PageAppend, ...] = ()
     waits_for_commit: bool = False  # some row's grammar mask depends on a token that is not committed yet
-    num_drafts: int = 0  # drafts that `sample` of THIS step is asked to propose for each emitting row
+    # drafts to propose at the end of this step for each sampled row: `row.num_drafts` of its next step
+    num_drafts: int = 0
     needs: SamplingNeeds = SamplingNeeds()
     max_kv_len: int = 0  # upper bound of the longest row's context, in tokens
 
@@ -90,13 +90,15 @@ class StepPlan:
 
     @property
     def is_decode(self) -> bool:
-        """Every row computes one token and emits: the most frequent step, for which CUDA graphs are captured."""
-        return all(row.n == 1 and row.emit and row.score_from == row.score_to for row in self.rows)
+        """Every row computes one token and samples: the most frequent step, for which CUDA graphs are captured."""
+        return all(
+            row.n == 1 and row.samples and row.prompt_logprobs_start == row.prompt_logprobs_stop for row in self.rows
+        )
 
     @property
     def sampled_per_row(self) -> int:
-        """Positions that are sampled of each emitting row: 1 + the largest number of drafts."""
-        return 1 + max((row.num_drafts for row in self.rows if row.emit), default=0)
+        """Positions that are sampled of each sampled row: 1 + the largest number of drafts."""
+        return 1 + max((row.num_drafts for row in self.rows if row.samples), default=0)
 
 
 class TokenLogprob(NamedTuple):
@@ -119,17 +121,15 @@ def requested_logprobs(logprobs: tuple[TokenLogprob, ...], top: int) -> tuple[To
 class Output(NamedTuple):
     """Result of one row, which the host receives one or more steps later."""
 
-    tokens: tuple[
-        int, ...
-    ] = ()  # accepted and sampled; () for a row that does not emit and for a slot that was done already
+    tokens: tuple[int, ...] = ()  # accepted and sampled; () if the row does not sample or its slot has ended
     drafts: tuple[int, ...] = ()  # proposals for the next step
     done: bool = False  # the slot has ended
     logprobs: tuple[TokenLogprob, ...] = ()  # of `tokens`
-    scores: tuple[TokenLogprob, ...] = ()  # one for each position in [score_from, score_to)
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # one for each position in [prompt_logprobs_start, _stop)
     drafter_failed: bool = False  # in this step; it proposes no more drafts
     parents: tuple[int, ...] = ()  # tree node before each draft (`core.tree`); () for a chain
     accepted_mask: int = 0  # bit i is set if draft i of this step was accepted
-    is_nan: bool = False  # the model computed NaN for the next token or a score; `tokens` is empty
+    is_nan: bool = False  # the model computed NaN for the next token or a prompt log-probability; `tokens` is empty
 
 
 class GrammarState(NamedTuple):

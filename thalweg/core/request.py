@@ -23,8 +23,8 @@ class RequestState(enum.Enum):
     DONE = "done"
 
 
-class Exit(enum.Enum):
-    """Why a request gives up its slot. A mark only: slot and pages are released when its last step in flight
+class ReleaseReason(enum.Enum):
+    """Why a request releases its slot. This is a mark: slot and pages are released when its last step in flight
     retires.
     """
 
@@ -56,9 +56,9 @@ class Request:
 
     # committed
     state: RequestState = RequestState.QUEUED
-    exit: Exit = Exit.NONE
-    out: list[int] = field(default_factory=list)
-    scores: list[TokenLogprob] = field(default_factory=list)  # prompt log-probabilities, each position once
+    release_reason: ReleaseReason = ReleaseReason.NONE
+    output_ids: list[int] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # each position once
     drafts: tuple[int, ...] = ()  # proposed by the last committed step that sampled
     parents: tuple[int, ...] = ()  # of these drafts, see `Output`
     finish: str = ""  # "stop", "length", "abort", "error"; "" while it runs
@@ -70,10 +70,10 @@ class Request:
     is_bound: bool = False  # a plan has put the request into its slot
     ticket: Ticket | None = None
     prefill_len: int = 0  # known tokens when it was admitted: the tokens to prefill
-    computed: int = 0  # tokens whose KV has been launched
-    cached: int = 0  # prompt tokens that the first admission found in the prefix cache
+    num_computed_tokens: int = 0  # tokens whose KV has been launched
+    num_cached_tokens: int = 0  # prompt tokens that the first admission found in the prefix cache
     preempted: int = 0  # number of preemptions
-    overtaken: int = 0  # later requests that were admitted because this one did not fit
+    bypass_count: int = 0  # later requests that were admitted because this one did not fit
 
     # steps in flight
     rows_in_flight: int = 0  # rows in flight
@@ -81,19 +81,19 @@ class Request:
     max_tokens_in_flight: int = 0  # most tokens that these rows may yield
     last_sampled: int = -1  # last step in which it sampled
     num_drafts: int = 0  # drafts that this step was asked to propose
-    draft_odds: tuple[float, ...] = ()  # recent acceptance of its drafts, see `scheduler.draft_length`
+    acceptance_rates: tuple[float, ...] = ()  # of its recent drafts, see `scheduler.draft_length`
     acceptance: AcceptanceCounter | None = None  # of its drafts; None before the first verification
 
     @property
-    def known(self) -> int:
-        return len(self.prompt) + len(self.out)
+    def num_tokens(self) -> int:
+        return len(self.prompt) + len(self.output_ids)
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        return (*self.prompt, *self.out)
+        return (*self.prompt, *self.output_ids)
 
     @property
-    def score_from(self) -> int:
+    def prompt_logprobs_start(self) -> int:
         """First prompt position whose own log-probability is wanted; beyond the prompt if none is."""
         return 1 if self.params.prompt_logprobs is not None else 1 << 30
 

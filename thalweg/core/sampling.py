@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
 from thalweg.core.errors import InvalidRequest
@@ -102,6 +104,21 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                     raise InvalidRequest(name, f"token id {token} is outside the vocabulary of {vocab}")
         for _, bias in self.logit_bias:
             _between("logit_bias", bias, -100, 100)
+
+
+def typed_params(given: SamplingParams) -> SamplingParams:
+    """The same with checked types, of parameters that Python code made: a single stop string and a mapping of biases
+    are taken, too. Raises InvalidRequest that names the field.
+    """
+    values = msgspec.structs.asdict(given)
+    stop, bias = values["stop"], values["logit_bias"]
+    values["stop"] = (stop,) if isinstance(stop, str) else stop
+    values["logit_bias"] = tuple(bias.items()) if isinstance(bias, Mapping) else bias
+    try:
+        return msgspec.convert(values, SamplingParams)
+    except msgspec.ValidationError as error:
+        what, _, where = str(error).partition(" - at `$.")
+        raise InvalidRequest(where.rstrip("`").split("[")[0], what[:1].lower() + what[1:]) from None
 
 
 def _between(field: str, value: float, low: int, high: int) -> None:

@@ -54,7 +54,7 @@ from thalweg.models.token_by_token import TokenByToken
 from thalweg.models.traced import TracedModel, traced
 from thalweg.quant.catalog import Declared, Schemes
 from thalweg.runner.captured import tree_shapes
-from thalweg.runner.drafting import DrafterError, blamed_on_drafter
+from thalweg.runner.drafting import DrafterError, raise_as_drafter_error
 from thalweg.runner.runner import Runner
 from thalweg.sampling.catalog import draft_sampling_for, with_acceptance_rule
 from thalweg.sampling.simulated_acceptance import SimulatedAcceptance
@@ -113,7 +113,7 @@ def build(config: EngineConfig, channel: Channel) -> Rank:
             f"{config.model_path}: {len(config.eos_ids)} end-of-sequence ids; a slot has room for {MAX_EOS_IDS}"
         )
     config, runner = build_or_drop_drafter(lambda wish: build_runner(wish, facts, times), config)
-    runner.drafting.forget()
+    runner.drafting.drop_deferred()
     loop = build_loop(config, facts, runner, channel)
     loop.scheduler.counters.drafter_failures += config.drafter_left_out
     log.info("started: %s", times)
@@ -124,7 +124,7 @@ def build_or_drop_drafter(build: Callable[[EngineConfig], T], config: EngineConf
     """Calls `build` with this configuration, and if the drafter fails or does not fit, with one without a drafter.
 
     It only accelerates, so an engine starts without a drafter that does not fit into memory, cannot be captured, or has
-    weights that are not numbers.
+    weights that are NaN or infinite.
     """
     try:
         return build(config)
@@ -173,7 +173,7 @@ def build_runner(config: EngineConfig, facts: ModelFacts, times: StartupTimes) -
         shown = "; ".join(factory.notes[:NOTES_SHOWN])
         config = config.started([Decision("dequantized_weights", len(factory.notes), START_UP, shown)])
     load_weights(model, drafter.modules(), config)
-    load_drafter(drafter.own(), config)
+    load_drafter(drafter.own_weight_modules(), config)
     times.end_phase("weights")
     one_by_one = config.deterministic_inference and config.decode_attention_backend in TORCH_ATTENTION
     if device.type == "cuda":
@@ -181,8 +181,8 @@ def build_runner(config: EngineConfig, facts: ModelFacts, times: StartupTimes) -
     planes = _allocate_planes(model, drafter, config, device)
     steps = traced(model, planes)
     if isinstance(steps, TracedModel):
-        with blamed_on_drafter():
-            drafter.record(planes)
+        with raise_as_drafter_error():
+            drafter.capture(planes)
     slots = Slots(config.max_running_requests, config.context_length, device, drafter.fields(), config.tree)
     times.end_phase("captured steps")
     models: tuple[Model, Model] = (TokenByToken(model), TokenByToken(steps)) if one_by_one else (model, steps)
@@ -258,13 +258,13 @@ def layer_factory(
 def _capture(config: EngineConfig, runner: Runner) -> None:
     """Captures the steps as CUDA graphs; the last slot is for padding. Raises UnsupportedConfig and DrafterError."""
     if config.cuda_graph_bs or config.piecewise_cuda_graph_tokens:
-        from thalweg.runner.graphs import record  # needs Triton
+        from thalweg.runner.graphs import capture_steps  # needs Triton
 
         with _progress_bar("capturing CUDA graphs", config.show_progress) as progress:
             is_full = config.cuda_graph_mode == "full"
             sizes = config.cuda_graph_bs, config.piecewise_cuda_graph_tokens, is_full
             limits = config.context_length, config.max_running_requests
-            record(runner, *sizes, *limits, progress, draft_length_choices(_max_drafts(config))[1:])
+            capture_steps(runner, *sizes, *limits, progress, draft_length_choices(_max_drafts(config))[1:])
 
 
 def _num_captured(config: EngineConfig) -> int:

@@ -141,7 +141,7 @@ class Calibrator:
 
     def measure_mixed_steps(self) -> None:
         """Chooses the mixed-step limits and drops piecewise graphs that are not faster than eager steps."""
-        config, steps = self.config, self.runner.steps
+        config, steps = self.config, self.runner.forward_model
         most = min(config.max_running_requests, config.num_pages, config.chunked_prefill_size)
         rows = [count for count in ROWS if count < most]
         if rows and config.mixed_step_limits is None:
@@ -256,13 +256,13 @@ class Calibrator:
         """Time for each step without drafts that the drafter takes later, to compute the KV that it has deferred."""
         drafting, rows = self.runner.drafting, len(plan.rows)
         forwarded = self.runner.forward(plan)
-        if not drafting.learns or forwarded is None or forwarded.seen is None:
+        if not drafting.has_draft_kv or forwarded is None or forwarded.draft_input is None:
             return 0.0
-        drafting.forget()
-        steps = min(drafting.deferred.room(rows), plan.rows[0].start + 1)
+        drafting.drop_deferred()
+        steps = min(drafting.deferred.max_steps(rows), plan.rows[0].start + 1)
         for _ in range(steps):
-            drafting.deferred.keep(forwarded.seen, rows)
-        return self._timed(drafting.catch_up) / steps
+            drafting.deferred.defer(forwarded.draft_input, rows)
+        return self._timed(drafting.write_all_deferred) / steps
 
 
 def _verify_plan(rows: int, context: int, drafts: int, max_len: int) -> StepPlan:
@@ -297,9 +297,9 @@ def trim_piecewise(runner: Runner, steps: Piecewise, time: MixedTime) -> str:
         smaller = steps.recorded[-2].tokens if len(steps.recorded) > 1 else 0
         tokens = (largest + smaller) // 2
         piecewise = time(1, tokens - 1)
-        runner.steps = steps.model
+        runner.forward_model = steps.model
         eager = time(1, tokens - 1)
-        runner.steps = steps
+        runner.forward_model = steps
         if piecewise <= eager:
             times = f"{1e3 * piecewise:.1f} ms for {tokens:,}, {1e3 * eager:.1f} eagerly"
             return f"steps of up to {largest:,} tokens run in pieces: {times}"

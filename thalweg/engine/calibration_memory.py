@@ -163,15 +163,15 @@ def _measure_graphs(runner: Runner, capture: Callable[[Runner], int], device: to
         return 0
     # The first capture includes what all captures need once, so a later one is measured. All are kept alive: the driver
     # would reuse the memory of a freed one.
-    captured = [(runner.steps, runner.graphs)]
+    captured = [(runner.forward_model, runner.graphs)]
     measured: list[GraphMemory] = []
     while not measured or (measured[-1].driver > PLAUSIBLE and len(measured) < CAPTURES):
         before, reserved = free_memory(device), torch.cuda.memory_reserved(device)
         capture(runner)
-        captured.append((runner.steps, runner.graphs))
+        captured.append((runner.forward_model, runner.graphs))
         pool = torch.cuda.memory_reserved(device) - reserved
         measured.append(GraphMemory(pool, max(before - free_memory(device) - pool, 0)))
-    runner.eager()
+    runner.disable_graphs()
     return min(measured, key=lambda memory: memory.driver).predict(buckets)
 
 
@@ -222,7 +222,9 @@ def with_memory_report(config: EngineConfig, runner: Runner, **others: int) -> E
     """The configuration with a report of bytes in use, which `thalweg plan --check` compares with its prediction."""
     model, slots, drafter = runner.model, runner.slots, runner.drafting.drafter
     inner = model.model if isinstance(model, TokenByToken) else model
-    modules = [module for module in (inner, *drafter.modules(), *drafter.own()) if isinstance(module, nn.Module)]
+    modules = [
+        module for module in (inner, *drafter.modules(), *drafter.own_weight_modules()) if isinstance(module, nn.Module)
+    ]
     sizes = {
         "weights": _bytes([tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]),
         "kv": _bytes(list(runner.planes.bytes.values())),

@@ -40,12 +40,14 @@ def plan(parts: Sequence[RowSpec], needs: SamplingNeeds = GREEDY, scored: bool =
     scored: the last row wants the log-probabilities of its prompt. drafts: of each sampling row with 1 + drafts tokens.
     """
     rows = [
-        Row(0, slot, start, n, drafts if emit and n == 1 + drafts else 0, emit)
-        for slot, (start, n, emit) in enumerate(parts)
+        Row(0, slot, start, n, drafts if samples and n == 1 + drafts else 0, samples)
+        for slot, (start, n, samples) in enumerate(parts)
     ]
     if scored:
         start, n, _ = parts[-1]
-        rows[-1] = rows[-1]._replace(score_from=start, score_to=start + n - 1, score_top=5)
+        rows[-1] = rows[-1]._replace(
+            prompt_logprobs_start=start, prompt_logprobs_stop=start + n - 1, prompt_logprobs_top_k=5
+        )
     return StepPlan(0, 0, tuple(rows), needs=needs, max_kv_len=max(start + n for start, n, _ in parts))
 
 
@@ -148,8 +150,8 @@ def single_tokens(context: int) -> Iterator[StepPlan]:
 
 def sampling_steps(rows: int, context: int) -> Iterator[StepPlan]:
     """All ways to sample, for each number of rows."""
-    for emitting, needs in product(row_counts(rows), (GREEDY, *NEEDS)):
-        yield plan([(min(PAGE, context) - 1, 1, True)] * emitting, needs)
+    for sampled_rows, needs in product(row_counts(rows), (GREEDY, *NEEDS)):
+        yield plan([(min(PAGE, context) - 1, 1, True)] * sampled_rows, needs)
 
 
 def largest_steps(slots: int, budget: int, context: int, num_drafts: int = 0) -> Iterator[StepPlan]:

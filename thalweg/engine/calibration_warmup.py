@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from thalweg.config.backends import DECODE
 from thalweg.config.engine import EngineConfig
 from thalweg.core.grammar import GrammarMasks
-from thalweg.core.kernels import TORCH
 from thalweg.core.plan import StepPlan
 from thalweg.engine import calibration_plans as plans
 from thalweg.engine.calibration import run_step
@@ -76,7 +76,9 @@ def _samplings(runner: Runner, config: EngineConfig, context: int) -> Iterator[W
 
 def _steps(runner: Runner, config: EngineConfig, context: int) -> Iterator[Work]:
     budget = config.chunked_prefill_size
-    if config.decode_attention_backend == TORCH:  # no kernel depends on the context, and long ones take their time
+    if DECODE[
+        config.decode_attention_backend
+    ].mla_layer:  # no kernel depends on the context, and long ones take their time
         context = min(context, max(TORCH_CONTEXT, -(-budget // config.max_running_requests)))
     model = one_layer_of_each_kind(_inner(runner.model))
     thin_runner = Runner(model, model, runner.planes, runner.slots, runner.drafting.drafter)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
-from typing import Callable, TypeVar
+from typing import Any, Callable, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,14 +23,14 @@ class CudaStream(InlineStream):
         self.side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
-    def publish(self, work: Sample, read: Read) -> Callable[[], tuple[Output, ...]]:
+    def submit_sampling(self, work: Sample, read: Read) -> Callable[[], tuple[Output, ...]]:
         torch.cuda.current_stream().wait_event(self.copied)  # sampling may write the buffers of the copy before
         published = work()
         self.side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.side):
             if published is not None:
                 published = replace(
-                    published, sampled=_to_host(published.sampled), proposed=_to_host(published.proposed)
+                    published, sampled=_to_host(published.sampled), draft_output=_to_host(published.draft_output)
                 )
             copied = self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             copied.record(self.side)
@@ -43,11 +43,12 @@ class CudaStream(InlineStream):
 
 
 def _to_host(tensors: Tensors) -> Tensors:
-    """The same record with its tensors in pinned memory."""
+    """The same values with the tensors in pinned memory."""
     if tensors is None:
         return None
-    values = {field.name: getattr(tensors, field.name) for field in fields(tensors)}
-    return replace(tensors, **{name: _pinned(value) for name, value in values.items() if value is not None})
+    values = ((field.name, getattr(tensors, field.name)) for field in fields(tensors))
+    pinned: dict[str, Any] = {name: _pinned(value) for name, value in values if isinstance(value, Tensor)}
+    return replace(tensors, **pinned)
 
 
 def _pinned(tensor: Tensor) -> Tensor:

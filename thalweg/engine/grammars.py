@@ -92,7 +92,7 @@ class GrammarRegistry:
         """
         if not states:
             return None
-        sampled = [row.uid for row in plan.rows if row.emit]
+        sampled = [row.uid for row in plan.rows if row.samples]
         masks = [
             (i * plan.sampled_per_row + node, uid, node, sequence)
             for i, uid in enumerate(sampled)

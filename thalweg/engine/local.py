@@ -101,12 +101,12 @@ class LocalEngine:
         self.channel.inbox.append(FlushCache(-1))
 
     def step(self) -> list[TokenDelta]:
-        """One turn of the loop. Returns the deltas of the step that retired.
+        """Runs one step of the loop. Returns the deltas of the step that was committed.
 
         Raises InvalidRequest for a request that the engine refuses, and EngineDead after a step that failed or was
         interrupted.
         """
-        self._run(self.loop.turn)
+        self._run(self.loop.step)
         messages, self.channel.outbox = self.channel.outbox, []
         deltas: list[TokenDelta] = []
         for message in messages:

@@ -1,6 +1,6 @@
 """The engine's only loop. Its depth is the number of steps whose results the host may not know yet: 1 is synchronous, 2
 is overlapped, p + 1 is a pipeline of p stages. A step has two parts: forward (inputs → model → logits) and sample
-(masks → accept → propose drafts → publish).
+(masks → accept → propose drafts → copy results to the host).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Channel(Protocol):
 
 
 class Loop:
-    """Drives one rank: receive → plan → agree → forward → sample → retire steps older than the depth."""
+    """Drives one rank: receive → plan → coordinate ranks → forward → sample → commit steps older than the depth."""
 
     def __init__(
         self,
@@ -61,13 +61,13 @@ class Loop:
         depth: int,
         recorder: StepRecorder | None = None,
         admin: AdminOperations | None = None,
-        agree: Callable[[StepPlan], AgreedStep] | None = None,
+        coordinate: Callable[[StepPlan], AgreedStep] | None = None,
     ) -> None:
         assert 1 <= depth <= scheduler.stages + 1, (
             f"depth {depth} with {scheduler.stages} stages: masks would miss their commit"
         )
         self.channel, self.scheduler, self.worker, self.depth = channel, scheduler, worker, depth
-        self.recorder, self.admin, self.agree = recorder, admin, agree
+        self.recorder, self.admin, self.coordinate = recorder, admin, coordinate
         self.profile_end = NEVER  # step before which a profile ends by itself
         self.inflight: deque[StepPlan] = deque()
         self.num_drafts = 0  # that the last launched step was asked for
@@ -77,17 +77,17 @@ class Loop:
     def run(self) -> None:
         """Serves until a client has asked to drain and every request has ended."""
         while not (self.scheduler.draining and self.scheduler.is_idle and not self.inflight):
-            self.turn()
+            self.step()
 
-    def turn(self) -> None:
-        plan = self.begin()
-        self.finish(plan, self.agree(plan) if self.agree else None)
+    def step(self) -> None:
+        plan = self.plan_step()
+        self.launch_and_commit(plan, self.coordinate(plan) if self.coordinate else None)
 
-    def begin(self) -> StepPlan:
+    def plan_step(self) -> StepPlan:
         self.receive()
         return self.scheduler.plan(self.num_drafts)
 
-    def finish(self, plan: StepPlan, agreed: AgreedStep | None) -> None:
+    def launch_and_commit(self, plan: StepPlan, agreed: AgreedStep | None) -> None:
         """agreed: the step of all DP ranks; None: there is one rank, whose plan decides."""
         num_drafts = agreed.num_drafts if agreed else plan.num_drafts
         is_launched = bool(agreed.rows if agreed else plan.rows)
@@ -99,18 +99,18 @@ class Loop:
                 self.recorder.add_plan(plan)
             self.worker.forward(plan, agreed)
             if plan.waits_for_commit:
-                self.retire(self.depth - 2)  # commit what its masks depend on
+                self.commit_until(self.depth - 2)  # commit what its masks depend on
             self.worker.sample(plan, self.scheduler.grammar_states(), num_drafts)
             self.inflight.append(plan)
             self.scheduler.mark_launched()
-        self.retire(self.depth - 1 if is_launched else len(self.inflight) - 1)
+        self.commit_until(self.depth - 1 if is_launched else len(self.inflight) - 1)
         self._send_update()
         if self.scheduler.step >= self.profile_end:
             self._end_profile()
 
-    def retire(self, keep: int) -> None:
-        """Waits for and commits the oldest steps until at most `keep` are in flight."""
-        while len(self.inflight) > max(keep, 0):
+    def commit_until(self, max_in_flight: int) -> None:
+        """Waits for and commits the oldest steps until at most `max_in_flight` steps are in flight."""
+        while len(self.inflight) > max(max_in_flight, 0):
             plan = self.inflight.popleft()
             outputs = self.worker.output(plan)
             self.scheduler.commit(plan, outputs)
@@ -164,17 +164,17 @@ class Loop:
 
     def _control(self, message: Control) -> Replies:
         if self.admin is None:
-            return [ControlReply(message.id, error="this engine stays as it was built")]
+            return [ControlReply(message.id, error="weight updates and profiles are not available in this engine")]
         try:
             match message:
                 case UpdateWeights():
                     return self._update_weights(message, self.admin)
                 case StartProfile():
-                    self.retire(0)
+                    self.commit_until(0)
                     result = self.admin.start_profile(message)
                     self.profile_end = self.scheduler.step + message.steps if message.steps else NEVER
                 case StopProfile():
-                    self.retire(0)
+                    self.commit_until(0)
                     self.profile_end = NEVER
                     result = self.admin.stop_profile()
         except InvalidRequest as error:
@@ -186,7 +186,7 @@ class Loop:
         belongs to an earlier epoch of the prefix cache. Raises InvalidRequest before anything is changed.
         """
         write = admin.update_weights(message, self.alive)
-        self.retire(0)
+        self.commit_until(0)
         replies = self._handle([Abort(tuple(self.scheduler.requests))]) if message.abort else []
         replaced, total = write()
         if message.flush:
@@ -198,7 +198,7 @@ class Loop:
 
     def _end_profile(self) -> None:
         """Ends a profile after the number of steps that was asked for. Nobody waits for the answer."""
-        self.retire(0)
+        self.commit_until(0)
         self._send_update()
         for reply in self._control(StopProfile(-1)):
             assert isinstance(reply, ControlReply)

@@ -4,7 +4,8 @@ In memory a recording is two segments of at most STEPS steps or BYTES bytes; whe
 is dropped. A step costs two encodings of flat values (0.5 µs and 0.08 µs a row on one core of an EPYC). A segment
 begins with the running requests as the device knows them then, kept as lengths of lists that only grow.
 
-The file is one JSON object (docs/replay.md). It holds the token ids of prompts and answers, so its mode is 0600.
+The file is one JSON object (docs/replay.md). It holds the token ids of prompts and answers, so its mode is 0600, and
+that of a new folder 0700.
 """
 
 from __future__ import annotations
@@ -31,12 +32,13 @@ from thalweg.config.engine import EngineConfig
 from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.messages import Abort, FromEngine, Rejected, Submit, ToEngine, UpdateWeights
 from thalweg.core.plan import Bind, Output, StepPlan
-from thalweg.core.request import Exit, Request
+from thalweg.core.request import ReleaseReason, Request
 
 log = logging.getLogger("thalweg.recording")
 FORMAT, VERSION = "thalweg-recording", 3
 STEPS = 1000  # of a segment
 BYTES = 16 << 20  # of a segment, prompts included
+MAX_FILES, MAX_BYTES = 16, 1 << 30  # of all recordings in the folder; the oldest are removed
 PACKAGES = ("torch", "numpy", "msgspec", "llguidance", "tokenizers", "triton")
 
 _pack = msgspec.msgpack.Encoder().encode
@@ -97,7 +99,7 @@ class _Snapshot(NamedTuple):
 
     def recorded(self) -> RecordedSlot:
         r = self.request
-        tokens, end = (*r.prompt, *r.out[: self.num_out]), 0 if self.has_ended else r.end
+        tokens, end = (*r.prompt, *r.output_ids[: self.num_out]), 0 if self.has_ended else r.end
         bind = r.bind(self.computed)._replace(slot=self.slot, tokens=tokens, end=end)
         return RecordedSlot(r.uid, bind, tuple(self.pages[: self.num_pages]))
 
@@ -170,9 +172,9 @@ class StepRecorder:
         snapshots = []
         for r in self.requests.values():
             if r.is_bound and r.slot >= 0 and r.slot not in bound:
-                computed = r.known - 1 if r.known > r.prefill_len else start.get(r.uid, r.computed)
-                has_ended = r.exit in (Exit.FINISH, Exit.ABORT)
-                snapshots.append(_Snapshot(r, r.slot, len(r.out), r.pages, len(r.pages), computed, has_ended))
+                computed = r.num_tokens - 1 if r.num_tokens > r.prefill_len else start.get(r.uid, r.num_computed_tokens)
+                has_ended = r.release_reason in (ReleaseReason.FINISH, ReleaseReason.ABORT)
+                snapshots.append(_Snapshot(r, r.slot, len(r.output_ids), r.pages, len(r.pages), computed, has_ended))
         return snapshots
 
     # ---- writing
@@ -191,10 +193,15 @@ class StepRecorder:
     def dump(self, reason: str, error: str = "") -> Path:
         """Writes the recording. Any thread may call it. Raises OSError."""
         path = self.folder / f"thalweg-{file_stamp()}.json"
-        part = path.with_suffix(".part")
-        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(msgspec.json.encode(self._recording(reason, error)))
-        part.rename(path)
+        part, content = path.with_suffix(".part"), msgspec.json.encode(self._recording(reason, error))
+        remove_oldest(self.folder, len(content))
+        try:
+            with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                file.write(content)
+            part.rename(path)
+        except OSError:  # a full disk
+            part.unlink(missing_ok=True)
+            raise
         log.warning("recorded the last steps in %s (%s); run them again: thalweg replay %s", path, reason, path)
         return path
 
@@ -226,19 +233,31 @@ def _decode_finite(packed: bytes) -> tuple[Output, ...]:
     """JSON has no infinity: log-probabilities with one are left out."""
     outputs = []
     for output in _decode_outputs(packed):
-        entries = (*output.logprobs, *output.scores)
+        entries = (*output.logprobs, *output.prompt_logprobs)
         is_finite = all(math.isfinite(p) for entry in entries for p in (entry.logprob, *entry.top_logprobs))
-        outputs.append(output if is_finite else output._replace(logprobs=(), scores=()))
+        outputs.append(output if is_finite else output._replace(logprobs=(), prompt_logprobs=()))
     return tuple(outputs)
 
 
 def make_folder(folder: Path) -> str:
     """Makes a folder that files can be written to. Returns why that is impossible, or ""."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         return f"{folder}: {error.strerror}"
     return "" if os.access(folder, os.W_OK | os.X_OK) else f"{folder}: may not be written to"
+
+
+def remove_oldest(folder: Path, size: int) -> None:
+    """Removes the oldest recordings until one of `size` bytes fits the limits. Other engines may write there, too."""
+    sizes: dict[Path, int] = {}
+    for file in sorted(folder.glob("thalweg-*.json")):  # names begin with the time
+        with contextlib.suppress(FileNotFoundError):
+            sizes[file] = file.stat().st_size
+    while sizes and (len(sizes) >= MAX_FILES or sum(sizes.values()) + size > MAX_BYTES):
+        oldest = next(iter(sizes))
+        oldest.unlink(missing_ok=True)
+        del sizes[oldest]
 
 
 def file_stamp() -> str:
@@ -271,7 +290,9 @@ def read(path: Path) -> Recording:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise UnsupportedConfig(f"{path}: {error.strerror}") from error
+        raise UnsupportedConfig(
+            f"{path}: {error.strerror}; give a recording (thalweg-*.json of --crash-dump-folder)"
+        ) from error
     try:
         found = msgspec.json.decode(content, type=_Version)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -23,8 +23,8 @@ class InlineStream:
         value = work()
         return lambda: value
 
-    def publish(self, work: Sample, read: Read) -> Callable[[], tuple[Output, ...]]:
-        """Submits the sampling of a step; `read` turns its result on the device into outputs."""
+    def submit_sampling(self, work: Sample, read: Read) -> Callable[[], tuple[Output, ...]]:
+        """Submits the sampling half of a step; `read` makes outputs of its result."""
         return self.submit(lambda: read(work()))
 
 
@@ -57,7 +57,7 @@ class Worker:
         """
         forwarded, runner = self._forwarded.pop(plan.step), self.runner
         masks = self.grammars.fill(plan, states) if states else None
-        self._outputs[plan.step] = self.stream.publish(
+        self._outputs[plan.step] = self.stream.submit_sampling(
             lambda: runner.sample(forwarded(), masks, num_drafts), runner.outputs
         )
 

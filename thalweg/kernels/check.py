@@ -1,4 +1,4 @@
-"""What the self-checks of kernel libraries share: a small result is computed here and compared with the exact one."""
+"""Parts that the self-checks of kernel libraries share: a small result, computed and compared with the exact one."""
 
 from __future__ import annotations
 

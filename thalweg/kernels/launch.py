@@ -1,4 +1,4 @@
-"""Where Triton's kernels run, and the options of their launches.
+"""The device of Triton kernels, and the options of their launches.
 
 Programmatic dependent launch: on Hopper a kernel may start while the kernel before it ends. It waits for that kernel's
 results itself.

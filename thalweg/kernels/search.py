@@ -1,4 +1,4 @@
-"""What `thalweg tune` searches: the candidates of one operation and shape, and how each is run and checked."""
+"""Search space of `thalweg tune`: the candidates of one operation and shape, and how each is run and checked."""
 
 from __future__ import annotations
 

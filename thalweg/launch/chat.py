@@ -13,7 +13,7 @@ from thalweg.core.sampling import SamplingParams
 from thalweg.engine.client import EngineClient
 from thalweg.launch.resolved import Resolved
 from thalweg.text.events import Event, PartKind
-from thalweg.text.parser import AnswerParser, opens_thought
+from thalweg.text.parser import AnswerParser, is_in_thought
 from thalweg.text.retention import ThinkingRetention
 
 
@@ -40,7 +40,7 @@ async def _talk(resolved: Resolved, params: SamplingParams, system: str, thinkin
     async def answer() -> str:
         """Streams one answer; returns its content, thought left out."""
         prompt = chat.encoder.encode(history, thinking=thinking)
-        parser = AnswerParser(reasoning, thinking=thinking, inside=opens_thought(prompt) or None)
+        parser = AnswerParser(reasoning, thinking=thinking, inside=is_in_thought(prompt))
         keep = memory.keep(prompt, {} if thinking is None else {"thinking": thinking}, tools=False)
         content: list[str] = []
         try:

@@ -86,8 +86,8 @@ def text(findings: Sequence[Finding]) -> str:
 
 
 def examine(options: Options, online: bool = False) -> Iterator[Finding]:
-    """What is good and what is not on this machine, in the order in which it should be mended. online: whether to ask
-    the hub.
+    """Findings about this machine, in the order in which to fix them. online: whether to ask the
+    hub.
     """
     from huggingface_hub import constants
 
@@ -214,7 +214,7 @@ def check_port(listen: ListenOptions, error: str, model: str) -> Finding:
 
 
 def check_cache(folder: Path, is_writable: bool, free: int) -> Finding:
-    """Where models of the hub are kept: of no matter for a model that is a folder, hence never a failure."""
+    """Checks the hub's cache folder; never a failure, since a model may be a local folder."""
     if not is_writable:
         return Finding("hub cache", WARN, f"{folder} cannot be written", "export HF_HOME=$HOME/models")
     return _judge("hub cache", free >= CACHE_FREE, f"{folder}: {free / GB:.1f} GB free", "hf cache prune", WARN)
@@ -244,7 +244,7 @@ def _torch() -> Torch:
 
 
 def _requirements() -> list[Requirement]:
-    """Of Thalweg itself, without those of its extras."""
+    """Requirements of Thalweg itself, without its extras."""
     try:
         given = importlib.metadata.requires("thalweg") or ()
     except importlib.metadata.PackageNotFoundError:  # run from a folder that is not installed
@@ -296,7 +296,7 @@ def _model_error(options: Options) -> str:
     model = options.model.model
     folder = Path(model).expanduser()
     if not folder.is_dir():
-        return f"there is no folder {model}; doctor looks at folders only (thalweg plan reads a model of the hub)"
+        return f"{model}: no such folder; doctor looks at folders only (thalweg plan reads a model of the hub)"
     try:
         resolve(options, weights=False)
         lost = missing_weights(folder)

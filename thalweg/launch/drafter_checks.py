@@ -9,7 +9,7 @@ from thalweg.config.model import ModelFacts
 from thalweg.core.errors import CheckpointError, UnsupportedConfig
 from thalweg.core.report import MODEL, Decision
 from thalweg.spec.draft_model import draft_model_facts
-from thalweg.text.tokenizer import vocabulary
+from thalweg.text.tokenizer import has_tokenizer, vocabulary
 
 SAME = 0.95  # share of the common ids that must be the same tokens; reserved ones often have other names
 
@@ -40,7 +40,7 @@ def check_vocabularies(draft: Path, draft_vocab: int, model: Path, vocab: int) -
     """Compares the tokenizers, since models of one family are padded to different sizes. Raises CheckpointError where
     the same ids are other tokens, and where the sizes differ and a tokenizer is missing.
     """
-    lacking = [str(folder) for folder in (draft, model) if not (folder / "tokenizer.json").is_file()]
+    lacking = [str(folder) for folder in (draft, model) if not has_tokenizer(folder)]
     if lacking and draft_vocab == vocab:
         return
     if lacking:

@@ -57,6 +57,8 @@ def _note_unused(options: Options, mode: str, why: str, decisions: Decisions) ->
         ("cuda_graph_max_bs", load.cuda_graph_max_bs, WHOLE_STEPS),
         ("piecewise_cuda_graph_tokens", load.piecewise_cuda_graph_tokens, PIECEWISE),
     ):
+        if asked is not None and min(asked if isinstance(asked, tuple) else (asked,), default=1) < 1:
+            raise UnsupportedConfig(f"{flag}: {asked} must be at least 1")
         if asked and mode not in modes:
             decisions.entries.append(Decision(flag, "none", AUTO, f"{asked} is not used: {why}"))
     rows, most = load.cuda_graph_bs, load.cuda_graph_max_bs

@@ -16,7 +16,7 @@ from pathlib import Path
 from thalweg.core.errors import CheckpointError
 
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*\Z")
-TEXTS = ("*.json", "*.jinja")
+TEXTS = ("*.json", "*.jinja", "tiktoken.model")
 INDEX = "model.safetensors.index.json"
 
 
@@ -39,7 +39,7 @@ def locate(model: str, revision: str | None = None, token: str | None = None) ->
     if folder.is_dir():
         if revision is not None:
             raise CheckpointError(
-                f"{model} is a folder: a revision ({revision}) is a thing of the hub; leave one of them out"
+                f"{model} is a folder: only models of the hub have revisions ({revision}); leave one of them out"
             )
         return Checkpoint(folder)
     if folder.exists():
@@ -47,7 +47,7 @@ def locate(model: str, revision: str | None = None, token: str | None = None) ->
             f"{model} is a file: give the folder of the checkpoint, with config.json and *.safetensors in it"
         )
     if not NAME.match(model):
-        raise CheckpointError(f"there is no folder {model}, and it is no org/name of the hub either: check the path")
+        raise CheckpointError(f"{model}: no such folder, and not an org/name of the model hub: check the path")
     found = _fetch(model, revision, token, TEXTS)
     if not (found / "config.json").is_file():
         raise CheckpointError(f"{model} on the hub has no config.json: it is not a model in the Hugging Face layout")
@@ -90,7 +90,6 @@ def _fetch(repo: str, revision: str | None, token: str | None, patterns: tuple[s
     from huggingface_hub import errors, snapshot_download
 
     at = f"{repo} at {revision}" if revision else repo
-    here = f"there is no folder {repo}, and "
     try:
         path = snapshot_download(
             repo, revision=revision, token=token, allow_patterns=list(patterns), ignore_patterns=["*/*"]
@@ -101,8 +100,8 @@ def _fetch(repo: str, revision: str | None, token: str | None, patterns: tuple[s
         ) from error
     except errors.RepositoryNotFoundError as error:
         raise CheckpointError(
-            f"{here}the hub has no such model, or it is private: check the name, and give --hf-token or HF_TOKEN if it"
-            " needs one"
+            f"{repo}: no such folder, and the model hub has no such model, or it is private: check the name, and give"
+            " --hf-token or HF_TOKEN if it needs one"
         ) from error
     except errors.RevisionNotFoundError as error:
         raise CheckpointError(
@@ -110,8 +109,8 @@ def _fetch(repo: str, revision: str | None, token: str | None, patterns: tuple[s
         ) from error
     except errors.LocalEntryNotFoundError as error:
         raise CheckpointError(
-            f"{here}of the hub's {at} not everything is in the local cache, and the hub cannot be reached: "
-            "check the network, HF_ENDPOINT and HF_HUB_OFFLINE"
+            f"{at}: no such folder; the model hub cannot be reached, and its local cache lacks files of this model."
+            " Check the path, or the network (HF_ENDPOINT, HF_HUB_OFFLINE)"
         ) from error
     except errors.HfHubHTTPError as error:
         raise CheckpointError(f"the hub refused {at}: {error}") from error

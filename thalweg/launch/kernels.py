@@ -19,7 +19,7 @@ from thalweg.quant.catalog import quantized
 C = TypeVar("C", bound=Capabilities)
 
 KV_NAMES = {"fp8": "fp8_e4m3"}  # other names of KV cache types
-FLAG = "attention_backend"
+FLAG, REFERENCE = "attention_backend", "reference"
 
 
 def resolve_kernels(
@@ -63,25 +63,27 @@ def resolve_kernels(
 def resolve_gemms(
     options: Options, facts: ModelFacts, machine: Machine, device: str, attention: str
 ) -> dict[str, Selected]:
-    """What computes experts and quantized products, by field of `KernelConfig`, as far as the model has them. A backend
+    """Backends of experts and quantized products, by field of `KernelConfig`, as far as the model has them. A backend
     that the user named is checked in any case. attention: the decode backend. Raises UnsupportedConfig.
     """
     load, scheme = options.load, quantized(facts.quantization_config)
-    required = {
-        "attention": "reference" if attention == "reference" else "kernels",
+    is_reference = attention == REFERENCE  # it decodes weights of every scheme
+    required: dict[str, str | int | bool] = {
+        "attention": REFERENCE if is_reference else "kernels",
         "chip": machine.chip if device == "cuda" else "",
-        "weights": "plain" if scheme is None else scheme.operation,
         "deterministic": load.deterministic_inference,
         "installed": True,
     }
+    operation = "plain" if scheme is None else scheme.operation
+    of_experts = operation if scheme is not None and scheme.has_expert_kernels and not is_reference else "plain"
     selected: dict[str, Selected] = {}
-    for role, is_needed, asked, catalog in (
-        ("moe", facts.moe is not None, load.moe_runner_backend, backends.EXPERTS),
-        ("fp8_gemm", required["weights"] == "fp8_gemm", load.fp8_gemm_backend, backends.FP8),
+    for role, is_needed, weights, asked, catalog in (
+        ("moe", facts.moe is not None, of_experts, load.moe_runner_backend, backends.EXPERTS),
+        ("fp8_gemm", operation == "fp8_gemm", operation, load.fp8_gemm_backend, backends.FP8),
     ):
         if is_needed or asked is not None:
-            supported = _on(catalog, machine)
-            selected[role] = select(DECISION_NAMES[role], required, supported, asked or "auto")
+            supported, needed = _on(catalog, machine), {**required, "weights": weights}
+            selected[role] = select(DECISION_NAMES[role], needed, supported, asked or "auto")
     return selected
 
 
@@ -93,7 +95,7 @@ def _on(catalog: Mapping[str, KernelBackend[C]], machine: Machine, heads: int = 
 
 def _attention(asked: str | None, required: Required, machine: Machine, heads: int) -> tuple[Selected, Selected]:
     """The backends of decode and prefill. A named backend does what it can of the two, and the rest is chosen. The
-    reference does both.
+    reference does both: it has its own layers.
     """
     catalogs = _on(backends.DECODE, machine, heads), _on(backends.PREFILL, machine)
     known = list(dict.fromkeys((*catalogs[0], *catalogs[1])))
@@ -105,7 +107,10 @@ def _attention(asked: str | None, required: Required, machine: Machine, heads: i
         # a backend that serves neither is passed on, for `select` to say why
         meant = serving if any(serving) else [asked in catalog for catalog in catalogs]
         wishes = [asked if is_meant else "auto" for is_meant in meant]
-    decode = select(FLAG, required, catalogs[0], wishes[0])
-    if decode.name == "reference" and wishes[1] == "auto":
-        return decode, decode
-    return decode, select(FLAG, required, catalogs[1], wishes[1])
+    decode, prefill = (select(FLAG, required, *of) for of in zip(catalogs, wishes, strict=True))
+    for chosen, role in ((decode, "decode"), (prefill, "prefill")):
+        if chosen.name == REFERENCE and asked not in (None, REFERENCE):
+            raise UnsupportedConfig(f"{FLAG} {asked}: no kernel that fits computes {role} beside it. Use {REFERENCE}.")
+        if chosen.name == REFERENCE:
+            return chosen, chosen
+    return decode, prefill

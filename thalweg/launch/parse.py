@@ -123,8 +123,8 @@ def _message(parsed: ParsedAnswer) -> dict[str, Any]:
     return {
         "content": parsed.content,
         "reasoning_content": parsed.reasoning,
-        "tool_calls": [{"id": call.id, "name": call.name, "arguments": call.arguments} for call in parsed.calls],
-        "finish_reason": "tool_calls" if parsed.calls else "stop",
+        "tool_calls": [call._asdict() for call in parsed.calls],
+        "finish_reason": "tool_calls" if parsed.has_calls else "stop",
     }
 
 
@@ -141,7 +141,7 @@ def _parser() -> OptionsParser:
     parser.add_argument("--thinking", action="store_true", help="the request enabled thinking")
     parser.add_argument("--tools", metavar="FILE", help="the request's tools, as JSON: their schemas tell the types")
     parser.add_argument(
-        "--stream", action="store_true", help="as a stream would give it: a call that breaks off is closed"
+        "--stream", action="store_true", help="as a stream would give it: a malformed call is a call, not text"
     )
     parser.add_argument(
         "--cases", metavar="FILE", help="parser cases; prints a JSON object a line for each case, mode and split"

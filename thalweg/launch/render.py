@@ -73,6 +73,8 @@ def main(argv: Sequence[str]) -> int:
     conversation = given if isinstance(given, dict) else {"messages": given}
     if found.thinking:
         conversation = {**conversation, "thinking": True}
+    if conversation.get("tools") and (why := reader.chat.no_tools):
+        raise InvalidRequest("tools", why)
     prompt = render(reader.chat.encoder, conversation)
     ids = None if reader.tokenizer is None else reader.tokenizer.encode(prompt)
     if found.json:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import compress
 from typing import Any
 
 import msgspec
@@ -47,7 +48,7 @@ def as_json(resolved: Resolved) -> dict[str, Any]:
 
 
 def holding(length: int, sequences: int) -> dict[str, int]:
-    """How many sequences of this many tokens the KV caches hold together."""
+    """A JSON entry: so many sequences of this length fit into all KV caches together."""
     return {"length": length, "sequences": sequences}
 
 
@@ -71,19 +72,22 @@ def make_table(
     title: str, columns: Mapping[str, object], rows: Sequence[Mapping[str, Any]], left: int = 0, notes: int = 0
 ) -> Table:
     """columns: by heading, format strings of the row's fields or functions of the row. left, notes: the first and the
-    last so many hold text, the others numbers.
+    last so many hold text, the others numbers. A column without a value is left out.
     """
     cells = [
         [column(row) if callable(column) else format_known(str(column), row) for row in rows]
         for column in columns.values()
     ]
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    is_shown = [any(column) or not rows for column in cells]
     for place, (head, column) in enumerate(zip(columns, cells, strict=True)):
+        if not is_shown[place]:
+            continue
         if place < left or place >= len(columns) - notes:
             table.add_column(head, overflow="fold")
         else:  # in a narrow terminal its heading wraps, and text is folded before a number is
             table.add_column(head, justify="right", min_width=max(map(len, [*head.split(), *column])))
-    for row_cells in zip(*cells, strict=True):
+    for row_cells in zip(*compress(cells, is_shown), strict=True):
         table.add_row(*map(escape, row_cells))
     return table
 
@@ -101,11 +105,11 @@ def _cache(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         return
     size, about = report["kv_bytes"], "about " if report["pages_measured_at_start"] else ""
     pages = f"{about}{report['pages']:,} pages x {PAGE} tokens x {size / tokens:,.0f} B = {format_bytes(size)}"
-    layout, caches = report.get("layout_of_floors", ONE_GPU), report.get("caches", 1)
+    layout, caches = report.get("bounds_layout", ONE_GPU), report.get("caches", 1)
     pages += f" on each GPU of {layout}" if layout != ONE_GPU else ""
     yield "kv cache", pages + (f", {caches} caches" if caches > 1 else "")
-    lengths = "; ".join("{sequences:,} of {length:,}".format_map(one) for one in report["holds"])
-    yield "holds", f"{tokens * caches:,} tokens: sequences of so many: {lengths}"
+    lengths = " or ".join("{sequences:,} sequences of {length:,}".format_map(one) for one in report["holds"])
+    yield "holds", f"{tokens * caches:,} tokens: {lengths}"
 
 
 def _shown(value: object) -> str:

@@ -33,7 +33,7 @@ from thalweg.models.catalog import read_facts
 from thalweg.text.chat import ChatFormat, ChatOptions, ParserNames, choose_chat
 from thalweg.text.parser import REASONING_FORMATS, TOOL_FORMATS
 from thalweg.text.retention import ThinkingRetention
-from thalweg.text.tokenizer import Tokenizer
+from thalweg.text.tokenizer import Tokenizer, has_tokenizer
 
 log = logging.getLogger("thalweg.launch")
 
@@ -46,6 +46,9 @@ PARSER_NAMES = {
         "deepseek_v32": "deepseekv32",
         "hermes": "qwen25",
         "qwen": "qwen25",
+        "glm47": "glm45",
+        "llama3_json": "llama3",
+        "kimi-k2": "kimi_k2",
     },
 }
 # options that the engine takes as the user set them; the defaults of both are the same
@@ -86,8 +89,7 @@ def resolve(
     facts, here = read_facts(checkpoint.folder), machine or Machine.here()
     resources, decisions = _fit(options, facts, here, checkpoint, drafter)
     tuned_kernels = tuned.resolve_tuned(options, here, resources.config.device, decisions)
-    has_tokenizer = weights or (checkpoint.folder / "tokenizer.json").is_file()
-    tokenizer = Tokenizer(checkpoint.folder) if has_tokenizer else None
+    tokenizer = Tokenizer(checkpoint.folder) if weights or has_tokenizer(checkpoint.folder) else None
     chat = _chat(options, checkpoint.folder, tokenizer, decisions)
     uses_models = options.sampling.sampling_defaults == "model"
     sampling = _sampling(checkpoint.folder) if uses_models else SamplingParams()
@@ -163,7 +165,8 @@ def _chat(options: Options, folder: Path, tokenizer: Tokenizer | None, decisions
         "reasoning_parser", model.reasoning_parser, REASONING_FORMATS, chat.formats.reasoning, decisions
     )
     tools = _parser("tool_call_parser", model.tool_call_parser, TOOL_FORMATS, chat.formats.tools, decisions)
-    chat = replace(chat, formats=ParserNames(reasoning, tools), strip=options.memory.strip_thinking_cache)
+    strip, shows_calls = options.memory.strip_thinking_cache, model.tool_call_parser == "none"
+    chat = replace(chat, formats=ParserNames(reasoning, tools), strip=strip, shows_calls=shows_calls)
     strips = ThinkingRetention(chat, _no_mark if tokenizer is None else tokenizer.mark_id).strips
     drops = "drops the thoughts of earlier turns" if strips else "keeps the thoughts of earlier turns"
     if chat.strip and not options.memory.radix_cache:
@@ -189,7 +192,7 @@ def _parser(name: str, asked: str | None, known: Collection[str], auto: str | No
 
 
 def _sampling(folder: Path) -> SamplingParams:
-    """What generation_config.json recommends; parameters that it leaves out are off. Raises CheckpointError."""
+    """Sampling defaults of generation_config.json; parameters that it leaves out are off. Raises CheckpointError."""
     path = folder / "generation_config.json"
     if not path.is_file():
         return SamplingParams()

@@ -28,7 +28,7 @@ TYPICAL_TOKENS = 2048  # of a request; by default a CPU's cache holds no more th
 
 @dataclass(frozen=True, slots=True)
 class DeviceDefaults:
-    """What differs between kinds of devices: values, each with its reason."""
+    """Defaults of one kind of device, each with its reason."""
 
     fraction: tuple[float, str]  # of the free memory, for weights and KV cache
     requests: tuple[int, str]

@@ -85,7 +85,7 @@ class _Server(uvicorn.Server):
             logging.getLogger("uvicorn").setLevel(logging.CRITICAL)  # no words on what is cut off
             self.force_exit = self.should_exit = True
             return
-        log.info("%s: finishing what runs; once more ends at once", signal.Signals(sig).name)
+        log.info("%s: finishing running requests; send the signal again to stop now", signal.Signals(sig).name)
         self.draining = self.drain()
         self.draining.add_done_callback(lambda task: self._leave())
 

@@ -25,7 +25,7 @@ def measure(facts: ModelFacts, config: EngineConfig) -> Sizes:
     sampling = draft_sampling_for(config.speculative_acceptance, config.num_drafts, facts.vocab, META)
     folder, tree = config.speculative_draft_model_path, config.tree
     drafter = build_drafter(config.speculative_algorithm, model, folder, sampling, tree)
-    parts = [part for part in (*drafter.modules(), *drafter.own()) if isinstance(part, nn.Module)]
+    parts = [part for part in (*drafter.modules(), *drafter.own_weight_modules()) if isinstance(part, nn.Module)]
     groups = [*planned.on(ONE).groups, *(group for part in parts for group in planned.groups(part))]
     buffers = sum(buffer.nbytes for part in (model, *parts) for buffer in part.buffers())
     layers, page_bytes = Counter[str](), Counter[str]()

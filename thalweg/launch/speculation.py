@@ -1,4 +1,4 @@
-"""What drafts tokens, how many, in which form, and which rule accepts them."""
+"""Resolves the drafter, the number and form of drafts, and the acceptance rule."""
 
 from __future__ import annotations
 

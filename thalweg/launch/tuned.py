@@ -1,4 +1,4 @@
-"""What `thalweg tune` has written for this device: where it lies, and what of it can be used. Nothing is searched here.
+"""Finds the results of `thalweg tune` for this device, and reads those that can be used. Nothing is searched here.
 
 A folder for a device and the versions of what computes on it, in it a file for each operation and shape:
 `~/.cache/thalweg/tuned/nvidia-h100-80gb-hbm3-torch-2.11.0-triton-3.6.0/gemv-3648-2048-2-0.json`.
@@ -66,7 +66,7 @@ def device_name(machine: Machine, device: str) -> str:
 
 
 def versions(device: str) -> dict[str, str]:
-    """Of what computes there."""
+    """Versions of the libraries that compute on a device."""
     found = dict.fromkeys(("torch", "triton") if device == "cuda" else ("torch",), "none")
     for name in found:
         with suppress(metadata.PackageNotFoundError):

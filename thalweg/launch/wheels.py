@@ -21,7 +21,7 @@ class Wheel:
     loose_below: str = ""  # below this torch its metadata asks for more than it needs, so pip must not check it
 
     def requirement(self, torch: str) -> str:
-        """What to install beside this torch, "" where no release loads on it."""
+        """The requirement to install for this torch, "" where no release loads on it."""
         return next((pin for versions, pin in self.pins if within(torch, versions)), "")
 
     def command(self, torch: str) -> str:

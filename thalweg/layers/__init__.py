@@ -1,1 +1,1 @@
-"""What models are made of: linear, norm, rotary, embedding, MLA, GQA, the indexer, MLPs."""
+"""Layers of models: linear, norm, rotary, embedding, MLA, GQA, the indexer, MLPs."""

@@ -1,4 +1,4 @@
-"""What models are built from. A model names its layers; a `LayerFactory` makes them: in plain torch
+"""Layer factories. A model names its layers; a `LayerFactory` makes them: in plain torch
 (`layers.reference`), or on a GPU's kernels (`layers.kernel_layers`).
 """
 
@@ -16,7 +16,7 @@ from thalweg.attention.context import WorkspaceNeed
 from thalweg.config.model import ModelFacts, MoeFacts
 from thalweg.core.kernels import KernelConfig
 from thalweg.layers.interface import FeedForward, GroupedAttention, LatentAttention, MetadataBuilder, Norm, Vocabulary
-from thalweg.layers.linear import LinearLayer, Mlp, Part, taken
+from thalweg.layers.linear import LinearLayer, Mlp, PackedShard, taken
 from thalweg.memory.planes import FP8, PlaneSpec, kv_cache_dtype, vector_plane
 from thalweg.parallel.axis import Axis, share_of, width_of
 from thalweg.parallel.layout import SINGLE_RANK, Layout
@@ -93,7 +93,7 @@ class LayerFactory(ABC):
         """The scheme in which memory holds this slice of a weight; None is plain numbers in the model's dtype."""
         return None
 
-    def packed(self, parts: Sequence[Part], inputs: int, has_bias: bool = False) -> LinearLayer:
+    def packed(self, parts: Sequence[PackedShard], inputs: int, has_bias: bool = False) -> LinearLayer:
         """A linear layer whose weight is that of several published ones, below one another."""
         linear = self.linear([part.width for part in parts], inputs, has_bias)
         linear.load_parts(parts, inputs, self.published, has_bias)
@@ -123,7 +123,7 @@ class LayerFactory(ABC):
         """
         axis = self.layout.dense if axis is None else axis
         here = None if axis.size == 1 else width_of(intermediate, axis)
-        gate_up = [Part(f"{name}.{half}_proj", intermediate, here) for half in ("gate", "up")]
+        gate_up = [PackedShard(f"{name}.{half}_proj", intermediate, here) for half in ("gate", "up")]
         return Mlp(
             self.packed(gate_up, hidden, has_bias),
             self.row(f"{name}.down_proj", (hidden, intermediate), here, has_bias),
@@ -143,7 +143,7 @@ class LayerFactory(ABC):
         return vector_plane(name, layer, dim, self.dtype if name == "index" and codec == FP8 else codec, shard)
 
     def mla_planes(self, facts: ModelFacts, layer: int) -> tuple[PlaneSpec, ...]:
-        """What `mla` keeps of each token, without the indexer's key."""
+        """Cache tensors of `mla` per token, without the indexer's key."""
         assert facts.mla is not None
         if self.kernels.latent:
             return (self.plane("latent", layer, facts.mla.kv_lora + facts.mla.rope),)

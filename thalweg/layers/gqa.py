@@ -1,5 +1,5 @@
-"""Grouped-query attention in plain torch, with biases (Qwen2) and query and key norms (Qwen3) where the model has
-them.
+"""Grouped-query attention in plain PyTorch, the reference; `paged_gqa.py` has the layer with kernels. Biases (Qwen2)
+and query and key norms (Qwen3) where the model has them.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from thalweg.config.model import ModelFacts
 from thalweg.kernels.attend.ref import attend_grouped, rotate_
 from thalweg.layers.factory import LayerFactory
 from thalweg.layers.interface import Activation, ResidualStream
-from thalweg.layers.linear import Part
+from thalweg.layers.linear import PackedShard
 from thalweg.layers.module import Module
 from thalweg.layers.rotary import pairs_from_halves
 from thalweg.parallel.axis import share_of
 
 
 class GqaProjections(Module):
-    """What every kind of grouped-query attention has: projections, norms, and the published tensors that fill them.
+    """Projections, norms and checkpoint tensors that all grouped-query attention layers share.
 
     Rotary dims are reordered from halves to pairs as they are loaded. With more ranks than key heads, neighbouring
     ranks have the same ones.
@@ -38,14 +38,15 @@ class GqaProjections(Module):
     ) -> None:
         super().__init__()
         tp, self.dim, self.layer, self.eps = layers.layout.tp, facts.head_dim, layer, facts.norm_eps
-        heads, kv_heads = share_of(facts.heads, tp, "attention heads"), share_of(facts.kv_heads, tp, "key heads")
+        heads = share_of(facts.heads, tp, "attention heads")
+        kv_heads = share_of(facts.kv_heads, tp, "key heads", may_repeat=True)
         self.heads, self.kv_heads = len(heads), len(kv_heads)
         turn = partial(pairs_from_halves, head_dim=self.dim, dim=facts.rope.dim)
 
-        def part(letter: str, total: int, here: range) -> Part:
+        def part(letter: str, total: int, here: range) -> PackedShard:
             rows = None if tp.size == 1 else range(here.start * self.dim, here.stop * self.dim)
             order = {} if letter == "v" else {"reorder": turn}
-            return Part(f"{name}.{letter}_proj", total * self.dim, rows, **order)
+            return PackedShard(f"{name}.{letter}_proj", total * self.dim, rows, **order)
 
         parts = [
             part("q", facts.heads, heads),

@@ -1,4 +1,4 @@
-"""What a model asks of its layers."""
+"""Protocols of layers, as models use them."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class ResidualStream(Protocol):
         """stream += experts(x)."""
 
     def normed(self, norm: Norm) -> Activation:
-        """What the next sublayer reads. It must be read before the stream is added to."""
+        """Input of the next sublayer. It must be read before the stream is added to."""
 
     def value(self) -> Tensor:
         """[T, H], with everything added: the memory that later additions edit."""
@@ -85,7 +85,7 @@ class MetadataBuilder(Protocol):
 
 
 class ForwardMetadata(Protocol):
-    """What a model itself reads of it; its attention layers know more."""
+    """Metadata of a forward pass, as a model reads it; its attention layers know more."""
 
     @property
     def batch(self) -> Batch: ...

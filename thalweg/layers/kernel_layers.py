@@ -19,7 +19,7 @@ from thalweg.layers.factory import LayerFactory
 from thalweg.layers.invariant_mla import InvariantMla, own_rows
 from thalweg.layers.kernel_linear import KernelEmbedding, KernelLinear, KernelNorm, MixedLinear, QuantizedLinear
 from thalweg.layers.kernel_moe import KernelMoe
-from thalweg.layers.linear import LinearLayer, Part, taken
+from thalweg.layers.linear import LinearLayer, PackedShard, taken
 from thalweg.layers.mla import Mla
 from thalweg.layers.paged import PagedMetadataBuilder, nothing, ragged
 from thalweg.layers.paged_gqa import PagedGqa
@@ -62,7 +62,7 @@ class KernelLayers(LayerFactory):
             return QuantizedLinear(self, held, widths, inputs, is_partial)
         return KernelLinear(self, widths, inputs, has_bias, is_partial)
 
-    def packed(self, parts: Sequence[Part], inputs: int, has_bias: bool = False) -> LinearLayer:
+    def packed(self, parts: Sequence[PackedShard], inputs: int, has_bias: bool = False) -> LinearLayer:
         """One product for the parts of each scheme."""
         held = [None if has_bias else self._held_part(part, inputs) for part in parts]
         groups, linears = _groups(parts, held), []
@@ -76,7 +76,7 @@ class KernelLayers(LayerFactory):
         place = {i: (number, at) for number, group in enumerate(groups) for at, i in enumerate(group)}
         return MixedLinear(linears, [place[i] for i in range(len(parts))])
 
-    def _held_part(self, part: Part, inputs: int) -> Quantized | None:
+    def _held_part(self, part: PackedShard, inputs: int) -> Quantized | None:
         weight = TensorSpec(f"{part.name}.weight", (part.rows, inputs), self.published)
         return self.held(weight, taken(part.here), part.reorder is not unchanged)
 
@@ -94,8 +94,9 @@ class KernelLayers(LayerFactory):
         return None
 
     def mla(self, facts: ModelFacts, layer: int, name: str, is_indexed: bool) -> PagedMla | Mla:
-        if self.kernels.decode == TORCH:
-            return Mla(self, facts, layer, name, is_indexed)
+        if own := DECODE[self.kernels.decode].mla_layer:
+            made: Mla = load_entry(own)(self, facts, layer, name, is_indexed)
+            return made
         if not self.kernels.latent:
             return PagedMha(self, facts, layer, name)
         if self.kernels.deterministic:
@@ -103,7 +104,7 @@ class KernelLayers(LayerFactory):
         return LatentMla(self, facts, layer, name, self._decoder(facts), load_entry(PREFILL[self.kernels.prefill].mla))
 
     def _decoder(self, facts: ModelFacts) -> MlaDecodeKernel:
-        """What attends to latents in decode rows."""
+        """The decode kernel of latent attention."""
         assert facts.mla is not None
         scale = rotary.softmax_scale(facts.mla.nope + facts.mla.rope, facts.rope)
         heads = len(share_of(facts.heads, self.layout.tp, "attention heads"))
@@ -141,12 +142,11 @@ class KernelLayers(LayerFactory):
 
     def metadata(self, facts: ModelFacts, workspace: WorkspaceNeed) -> PagedMetadataBuilder | AttentionMetadataBuilder:
         kernels, device = self.kernels, self.device
-        if kernels.decode == TORCH:
+        if DECODE[kernels.decode].mla_layer:
             return AttentionMetadataBuilder(rotary.table(facts.rope, facts.context, device), workspace)
         if facts.mla is None:
-            heads, kv_heads = (
-                len(share_of(n, self.layout.tp, "attention heads")) for n in (facts.heads, facts.kv_heads)
-            )
+            heads = len(share_of(facts.heads, self.layout.tp, "attention heads"))
+            kv_heads = len(share_of(facts.kv_heads, self.layout.tp, "key heads", may_repeat=True))
             prepare = prepare_gqa(kernels, GqaShape(heads, kv_heads, facts.head_dim))
             return PagedMetadataBuilder(facts, device, prepare, gathers=PREFILL[kernels.prefill].gathers_keys)
         if not kernels.latent:
@@ -167,7 +167,7 @@ def _common(schemes: Sequence[Quantized | None]) -> Quantized | None:
     return first if is_common else None
 
 
-def _groups(parts: Sequence[Part], held: Sequence[Quantized | None]) -> list[list[int]]:
+def _groups(parts: Sequence[PackedShard], held: Sequence[Quantized | None]) -> list[list[int]]:
     """Which parts have one product: those of one scheme, as long as each begins with a block."""
     groups: list[list[int]] = []
     for i, scheme in enumerate(held):

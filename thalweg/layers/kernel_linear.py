@@ -39,7 +39,7 @@ Matmul = Callable[[Tensor | LazyNorm, Tensor, Epilogue], Tensor]  # (x, weight, 
 
 
 def matmul(deterministic: bool) -> Matmul:
-    """What computes bf16 products."""
+    """The function that computes bf16 products."""
     return _batch_invariant if deterministic else _fastest
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PackedShard:
     """The rows of a packed linear that come from one published tensor."""
 
     name: str  # of the published layer, without ".weight"
@@ -75,7 +75,12 @@ class LinearLayer(Module, ABC):
         return torch.split(self.forward(x), self.widths, 1)
 
     def load_parts(
-        self, parts: Sequence[Part], inputs: int, published: torch.dtype, has_bias: bool, held: Quantized | None = None
+        self,
+        parts: Sequence[PackedShard],
+        inputs: int,
+        published: torch.dtype,
+        has_bias: bool,
+        held: Quantized | None = None,
     ) -> None:
         """The published tensors of the parts fill `weight` (and `bias`)."""
         row = 0

@@ -20,7 +20,7 @@ from thalweg.kernels.attend.ref import attend, expand_latents, index_scores, rot
 from thalweg.kernels.gemm.prefetch import Prefetch, no_prefetch, prefetch_for
 from thalweg.layers.factory import LayerFactory
 from thalweg.layers.interface import Activation, ResidualStream
-from thalweg.layers.linear import LayerNorm, Linear, Part, place_together, taken
+from thalweg.layers.linear import LayerNorm, Linear, PackedShard, place_together, taken
 from thalweg.layers.module import Module, parameter
 from thalweg.layers.residual import rows_of
 from thalweg.layers.rotary import pairs_from_halves, softmax_scale
@@ -36,7 +36,7 @@ CACHE_SCALE_PREFIXES = ("", "attn.", "mla_attn.", "k_proj.")  # where tools put 
 
 
 class MlaProjections(Module):
-    """What every kind of latent attention has: projections, norms, and the published tensors that fill them.
+    """Projections, norms and checkpoint tensors that all latent attention layers share.
 
     down: reads the hidden state: the query latent (or all queries, without one), the KV latent with its rotary key,
     and the index key. up: queries and index queries, of the query latent.
@@ -48,8 +48,8 @@ class MlaProjections(Module):
         facts: ModelFacts,
         layer: int,
         name: str,
-        index_key: Sequence[Part] = (),
-        index_query: Sequence[Part] = (),
+        index_key: Sequence[PackedShard] = (),
+        index_query: Sequence[PackedShard] = (),
     ) -> None:
         super().__init__()
         assert facts.mla is not None
@@ -62,9 +62,9 @@ class MlaProjections(Module):
             return range(own_heads.start * width, own_heads.stop * width) if tp.size > 1 else None
 
         width = mla.nope + mla.rope
-        queries = Part(f"{name}.{'q_b' if mla.q_lora else 'q'}_proj", facts.heads * width, of_heads(width))
-        query = Part(f"{name}.q_a_proj", mla.q_lora) if mla.q_lora else queries
-        latent = Part(f"{name}.kv_a_proj_with_mqa", self.rank + self.rope)
+        queries = PackedShard(f"{name}.{'q_b' if mla.q_lora else 'q'}_proj", facts.heads * width, of_heads(width))
+        query = PackedShard(f"{name}.q_a_proj", mla.q_lora) if mla.q_lora else queries
+        latent = PackedShard(f"{name}.kv_a_proj_with_mqa", self.rank + self.rope)
         self.down = layers.packed([query, latent, *index_key], facts.hidden)
         self.query_norm = layers.norm(f"{name}.q_a_layernorm", mla.q_lora, LATENT_NORM_EPS) if mla.q_lora else None
         self.up = layers.packed([queries, *index_query], mla.q_lora) if mla.q_lora else None
@@ -102,12 +102,12 @@ class Mla(MlaProjections):
         is_indexed: bool,
         selection: Selection = select_top_k,
     ) -> None:
-        index, key, query = facts.indexer, list[Part](), list[Part]()
+        index, key, query = facts.indexer, list[PackedShard](), list[PackedShard]()
         if is_indexed:
             assert index is not None
             turn = indexer_order(facts)
-            key = [Part(f"{name}.indexer.wk", index.dim, None, turn)]
-            query = [Part(f"{name}.indexer.wq_b", index.heads * index.dim, None, turn)]
+            key = [PackedShard(f"{name}.indexer.wk", index.dim, None, turn)]
+            query = [PackedShard(f"{name}.indexer.wq_b", index.heads * index.dim, None, turn)]
         super().__init__(layers, facts, layer, name, key, query)
         self.indexer = None
         if is_indexed:
@@ -129,7 +129,7 @@ class Mla(MlaProjections):
         self.masked = 2 * topk * absorbed // expanded
 
     def _place(self) -> None:
-        """What a step reads one behind the other lies side by side, and is read ahead at once
+        """Places weights that a step reads one after the other side by side, to prefetch them together
         (`kernels.gemm.prefetch`).
         """
         *before, out = [linear for linear in (self.down, self.up, self.out) if isinstance(linear, Linear)]
@@ -182,7 +182,7 @@ class Mla(MlaProjections):
             self.indexer.keep(index_key[0], metadata)
 
     def store(self, latent_TD: Tensor, metadata: AttentionMetadata) -> None:
-        """What attention will read of these tokens."""
+        """Writes the latents of these tokens into the KV cache."""
         metadata.planes.write("latent", self.layer, metadata.batch.write_T, latent_TD)
 
     def attend(
@@ -328,8 +328,8 @@ class Indexer(Module):
 
 
 def indexer_order(facts: ModelFacts) -> Transform:
-    """How the rows of the indexer's projections and norms are reordered: from halves to pairs, unless they are
-    published in pairs.
+    """The order of the rows of the indexer's projections and norms: from halves to pairs, unless they are published
+    in pairs.
     """
     indexer, mla = facts.indexer, facts.mla
     assert indexer is not None and mla is not None

@@ -36,7 +36,7 @@ class Rest:
 
 @dataclass(frozen=True, slots=True)
 class PagedStep:
-    """What every attention layer of a forward reads."""
+    """Metadata that all attention layers of a forward pass read."""
 
     batch: Batch
     planes: Planes
@@ -54,7 +54,7 @@ class PagedStep:
     groups: tuple[AttentionGroup, ...] = ()  # empty: only the reference cuts a step into groups
 
     def kv_write(self, tokens: slice) -> KvWrite:
-        """How these tokens are rotated and stored."""
+        """Rotary tables and KV slots of these tokens."""
         return KvWrite(self.cos_SC, self.sin_SC, self.batch.positions_T[tokens], self.batch.write_T[tokens])
 
     def latents(self, layer: int) -> LatentPlane:

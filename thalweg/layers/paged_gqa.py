@@ -108,7 +108,7 @@ class PagedGqa(GqaProjections):
 
 
 class GqaKernels(NamedTuple):
-    """What attends to decode rows, and to other rows: over pages, or to contiguous keys."""
+    """Kernels for decode rows and for other rows: over pages, or over contiguous keys."""
 
     decode: GqaKernel
     paged: GqaKernel
@@ -122,14 +122,14 @@ def gqa_kernels(choice: KernelConfig, shape: GqaShape) -> GqaKernels:
 
 
 class PreparedGqa(NamedTuple):
-    """What the kernels of a step share among its layers."""
+    """State of a step's kernels that all layers share."""
 
     decode: Any = None
     ragged: Any = None
 
 
 def prepare_by(choice: KernelConfig, shape: GqaShape) -> Prepare:
-    """What the backends share among the layers of a step."""
+    """State of a step's backends that all layers share."""
     if choice.deterministic:
         return ragged
     kernels = gqa_kernels(choice, shape)

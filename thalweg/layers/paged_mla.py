@@ -89,9 +89,7 @@ class LatentMla(PagedMla):
         self.decoder, self.prefill = decoder, prefill
 
     def attended(self, step: PagedStep, query_TX: Tensor, latent_TD: Tensor) -> Tensor:
-        """Where there are more than decode rows tokens are stored ahead of the seam, since that depends on no
-        length.
-        """
+        """With other than decode rows, KV is written before the graph break, since that depends on no length."""
         if step.rest is None:
             return super().attended(step, query_TX, latent_TD)
         self._store(query_TX, latent_TD, step)
@@ -166,7 +164,7 @@ class LatentMla(PagedMla):
 
 
 def prepare_by(decoder: MlaDecodeKernel) -> Prepare:
-    """What this backend shares among the layers of a step."""
+    """State of this backend that all layers of a step share."""
 
     def prepare(batch: Batch, tokens: int, rows: DecodeRows) -> Any:
         return decoder.prepare(rows) if tokens else None

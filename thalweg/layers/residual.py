@@ -66,8 +66,8 @@ class ShardedStream:
             linear.add_(self.x_TH, x)
         elif self.pending_TH is None:
             self.pending_TH = linear.forward(x)
-        else:
-            linear.add_(self.pending_TH, x)
+        else:  # of experts it is float32, of products the model's dtype
+            self.pending_TH = self.pending_TH + linear.forward(x)
 
     def add_experts(self, experts: ExpertBlock, x: Activation, real_T: Tensor | None) -> None:
         partial_TH = experts.partial(x, real_T)

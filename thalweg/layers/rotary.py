@@ -61,7 +61,7 @@ def mscale(factor: float, weight: float) -> float:
 
 
 def amplitude(rope: RopeFacts) -> float:
-    """What multiplies cos and sin; 1 for every DeepSeek model."""
+    """Factor of cos and sin; 1 for every DeepSeek model."""
     if rope.attention_factor:
         return rope.attention_factor
     if rope.kind != "yarn":

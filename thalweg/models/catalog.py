@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec import structs
 
 from thalweg.attention.context import WorkspaceNeed
 from thalweg.config.model import READ, ModelFacts, architecture_of, check_read, facts_of, read_config
@@ -17,13 +18,13 @@ from thalweg.models import deepseek, dense
 from thalweg.models.decoder import Decoder, MakeLayer
 from thalweg.models.interface import Model
 from thalweg.models.nextn import NextN
-from thalweg.models.stages import Stage
+from thalweg.models.stages import PipelineStage
 from thalweg.quant.catalog import scheme_of
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How one architecture is computed and how its config.json is read."""
+    """An architecture: its model class, and the reader of its config.json."""
 
     layer: MakeLayer
     workspace: Callable[[ModelFacts], WorkspaceNeed]  # what attention of a step takes
@@ -31,9 +32,11 @@ class Family:
         default_factory=dict
     )  # DeepSeek's name of a field of config.json → the family's names
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of fields that config.json leaves out
+    own_fields: tuple[str, ...] = ()  # of config.json, for its layers: `ModelFacts.family_fields`
+    has_nextn: bool = False  # checkpoints may have NextN layers of this kind
 
 
-DEEPSEEK = Family(deepseek.DeepseekLayer, deepseek.workspace)
+DEEPSEEK = Family(deepseek.DeepseekLayer, deepseek.workspace, has_nextn=True)
 LLAMA = Family(dense.DenseLayer, dense.workspace)
 MISTRAL = Family(dense.DenseLayer, dense.workspace, defaults={"use_sliding_window": True})
 QWEN2 = Family(dense.DenseLayer, dense.workspace, fields={"qkv_bias": ("attention_bias",)}, defaults={"qkv_bias": True})
@@ -68,8 +71,11 @@ def read_facts(folder: Path) -> ModelFacts:
 def read_config_facts(config: Mapping[str, Any], where: str) -> ModelFacts:
     """The facts of a config.json's content. where: names it in errors. Raises CheckpointError as `read_facts`."""
     family = _family(architecture_of(config, where), where)
-    check_read(config, {*READ, *(alias for others in family.fields.values() for alias in others)}, where)
+    aliases = (alias for others in family.fields.values() for alias in others)
+    check_read(config, {*READ, *aliases, *family.own_fields}, where)
     facts = facts_of(config, where, family.fields, family.defaults)
+    own = {name: config.get(name, family.defaults.get(name)) for name in family.own_fields}
+    facts = structs.replace(facts, family_fields=own)
     scheme_of(facts.quantization_config, where)  # raises for a format that is not supported
     return facts
 
@@ -80,7 +86,7 @@ def _family(architecture: str, where: str) -> Family:
     return FAMILIES[architecture]
 
 
-def assemble(facts: ModelFacts, factory: LayerFactory, stage: Stage | None = None) -> Decoder:
+def assemble(facts: ModelFacts, factory: LayerFactory, stage: PipelineStage | None = None) -> Decoder:
     """The empty model of these facts, or a pipeline stage of it; a loader fills it. Raises CheckpointError for an
     unknown architecture.
     """
@@ -96,6 +102,6 @@ def published_dtype(facts: ModelFacts) -> torch.dtype:
 
 def build_nextn(main: Model) -> NextN:
     """The empty NextN layer behind `main`. Raises CheckpointError when the checkpoint has none."""
-    if not isinstance(main, Decoder) or FAMILIES[main.facts.architecture].layer is not deepseek.DeepseekLayer:
+    if not isinstance(main, Decoder) or not FAMILIES[main.facts.architecture].has_nextn:
         raise CheckpointError(f"{main.facts.architecture} has no NextN layer")
     return NextN(main)

@@ -23,7 +23,7 @@ from thalweg.layers.module import Module
 from thalweg.layers.residual import stream
 from thalweg.memory.planes import Planes, PlaneSpec
 from thalweg.models.interface import DecoderLayer
-from thalweg.models.stages import Stage
+from thalweg.models.stages import PipelineStage
 from thalweg.weights.table import WeightTable, table_of
 
 ROTARY_BUFFERS = (
@@ -35,7 +35,7 @@ MakeLayer = Callable[[ModelFacts, int, LayerFactory], DecoderLayer]  # the layer
 
 
 class StageValue(NamedTuple):
-    """What one pipeline stage hands to the next."""
+    """Values that one pipeline stage sends to the next."""
 
     x_TH: Tensor  # the settled residual stream
     selections: SelectedContexts  # the selection of context that layers without an indexer of their own share
@@ -51,12 +51,12 @@ class Decoder(Module):
         factory: LayerFactory,
         make_layer: MakeLayer,
         workspace: WorkspaceNeed,
-        stage: Stage | None = None,
+        stage: PipelineStage | None = None,
     ) -> None:
         """workspace: of the attention of a step, see `attention.context`. stage: None is the whole model."""
         super().__init__()
         self.facts, self.factory, self.watched = facts, factory, tuple[int, ...]()
-        self.stage = stage or Stage(0, facts.layers, facts.layers)
+        self.stage = stage or PipelineStage(0, facts.layers, facts.layers)
         self.is_last = self.stage.is_last
         self.embedding: Vocabulary | None = None
         self.head: Vocabulary | None = None

@@ -39,7 +39,7 @@ class DeepseekLayer(Module):
         return selections
 
     def planes(self) -> tuple[PlaneSpec, ...]:
-        """What attention reads; the index key where the layer has an indexer."""
+        """Cache tensors of the attention, with the index key where the layer has an indexer."""
         attended = self.factory.mla_planes(self.facts, self.number)
         if self.facts.indexer is None or not self.is_indexed:
             return attended

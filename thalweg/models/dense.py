@@ -55,7 +55,7 @@ QwenNormedLayer = partial(DenseLayer, qk_norm=True)
 
 def dense_planes(facts: ModelFacts, layer: int, factory: LayerFactory) -> tuple[PlaneSpec, ...]:
     """Keys and values of one layer of grouped-query attention."""
-    width = len(share_of(facts.kv_heads, factory.layout.tp, "key heads")) * facts.head_dim
+    width = len(share_of(facts.kv_heads, factory.layout.tp, "key heads", may_repeat=True)) * facts.head_dim
     return tuple(factory.plane(name, layer, width, shard="heads") for name in ("key", "value"))
 
 

@@ -1,4 +1,4 @@
-"""What drafts by itself, one token after the other: a layer or a few behind a target model."""
+"""Autoregressive draft heads: one or a few layers that follow a target model."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class DraftHead(Module, ABC):
 
     @abstractmethod
     def planes(self) -> tuple[PlaneSpec, ...]:
-        """Of the same pages as the target's."""
+        """Cache planes, on the same pages as the target's."""
 
     def table(self) -> WeightTable:
-        """How the published tensors map onto its parameters."""
+        """Mapping of checkpoint tensors to its parameters."""
         return table_of(self)
 
     def draft_state(self, hidden_TX: Tensor) -> Tensor:

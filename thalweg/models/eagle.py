@@ -147,7 +147,7 @@ class Eagle(DraftHead):
         return h.value()
 
     def write_kv(self, ids_T: Tensor, state_TW: Tensor, batch: Batch, planes: Planes) -> None:
-        """What the layers behind the first store depends on all that those before them compute."""
+        """Runs all layers but the last, since a layer's KV depends on the layers before it, and writes all KV."""
         metadata, h = self.metadata.build(batch, planes), self._joined(ids_T, state_TW)
         *layers, last = self._dense_layers()
         for layer in layers:

@@ -1,4 +1,4 @@
-"""What a runner and drafters ask of a model, and a model of its layers."""
+"""Protocols: a model as the runner and drafters use it, and a layer as a model uses it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from thalweg.weights.table import WeightTable
 
 
 class Model(Protocol):
-    """What the runner asks of a model. It is an nn.Module too; everything runs under torch.inference_mode."""
+    """A model, as the runner uses it. It is an nn.Module too; everything runs under torch.inference_mode."""
 
     facts: ModelFacts
     factory: LayerFactory
     metadata: MetadataBuilder
 
     def planes(self) -> tuple[PlaneSpec, ...]:
-        """What it keeps of each token."""
+        """Cache tensors per token."""
 
     def forward(self, batch: Batch, planes: Planes) -> Tensor:
         """Hidden states [T, X] of every token of the step: first the H numbers that `logits` reads, then the watched
@@ -37,7 +37,7 @@ class Model(Protocol):
         """float32 [N, vocabulary]."""
 
     def table(self) -> WeightTable:
-        """How the published tensors map onto its parameters."""
+        """Mapping of checkpoint tensors to its parameters."""
 
 
 class Target(Model, Protocol):
@@ -70,4 +70,4 @@ class DecoderLayer(Protocol):
         """Adds to the stream. Returns the selection of context that later layers may share."""
 
     def planes(self) -> tuple[PlaneSpec, ...]:
-        """What its attention keeps of each token."""
+        """Cache tensors of its attention per token."""

@@ -8,7 +8,7 @@ from thalweg.config.model import ModelFacts
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class PipelineStage:
     """Layers `first` to `stop` - 1 of `layers`."""
 
     first: int
@@ -24,7 +24,7 @@ class Stage:
         return self.stop == self.layers
 
 
-def stage_borders(facts: ModelFacts, stages: int) -> tuple[Stage, ...]:
+def stage_borders(facts: ModelFacts, stages: int) -> tuple[PipelineStage, ...]:
     """Cuts the layers into stages of about equal size. A border is moved back to a layer with an indexer of its own
     where one is near.
     """
@@ -35,5 +35,6 @@ def stage_borders(facts: ModelFacts, stages: int) -> tuple[Stage, ...]:
         own = [i for i in range(borders[-1] + 1, even + 1) if full[i]]
         borders.append(own[-1] if own else even)
     return tuple(
-        Stage(first, stop, facts.layers) for first, stop in zip(borders, [*borders[1:], facts.layers], strict=True)
+        PipelineStage(first, stop, facts.layers)
+        for first, stop in zip(borders, [*borders[1:], facts.layers], strict=True)
     )

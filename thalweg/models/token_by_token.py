@@ -80,7 +80,7 @@ def _single(batch: Batch, row: int, token: int, position: int, write: Tensor) ->
         write_T=write.view(1).clone(),
         table_RP=batch.table_RP[row : row + 1, : -(-max_kv_len // PAGE)].clone(),
         real_T=batch.real_T[one].clone(),
-        emit_N=batch.positions_T.new_zeros(1),
+        logits_indices_N=batch.positions_T.new_zeros(1),
         groups=(Group(0, 1, 0, 1, max_kv_len),),
         extents=(RowExtent(1, max_kv_len),),
     )

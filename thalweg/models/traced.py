@@ -62,7 +62,7 @@ class TracedModel(WrappedModel):
         }
 
     def forward(self, batch: Batch, planes: Planes) -> Tensor:
-        if batch.groups[0].query > 1 and len(batch.emit_N) == len(batch.ids_T) <= ROWS:  # a verification
+        if batch.groups[0].query > 1 and len(batch.logits_indices_N) == len(batch.ids_T) <= ROWS:  # a verification
             batch = one_token_rows(batch)
         program = self._programs.get(kind_of(self.facts, batch)) if planes is self._planes else None
         return self.model.forward(batch, planes) if program is None else program(*inputs_of(batch), *self._memory)

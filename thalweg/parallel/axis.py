@@ -57,9 +57,9 @@ class SingleRank:
 SINGLE = SingleRank()
 
 
-def share_of(units: int, axis: Axis, what: str) -> range:
-    """The units (heads, experts) of this rank: equally many on each. With fewer units than ranks, neighbouring ranks
-    hold the same one.
+def share_of(units: int, axis: Axis, what: str, may_repeat: bool = False) -> range:
+    """The units (heads, experts) of this rank: equally many on each. may_repeat: with fewer units than ranks,
+    neighbouring ranks hold the same one, as of key heads; the outputs of others are summed over ranks.
 
     Raises UnsupportedConfig, with the sizes that divide, if they cannot be shared equally. what: their name in that
     error.
@@ -68,7 +68,7 @@ def share_of(units: int, axis: Axis, what: str) -> range:
     if units >= size and units % size == 0:
         each = units // size
         return range(rank * each, (rank + 1) * each)
-    if units < size and size % units == 0:
+    if may_repeat and units < size and size % units == 0:
         unit = rank * units // size
         return range(unit, unit + 1)
     legal = [n for n in range(1, units + 1) if units % n == 0]

@@ -1,4 +1,4 @@
-"""How one model is laid out over ranks: which axis each kind of sublayer is cut along."""
+"""Layout of a model over ranks: the axis along which each kind of sublayer is cut."""
 
 from __future__ import annotations
 

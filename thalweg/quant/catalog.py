@@ -31,12 +31,12 @@ def scheme_of(config: Mapping[str, Any], where: str = "config.json") -> Scheme:
     if not config:
         return UNQUANTIZED
     method = config.get("quant_method")
-    if method not in METHODS:
+    if not isinstance(method, str) or method not in METHODS:
         raise CheckpointError(
             f"{where}: quantization_config.quant_method {method!r} is not supported; there is {', '.join(METHODS)}."
             " Take the unquantized checkpoint, or one in a format named here"
         )
-    return METHODS[str(method)](config, where)
+    return METHODS[method](config, where)
 
 
 class Schemes(Protocol):

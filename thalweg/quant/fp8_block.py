@@ -15,7 +15,7 @@ from torch import Tensor
 from thalweg.core.errors import CheckpointError
 from thalweg.core.kernels import KernelConfig
 from thalweg.kernels.fp8_block.ref import dequantize
-from thalweg.quant.scheme import Index, LinearProduct, ParameterShapes, Piece, Quantized, Read, Take, TensorSpec
+from thalweg.quant.scheme import Index, LinearProduct, ParameterShapes, Quantized, Read, StoredSlice, Take, TensorSpec
 
 SUFFIX = "_scale_inv"
 KERNEL_BLOCK = (128, 128)  # what the kernels multiply by; other blocks are dequantized
@@ -40,7 +40,7 @@ class Fp8Block(Quantized):
         precedes.
         """
         block = config.get("weight_block_size")
-        if not (isinstance(block, list) and len(block) == 2 and all(isinstance(b, int) and b > 0 for b in block)):
+        if not (isinstance(block, list) and len(block) == 2 and all(type(b) is int and b > 0 for b in block)):
             raise CheckpointError(
                 f"{where}: quantization_config.weight_block_size must be [rows, columns], got {block!r}"
             )
@@ -103,13 +103,15 @@ class Fp8Block(Quantized):
             "_scale": ((*lead, *self._blocks((rows, columns))), torch.float32),
         }
 
-    def pieces(self, weight: str, take: Take, into: Index) -> tuple[Piece, ...]:
+    def pieces(self, weight: str, take: Take, into: Index) -> tuple[StoredSlice, ...]:
         blocks = tuple(self._in_blocks(weight, part, size) for part, size in zip(take, self.block, strict=False))
         lead = [part for part in into if isinstance(part, int)]
         slices = [part for part in into if isinstance(part, slice)]
         cut = [self._in_blocks(weight, part, size) for part, size in zip(slices, self.block, strict=False)]
         scale_into: Index = (*lead, *cut)
-        return Piece(Read(weight, take), "", into), Piece(Read(weight + SUFFIX, blocks), "_scale", scale_into)
+        return StoredSlice(Read(weight, take), "", into), StoredSlice(
+            Read(weight + SUFFIX, blocks), "_scale", scale_into
+        )
 
     def product(self, kernels: KernelConfig) -> LinearProduct:
         from thalweg.kernels.gemm.epilogue import Epilogue

@@ -1,4 +1,4 @@
-"""What a quantization scheme answers.
+"""The interface of quantization schemes.
 
 A scheme belongs to one stored weight, not to a model: neighbouring weights of a checkpoint may have different ones. The
 loader, `plan`, weight updates and `make-checkpoint` ask the same object. Names, shapes and bytes need neither Triton
@@ -44,7 +44,7 @@ class Read(NamedTuple):
     take: Take = ()
 
 
-class Piece(NamedTuple):
+class StoredSlice(NamedTuple):
     """A slice of a checkpoint's tensor that memory holds as it is stored."""
 
     read: Read
@@ -64,7 +64,7 @@ class LinearProduct(Protocol):
 
 
 class Scheme(ABC):
-    """How a checkpoint stores a weight."""
+    """Storage of a weight in a checkpoint."""
 
     name: str
     code_spread: float = 1.0  # standard deviation of the stored numbers of a random weight
@@ -81,7 +81,7 @@ class Scheme(ABC):
 
     @abstractmethod
     def reads(self, weight: str, take: Take) -> tuple[Read, ...]:
-        """What `decode` needs for a slice of the weight."""
+        """Tensor slices that `decode` needs for a slice of the weight."""
 
     @abstractmethod
     def decode(self, weight: str, tensors: Sequence[Tensor], take: Take) -> Tensor:
@@ -106,15 +106,15 @@ class Quantized(Scheme):
 
     @abstractmethod
     def parameters(self, shape: tuple[int, ...]) -> ParameterShapes:
-        """What holds a weight of this shape; leading dims stack weights."""
+        """Shapes of the parameters for a weight of this shape; leading dims stack weights."""
 
     @abstractmethod
-    def pieces(self, weight: str, take: Take, into: Index) -> tuple[Piece, ...]:
-        """How a slice of the stored weight goes into these parameters. Raises CheckpointError if it cuts a block."""
+    def pieces(self, weight: str, take: Take, into: Index) -> tuple[StoredSlice, ...]:
+        """Mapping of a slice of the stored weight to these parameters. Raises CheckpointError if it cuts a block."""
 
     @abstractmethod
     def product(self, kernels: KernelConfig) -> LinearProduct:
-        """What multiplies by held weights on a GPU. Imports Triton."""
+        """The GPU kernel that multiplies by held weights. Imports Triton."""
 
 
 class Unquantized(Scheme):

@@ -1,6 +1,6 @@
 """Compacts the accepted paths of trees: KV moves to where a chain's would be, and the drafter gets a chain's step.
 
-Letters: T tokens of the step, E emitting rows, D tokens of a path at most.
+Letters: T tokens of the step, E sampled rows, D tokens of a path at most.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from thalweg.batch.batch import RowExtent
 from thalweg.batch.inputs import gather, groups_of
 from thalweg.batch.slots import Slots, upload
 from thalweg.core.plan import Row
+from thalweg.kernels.build_inputs.ref import NUM_COMPUTED
 from thalweg.kernels.compact_kv import ref
 from thalweg.kernels.launch import supports_triton
 from thalweg.memory.planes import Planes, PlaneSpec
@@ -36,22 +37,28 @@ def kv_mover(planes: Planes, specs: Sequence[PlaneSpec]) -> Move:
 
 
 def compact_accepted_path(
-    seen: DraftExtendInput, slot_E: Tensor, ints_EI: Tensor, nodes_ED: Tensor, count_E: Tensor, slots: Slots, move: Move
+    draft_input: DraftExtendInput,
+    slot_E: Tensor,
+    ints_EI: Tensor,
+    nodes_ED: Tensor,
+    count_E: Tensor,
+    slots: Slots,
+    move: Move,
 ) -> DraftExtendInput:
     """Moves the KV of each path to consecutive columns. → the step as it would have been with these tokens alone. A row
     with drafts has as many tokens as its path may have; those that it lacks are padding.
 
-    slot_E, ints_EI: of the emitting rows, as the step found them. nodes_ED, count_E: see `sampling.sample.Sampled`.
+    slot_E, ints_EI: of the sampled rows, as the step found them. nodes_ED, count_E: see `sampling.sample.Sampled`.
     """
     deepest = nodes_ED.shape[1]
     ahead_D = torch.arange(deepest, device=nodes_ED.device)
     on_N = (ahead_D < count_E.unsqueeze(1)).flatten()
     slot_N, ints_NI = slot_E.repeat_interleave(deepest), ints_EI.repeat_interleave(deepest, 0)
-    root_E1 = ints_EI[:, 1:2]
+    root_E1 = ints_EI[:, NUM_COMPUTED, None]
     to_N, from_N = (_places(slots, slot_N, (root_E1 + x).flatten(), ints_NI) * on_N for x in (ahead_D, nodes_ED))
     move(from_N.view_as(nodes_ED), to_N.view_as(nodes_ED))
 
-    rows, batch = seen.plan.rows, seen.batch
+    rows, batch = draft_input.plan.rows, draft_input.batch
     kept = tuple(_kept(row, deepest) for row in rows)
     token_T, path_T = upload(_tokens(rows, deepest), torch.int64, to_N.device)
     drafted_T = path_T >= 0
@@ -69,7 +76,9 @@ def compact_accepted_path(
         extents=tuple(RowExtent(row.n, row.start + row.n) for row in kept),
         tree=None,
     )
-    return DraftExtendInput(replace(seen.plan, rows=kept), compacted, seen.hidden_TH.index_select(0, token_T))
+    return DraftExtendInput(
+        replace(draft_input.plan, rows=kept), compacted, draft_input.hidden_TH.index_select(0, token_T)
+    )
 
 
 def _places(slots: Slots, slot_N: Tensor, column_N: Tensor, ints_NI: Tensor) -> Tensor:
@@ -99,5 +108,5 @@ def _tokens(rows: Sequence[Row], deepest: int) -> list[list[int]]:
         else:
             tokens += range(first, end)
             paths += [-1] * row.n
-        path += deepest * row.emit
+        path += deepest * row.samples
     return [tokens, paths]

@@ -1,8 +1,8 @@
-"""Deferred draft KV: while nothing is drafted, tokens and the target's hidden states are kept, and their draft KV is
-written for many steps at once.
+"""Deferred draft KV: while nothing is drafted, tokens and the target's hidden states are stored, and the draft KV of
+many steps is written at once.
 
-To extend a drafter's KV by one token costs nearly what sixty cost (the bundled model's layer, one EPYC core: 0.38 ms, a
-fifth of a step; 2.7 ms for 512 at once).
+Extending a drafter's KV by one token costs nearly as much as by sixty (the bundled model's layer, one EPYC core:
+0.38 ms, a fifth of a step; 2.7 ms for 512 at once).
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from thalweg.batch.slots import Slots, upload
 from thalweg.core.plan import PAGE, Row, StepPlan
 from thalweg.spec.drafter import DraftExtendInput
 
-ROW = 512  # most tokens of a sequence: their draft KV takes far less time than a step of as many
-LOOSE = 2  # steps whose places the host knows as a bound only, while drafts are in flight
-TOKENS = 2048  # most of all together: a token of the largest models has some 14 to 43 kB of hidden states
+MAX_TOKENS_PER_SLOT = 512  # writing the draft KV of so many takes far less time than a step of as many tokens
+INEXACT_STEPS = 2  # steps after drafts whose positions the host knows only as upper bounds
+MAX_TOKENS = 2048  # of all slots: a token of the largest models has some 14 to 43 kB of hidden states
 
 
-class Kept(NamedTuple):
-    """The first rows of a step, of a token each; see `DraftExtendInput`."""
+class DeferredStep(NamedTuple):
+    """Inputs of the leading rows of a step, one token each; see `DraftExtendInput`."""
 
     ids_T: Tensor
     positions_T: Tensor
@@ -35,94 +35,96 @@ class Kept(NamedTuple):
     hidden_TX: Tensor
 
 
-class Place(NamedTuple):
-    """Where a kept token is."""
+class TokenLocation(NamedTuple):
+    """Location of a deferred token."""
 
-    step: int  # which of the kept steps
-    row: int  # of that step
+    step: int  # index of the deferred step
+    row: int  # index in that step
 
 
-class Behind(NamedTuple):
+class DeferredSlot(NamedTuple):
     """The deferred tokens of a slot."""
 
-    places: list[Place]
-    last: Row  # its latest
+    locations: list[TokenLocation]
+    last: Row  # the latest row
 
 
 def is_full(tokens: int, longest: int) -> bool:
-    """Whether so many deferred tokens, of which one slot has `longest`, must be written now."""
-    return tokens >= TOKENS or longest >= ROW
+    """Whether deferred tokens must be written now. longest: the most tokens of one slot."""
+    return tokens >= MAX_TOKENS or longest >= MAX_TOKENS_PER_SLOT
 
 
 class DeferredKV:
     """The deferred tokens of all slots."""
 
-    def __init__(self, slots: Slots, passing: bool) -> None:
-        """passing: the next step overwrites the tensors of a step, so they are copied."""
-        self.slots, self.passing = slots, passing
-        self.drop()
+    def __init__(self, slots: Slots, copies_tensors: bool) -> None:
+        """copies_tensors: the next step overwrites the tensors of a step, so they are copied."""
+        self.slots, self.copies_tensors = slots, copies_tensors
+        self.clear()
 
-    def drop(self) -> None:
-        self.steps: list[Kept] = []
-        self.tokens = 0  # kept, those of slots whose KV was written since included
-        self.longest = 0  # tokens of one slot at most
+    def clear(self) -> None:
+        self.steps: list[DeferredStep] = []
+        self.tokens = 0  # stored tokens, including those whose KV has been written since
+        self.longest = 0  # most tokens of one slot
         self.max_kv_len = 0
-        self.behind: dict[int, Behind] = {}
+        self.by_slot: dict[int, DeferredSlot] = {}
 
     @staticmethod
-    def room(rows: int) -> int:
-        """Steps of so many rows that are kept before all are written."""
-        return max(min(ROW, -(-TOKENS // rows)), 1)
+    def max_steps(rows: int) -> int:
+        """Number of steps with so many rows that can be deferred before all must be written."""
+        return max(min(MAX_TOKENS_PER_SLOT, -(-MAX_TOKENS // rows)), 1)
 
-    def filled(self) -> set[int]:
-        """Slots whose kept tokens ended a page: it may be the prefix of another sequence by now."""
+    def slots_with_full_page(self) -> set[int]:
+        """Slots whose deferred tokens filled a page, which may be the prefix of another sequence by now."""
         return {
             slot
-            for slot, (places, last) in self.behind.items()
-            if len(places) <= LOOSE or (last.start + 1) // PAGE > (last.start + 1 - len(places)) // PAGE
+            for slot, (locations, last) in self.by_slot.items()
+            if len(locations) <= INEXACT_STEPS or (last.start + 1) // PAGE > (last.start + 1 - len(locations)) // PAGE
         }
 
-    def keep(self, seen: DraftExtendInput, rows: int) -> None:
-        """Keeps the first rows of a step, which have one token each."""
-        batch = seen.batch
-        whole = batch.ids_T, batch.positions_T, batch.write_T, batch.real_T, seen.hidden_TH
-        copied = self.passing or len(batch.ids_T) > rows  # a part would hold the rest
-        self.steps.append(Kept(*(one[:rows].clone() if copied else one for one in whole)))
-        for number, row in enumerate(seen.plan.rows[:rows]):
-            before = self.behind.get(row.slot)
-            places = [] if before is None else before.places
-            places.append(Place(len(self.steps) - 1, number))
-            self.behind[row.slot] = Behind(places, row)
-            self.longest = max(self.longest, len(places))
+    def defer(self, draft_input: DraftExtendInput, rows: int) -> None:
+        """Stores the leading rows of a step, which have one token each."""
+        batch = draft_input.batch
+        inputs = batch.ids_T, batch.positions_T, batch.write_T, batch.real_T, draft_input.hidden_TH
+        is_copied = self.copies_tensors or len(batch.ids_T) > rows  # a view would keep the whole tensor in memory
+        self.steps.append(DeferredStep(*(x[:rows].clone() if is_copied else x for x in inputs)))
+        for i, row in enumerate(draft_input.plan.rows[:rows]):
+            deferred = self.by_slot.get(row.slot)
+            locations = [] if deferred is None else deferred.locations
+            locations.append(TokenLocation(len(self.steps) - 1, i))
+            self.by_slot[row.slot] = DeferredSlot(locations, row)
+            self.longest = max(self.longest, len(locations))
         self.tokens += rows
-        self.max_kv_len = max(self.max_kv_len, seen.plan.max_kv_len)
+        self.max_kv_len = max(self.max_kv_len, draft_input.plan.max_kv_len)
 
-    def joined(self, wanted: Iterable[int] | None = None) -> DraftExtendInput | None:
-        """The deferred tokens of these slots, or of all, as one step with a row for each slot; None if there are none.
-        They are dropped here.
+    def pop(self, slots: Iterable[int] | None = None) -> DraftExtendInput | None:
+        """Removes the deferred tokens of these slots, or of all, and returns them as one step with a row for each
+        slot; None if there are none.
         """
-        found = self.behind if wanted is None else {slot: self.behind[slot] for slot in wanted if slot in self.behind}
-        if not found:
+        by_slot = self.by_slot
+        if slots is not None:
+            by_slot = {slot: by_slot[slot] for slot in slots if slot in by_slot}
+        if not by_slot:
             return None
-        order = sorted(found.values(), key=lambda one: len(one.places))
-        joined = self._step(tuple(one.last for one in order), [one.places for one in order])
-        if len(found) == len(self.behind):
-            self.drop()
+        ordered = sorted(by_slot.values(), key=lambda slot: len(slot.locations))
+        draft_input = self._step(tuple(slot.last for slot in ordered), [slot.locations for slot in ordered])
+        if len(by_slot) == len(self.by_slot):
+            self.clear()
         else:
-            for slot in found:
-                del self.behind[slot]
-        return joined
+            for slot in by_slot:
+                del self.by_slot[slot]
+        return draft_input
 
-    def _step(self, last: tuple[Row, ...], places: list[list[Place]]) -> DraftExtendInput:
-        """The step of these rows, whose tokens are at these places."""
+    def _step(self, last: tuple[Row, ...], locations: list[list[TokenLocation]]) -> DraftExtendInput:
+        """Gathers the tokens at these locations as one step. last: the latest row of each slot."""
         rows = tuple(
-            row._replace(start=row.start + 1 - len(of), n=len(of), num_drafts=0)
-            for row, of in zip(last, places, strict=True)
+            row._replace(start=row.start + 1 - len(row_locations), n=len(row_locations), num_drafts=0)
+            for row, row_locations in zip(last, locations, strict=True)
         )
         device, context = self.steps[0].hidden_TX.device, self.slots.context
-        ordered = sorted(place for of in places for place in of)
-        number = {place: i for i, place in enumerate(ordered)}
-        order_T = upload([number[place] for of in places for place in of], torch.int64, device)
+        ordered = sorted(location for row_locations in locations for location in row_locations)
+        index = {location: i for i, location in enumerate(ordered)}
+        order_T = upload([index[location] for row in locations for location in row], torch.int64, device)
         ids_T, positions_T, write_T, real_T, hidden_TX = (
             torch.cat(fields).index_select(0, order_T) for fields in zip(*self._parts(ordered), strict=True)
         )
@@ -133,11 +135,11 @@ class DeferredKV:
         batch = Batch(ids_T, positions_T, write_T, table_RP, real_T, slot_R[:0], groups, extents)
         return DraftExtendInput(StepPlan(0, 0, rows, max_kv_len=max_kv_len), batch, hidden_TX)
 
-    def _parts(self, ordered: list[Place]) -> list[Kept]:
-        """What is kept of the tokens at these places: consecutive rows of each step, mostly all of it."""
-        parts: list[Kept] = []
-        for (step, _), together in groupby(enumerate(ordered), lambda one: (one[1].step, one[1].row - one[0])):
-            rows, kept = [place.row for _, place in together], self.steps[step]
-            whole = len(rows) == len(kept.ids_T)
-            parts.append(kept if whole else Kept(*(field[rows[0] : rows[-1] + 1] for field in kept)))
+    def _parts(self, ordered: list[TokenLocation]) -> list[DeferredStep]:
+        """Stored inputs of the tokens at these locations: consecutive rows of each step, mostly the whole step."""
+        parts: list[DeferredStep] = []
+        for (number, _), group in groupby(enumerate(ordered), lambda pair: (pair[1].step, pair[1].row - pair[0])):
+            rows, step = [location.row for _, location in group], self.steps[number]
+            is_whole = len(rows) == len(step.ids_T)
+            parts.append(step if is_whole else DeferredStep(*(field[rows[0] : rows[-1] + 1] for field in step)))
         return parts

@@ -32,52 +32,52 @@ class DraftExtendGraph:
     def __init__(
         self,
         drafter: AutoregressiveDrafter,
-        held: CaptureContext,
+        context: CaptureContext,
         step: CapturedPass | CompactedPaths,
         rows: DraftRows | None = None,
     ) -> None:
         """rows: of the step. None: its tokens belong to any rows, which each plan says."""
-        self.drafter, self.held, self.step, self.tokens = drafter, held, step, len(step.batch.ids_T)
+        self.drafter, self.context, self.step, self.tokens = drafter, context, step, len(step.batch.ids_T)
         self.follows_plan = rows is None
         if rows is None:
             # slot, tokens and first token of each row; a missing row begins behind the last token
-            self.numbers = [[held.spare] * self.tokens, [1] * self.tokens, [self.tokens] * self.tokens]
-            self.rows_3R = torch.tensor(self.numbers, device=held.planes.device)
+            self.host_inputs = [[context.spare] * self.tokens, [1] * self.tokens, [self.tokens] * self.tokens]
+            self.rows_3R = torch.tensor(self.host_inputs, device=context.planes.device)
             rows = DraftRows(*self.rows_3R.unbind(0))
         self.rows = rows
 
-    def record(self, pool: GraphPool) -> None:
+    def capture(self, pool: GraphPool) -> None:
         """Needs the captured step."""
         self.graph, _ = capture(pool, self._extend)
 
     def _extend(self) -> None:
-        drafter, step, held = self.drafter, self.step, self.held
+        drafter, step, context = self.drafter, self.step, self.context
         shift = drafter.kernels.shift_hidden_states
-        drafter.extend_rows(shift, self.rows, step.batch, step.hidden_TX, held.slots, held.planes)
+        drafter.extend_rows(shift, self.rows, step.batch, step.hidden_TX, context.slots, context.planes)
 
-    def replay(self, seen: DraftExtendInput) -> None:
+    def replay(self, draft_input: DraftExtendInput) -> None:
         if self.follows_plan:
-            n, missing = [row.n for row in seen.plan.rows], self.tokens - len(seen.plan.rows)
-            slots = [row.slot for row in seen.plan.rows] + [self.held.spare] * missing
+            n, missing = [row.n for row in draft_input.plan.rows], self.tokens - len(draft_input.plan.rows)
+            slots = [row.slot for row in draft_input.plan.rows] + [self.context.spare] * missing
             first = list(accumulate([0, *n]))[:-1] + [self.tokens] * missing
-            numbers = [slots, n + [1] * missing, first]
-            if numbers != self.numbers:  # mostly the same requests go on
-                refill(self.rows_3R, numbers)
-                self.numbers = numbers
+            host_inputs = [slots, n + [1] * missing, first]
+            if host_inputs != self.host_inputs:  # mostly the same requests continue
+                refill(self.rows_3R, host_inputs)
+                self.host_inputs = host_inputs
         self.graph.replay()
 
 
 class DraftGraph(ABC):
-    """Drafts for up to `rows` rows, which have up to `num_drafts`: a graph for each kind of draw."""
+    """Drafts for up to `rows` rows, which have up to `num_drafts`: one graph for each kind of sampling."""
 
-    def __init__(self, held: CaptureContext, rows: int, num_drafts: int) -> None:
-        self.held, self.rows, self.num_drafts = held, rows, num_drafts
-        self.begun_2R = torch.tensor([held.spare] * rows + [0] * rows, device=held.planes.device)  # padding
+    def __init__(self, context: CaptureContext, rows: int, num_drafts: int) -> None:
+        self.context, self.rows, self.num_drafts = context, rows, num_drafts
+        self.begun_2R = torch.tensor([context.spare] * rows + [0] * rows, device=context.planes.device)  # padding
         self.rows_2R = self.begun_2R.clone()
         self.slot_R, self.ahead_R = self.rows_2R.view(2, rows)
         self.graphs: dict[SamplingNeeds, torch.cuda.CUDAGraph] = {}
 
-    def record(self, pool: GraphPool) -> None:
+    def capture(self, pool: GraphPool) -> None:
         begin = partial(self._begin, self.begun_2R[: self.rows])
         for needs in NEEDS:
             self.graphs[needs], _ = capture(pool, partial(self._draft, needs), begin)
@@ -106,21 +106,21 @@ class DraftGraph(ABC):
 class DraftStepGraph(DraftGraph):
     """One more draft of each row."""
 
-    def __init__(self, drafter: AutoregressiveDrafter, held: CaptureContext, rows: int, num_drafts: int) -> None:
-        super().__init__(held, rows, num_drafts)
-        self.drafter, self.kept_SW, device = drafter, held.slots.extra[HIDDEN], held.planes.device
+    def __init__(self, drafter: AutoregressiveDrafter, context: CaptureContext, rows: int, num_drafts: int) -> None:
+        super().__init__(context, rows, num_drafts)
+        self.drafter, self.kept_SW, device = drafter, context.slots.extra[HIDDEN], context.planes.device
         state_RW = torch.zeros(rows, self.kept_SW.shape[1], dtype=self.kept_SW.dtype, device=device)
         drafts_RK = torch.zeros(rows, num_drafts, dtype=torch.int64, device=device)
-        sound_R = torch.ones(rows, dtype=torch.bool, device=device)
-        self.chain = DraftChain(self.slot_R, self.ahead_R, state_RW, drafts_RK, sound_R)
-        self.made_KR = torch.arange(num_drafts + 1, device=device).unsqueeze(1).repeat(1, rows)
+        is_valid_R = torch.ones(rows, dtype=torch.bool, device=device)
+        self.chain = DraftChain(self.slot_R, self.ahead_R, state_RW, drafts_RK, is_valid_R)
+        self.num_drafts_KR = torch.arange(num_drafts + 1, device=device).unsqueeze(1).repeat(1, rows)
 
     def _begin(self, slot_E: Tensor) -> None:
         super()._begin(slot_E)
         torch.index_select(self.kept_SW, 0, self.slot_R, out=self.chain.state_EW)
 
     def _draft(self, needs: SamplingNeeds) -> None:
-        self.drafter.draft(self.chain, needs, self.held.max_kv_len, self.held.slots, self.held.planes)
+        self.drafter.draft(self.chain, needs, self.context.max_kv_len, self.context.slots, self.context.planes)
 
     def fits(self, rows: int, num_drafts: int) -> bool:
         return rows <= self.rows and 0 < num_drafts <= self.num_drafts
@@ -129,24 +129,26 @@ class DraftStepGraph(DraftGraph):
         rows, graph, chain = len(request.slot_E), self._graph(request), self.chain
         for _ in range(num_drafts):
             graph.replay()
-        return DraftOutput(chain.drafts_EK[:rows, :num_drafts], self.made_KR[num_drafts, :rows], chain.sound_E[:rows])
+        return DraftOutput(
+            chain.drafts_EK[:rows, :num_drafts], self.num_drafts_KR[num_drafts, :rows], chain.is_valid_E[:rows]
+        )
 
 
 class TreeBuildGraph(DraftGraph):
     """Dynamic trees of `num_drafts` drafts."""
 
-    def __init__(self, drafter: TreeDrafter, held: CaptureContext, rows: int, num_drafts: int) -> None:
-        super().__init__(held, rows, num_drafts)
+    def __init__(self, drafter: TreeDrafter, context: CaptureContext, rows: int, num_drafts: int) -> None:
+        super().__init__(context, rows, num_drafts)
         self.drafter = drafter
         # outside the pool, see `captured.VerifyStep`
-        token_RK = torch.zeros(rows, num_drafts, dtype=torch.int64, device=held.planes.device)
-        sound_R = torch.ones(rows, dtype=torch.bool, device=held.planes.device)
-        self.out = BuiltTree(token_RK, torch.zeros_like(token_RK), sound_R)
-        self.made_R = torch.full_like(self.slot_R, num_drafts)
+        token_RK = torch.zeros(rows, num_drafts, dtype=torch.int64, device=context.planes.device)
+        is_valid_R = torch.ones(rows, dtype=torch.bool, device=context.planes.device)
+        self.out = BuiltTree(token_RK, torch.zeros_like(token_RK), is_valid_R)
+        self.num_drafts_R = torch.full_like(self.slot_R, num_drafts)
 
     def _draft(self, needs: SamplingNeeds) -> None:
-        request = DraftRequest(self.slot_R, self.held.max_kv_len, needs)
-        self.drafter.grow(request, self.num_drafts, self.held.slots, self.held.planes, self.out)
+        request = DraftRequest(self.slot_R, self.context.max_kv_len, needs)
+        self.drafter.grow(request, self.num_drafts, self.context.slots, self.context.planes, self.out)
 
     def fits(self, rows: int, num_drafts: int) -> bool:
         return rows <= self.rows and num_drafts == self.num_drafts
@@ -154,7 +156,7 @@ class TreeBuildGraph(DraftGraph):
     def replay(self, request: DraftRequest, num_drafts: int) -> DraftOutput:
         self._graph(request).replay()
         out = self.out
-        return DraftOutput(out.token_EK, self.made_R, out.sound_E, out.parent_EK).first(len(request.slot_E))
+        return DraftOutput(out.token_EK, self.num_drafts_R, out.is_valid_E, out.parent_EK).first(len(request.slot_E))
 
 
 class DraftGraphs:
@@ -164,12 +166,12 @@ class DraftGraphs:
         self.extends = {id(graph.step.batch): graph for graph in extends}
         self.proposes = sorted(proposes, key=lambda graph: graph.rows)
 
-    def extend(self, seen: DraftExtendInput) -> bool:
+    def extend(self, draft_input: DraftExtendInput) -> bool:
         """As `Drafter.extend`; False for a step that was not captured."""
-        graph = self.extends.get(id(seen.batch))
+        graph = self.extends.get(id(draft_input.batch))
         if graph is None:
             return False
-        graph.replay(seen)
+        graph.replay(draft_input)
         return True
 
     def propose(self, request: DraftRequest, num_drafts: int) -> DraftOutput | None:

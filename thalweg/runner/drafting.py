@@ -1,6 +1,6 @@
-"""The drafter's part of a step: it extends its KV by the step, and drafts.
+"""The drafter's part of a step: it extends its KV by the step and proposes drafts.
 
-A drafter only makes decoding faster: one that fails is switched off and costs neither a request nor a token.
+A drafter that fails is switched off. No request fails and no token changes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from thalweg.batch.padding import empty_batch, pad_batch, without_first_group
 from thalweg.batch.slots import Slots
-from thalweg.core.agreement import AgreedStep, Record
+from thalweg.core.agreement import AgreedStep, RankStep
 from thalweg.core.errors import is_out_of_memory
 from thalweg.core.plan import Bind, Row, SamplingNeeds, StepPlan
 from thalweg.memory.planes import Planes
@@ -36,22 +36,22 @@ class DrafterError(Exception):
 
 
 @contextmanager
-def blamed_on_drafter() -> Iterator[None]:
-    """Errors raised inside become DrafterError, except for a lack of memory."""
+def raise_as_drafter_error() -> Iterator[None]:
+    """Raises errors of the block as DrafterError, except for a lack of memory."""
     try:
         yield
     except Exception as error:  # any: the steps of a drafter are guarded in the same way
         if is_out_of_memory(error):
             raise
-        raise DrafterError(f"steps with it cannot be recorded: {type(error).__name__}: {error}") from error
+        raise DrafterError(f"steps with it cannot be captured: {type(error).__name__}: {error}") from error
 
 
 class ExtendPlan(NamedTuple):
-    """What the drafter writes for a step, and for deferred tokens of earlier steps."""
+    """The draft KV to write after a step."""
 
-    kept: int  # leading rows of one token whose draft KV is deferred
-    slots: tuple[int, ...] | None  # whose deferred tokens are written; None: of all slots
-    tokens: int  # deferred tokens that are written
+    num_deferred: int  # leading rows of one token whose draft KV is deferred
+    written_slots: tuple[int, ...] | None  # slots whose deferred KV is written; None: all slots
+    written_tokens: int  # deferred tokens whose KV is written
     extends: bool  # the drafter extends by the other rows of the step
 
 
@@ -60,63 +60,64 @@ class Drafting:
 
     def __init__(self, drafter: Drafter, slots: Slots, planes: Planes) -> None:
         self.drafter, self.slots, self.planes = drafter, slots, planes
-        self.original = drafter  # runs the padded passes after it has failed, until all ranks know
+        self.initial_drafter = drafter  # runs the padded passes after it has failed, until all ranks know
         captured = planes.device.type == "cuda"  # the next step may overwrite the tensors of a step
-        self.deferred = DeferredKV(slots, passing=captured)
-        self.learns = bool(drafter.planes())  # a drafter without planes has nothing to extend
-        self.lost = False  # the drafter has failed
+        self.deferred = DeferredKV(slots, copies_tensors=captured)
+        self.has_draft_kv = bool(drafter.planes())  # a drafter without planes has nothing to extend
+        self.drafter_failed = False
         self.is_off = drafter is NO_DRAFTER
         self.hidden_TX: Tensor | None = None  # of the last step; padded passes take its width and type
 
-    def forget(self) -> None:
-        """Drops what is deferred: the steps of an engine's start belong to no request."""
-        self.deferred.drop()
+    def drop_deferred(self) -> None:
+        """Discards all deferred tokens: the steps of an engine's start belong to no request."""
+        self.deferred.clear()
 
-    def record(self, plan: StepPlan, record: Record) -> Record:
-        """Adds the drafter's part to the record of a step."""
-        if not self.learns:
-            return record._replace(has_drafter=not self.lost)
-        leaving = self._leaving(plan)
-        kept, extended = (self._plan(plan.rows, False, False, leaving, keeps) for keeps in (True, False))
-        return record._replace(
-            has_drafter=not self.lost,
-            leaving=sum(len(self.deferred.behind[slot].places) for slot in leaving),
-            deferred_if_kept=kept.tokens,
-            deferred_if_extended=extended.tokens,
+    def rank_step(self, plan: StepPlan, rank_step: RankStep) -> RankStep:
+        """Adds the drafter's part to the sizes of a step."""
+        if not self.has_draft_kv:
+            return rank_step._replace(has_drafter=not self.drafter_failed)
+        slots = self._slots_to_write(plan)
+        deferred, extended = (self._plan(plan.rows, False, False, slots, defers) for defers in (True, False))
+        return rank_step._replace(
+            has_drafter=not self.drafter_failed,
+            written_before=sum(len(self.deferred.by_slot[slot].locations) for slot in slots),
+            written_if_deferred=deferred.written_tokens,
+            written_if_extended=extended.written_tokens,
         )
 
     def prepare(self, plan: StepPlan, agreed: AgreedStep | None) -> None:
-        """Before a step: writes the deferred KV of slots and pages that change hands, since a prompt may find them."""
-        if agreed is not None and not agreed.has_drafter and not self.lost:
-            log.error(OFF, "another rank has lost its drafter")
+        """Before a step: writes the deferred KV of slots that are rebound and of pages that a new request may share."""
+        if agreed is not None and not agreed.has_drafter and not self.drafter_failed:
+            log.error(OFF, "the drafter of another rank has failed")
             self._switch_off()
-        size = agreed.leaving if agreed else 0
-        leaving = self._leaving(plan)
-        if size or leaving:
-            self._run(lambda: self._write_deferred(leaving, size), lambda: self._extend_padding(size))
+        size = agreed.written_before if agreed else 0
+        slots = self._slots_to_write(plan)
+        if size or slots:
+            self._run(lambda: self._write_deferred(slots, size), lambda: self._extend_padding(size))
 
     def bind(self, binds: Sequence[Bind]) -> None:
         """After these slots were bound and have their pages."""
         self._run(lambda: self.drafter.bind(binds, self.slots, self.planes))
 
-    def catch_up(self) -> None:
-        """Writes all that is deferred."""
+    def write_all_deferred(self) -> None:
+        """Writes the deferred KV of all slots."""
         self._run(lambda: self._write_deferred(None, 0))
 
     def draft(
         self,
-        seen: DraftExtendInput | None,
+        draft_input: DraftExtendInput | None,
         request: DraftRequest | None,
         num_drafts: int,
         captured: DraftGraphs = NO_DRAFT_GRAPHS,
         agreed: AgreedStep | None = None,
     ) -> DraftOutput | None:
-        """Extends the drafter by a step, and drafts for its emitting rows. seen: None for a step without hidden states.
+        """Extends the drafter by a step, and drafts for its sampled rows. draft_input: None for a step without hidden
+        states.
 
-        If nothing is drafted, the draft KV of single tokens is deferred and written for many steps at once.
+        If nothing is drafted, the draft KV of single tokens is deferred; it is written for many steps at once.
         """
-        if seen is not None and (self.learns or agreed):
-            self._extend(seen, num_drafts, captured, agreed)
+        if draft_input is not None and (self.has_draft_kv or agreed):
+            self._extend(draft_input, num_drafts, captured, agreed)
         if agreed is not None and agreed.num_drafts:
             return self._draft_padded(request, captured, agreed)
         if request is None:
@@ -124,15 +125,15 @@ class Drafting:
         return self._run(lambda: self._propose(request, num_drafts, captured))
 
     def _propose(self, request: DraftRequest, num_drafts: int, captured: DraftGraphs) -> DraftOutput | None:
-        drafts = None if self.lost else captured.propose(request, num_drafts)
+        drafts = None if self.drafter_failed else captured.propose(request, num_drafts)
         return drafts or self.drafter.propose(request, num_drafts, self.slots, self.planes)
 
     def _draft_padded(
         self, request: DraftRequest | None, captured: DraftGraphs, agreed: AgreedStep
     ) -> DraftOutput | None:
-        """Drafts for as many rows as the busiest rank has; the missing ones are of the spare slot."""
+        """Drafts for as many rows as the busiest rank has. Padding rows use the spare slot."""
         num_drafts, spare = agreed.num_drafts, len(self.slots.length) - 1
-        spare_E = torch.full((agreed.emitting,), spare, dtype=torch.int64, device=self.planes.device)
+        spare_E = torch.full((agreed.sampled_rows,), spare, dtype=torch.int64, device=self.planes.device)
         padding = DraftRequest(spare_E, 1, SamplingNeeds())
         if request is None:
             own, padded = 0, padding
@@ -141,94 +142,98 @@ class Drafting:
             padded = replace(request, slot_E=torch.cat((request.slot_E, spare_E[own:])))
         drafts = self._run(
             lambda: self._propose(padded, num_drafts, captured),
-            lambda: self.original.propose(padding, num_drafts, self.slots, self.planes),
+            lambda: self.initial_drafter.propose(padding, num_drafts, self.slots, self.planes),
         )
         return None if drafts is None or not own else drafts.first(own)
 
     def _extend(
-        self, seen: DraftExtendInput, num_drafts: int, captured: DraftGraphs, agreed: AgreedStep | None
+        self, draft_input: DraftExtendInput, num_drafts: int, captured: DraftGraphs, agreed: AgreedStep | None
     ) -> None:
-        self.hidden_TX, rows, batch = seen.hidden_TH, seen.plan.rows, seen.batch
+        self.hidden_TX, rows, batch = draft_input.hidden_TH, draft_input.plan.rows, draft_input.batch
         can_split = agreed is None and len(batch.table_RP) == len(rows)  # a captured step has a row for each token
         plan = self._plan(rows, num_drafts > 0, can_split, set(), None if agreed is None else not agreed.extends)
-        if plan.kept:
-            self.deferred.keep(seen, plan.kept)
-        size, tokens = agreed.deferred if agreed else 0, len(batch.ids_T)
-        if size or plan.slots is None or plan.slots:
-            self._run(lambda: self._write_deferred(plan.slots, size), lambda: self._extend_padding(size))
+        if plan.num_deferred:
+            self.deferred.defer(draft_input, plan.num_deferred)
+        size, tokens = agreed.written_after if agreed else 0, len(batch.ids_T)
+        if size or plan.written_slots is None or plan.written_slots:
+            self._run(lambda: self._write_deferred(plan.written_slots, size), lambda: self._extend_padding(size))
         if plan.extends or agreed and agreed.extends:
-            rest, size = seen, agreed.tokens if agreed else 0
-            if plan.kept:
-                others = replace(seen.plan, rows=rows[plan.kept :])
-                rest = DraftExtendInput(others, without_first_group(batch), seen.hidden_TH[plan.kept :])
+            rest, size = draft_input, agreed.tokens if agreed else 0
+            if plan.num_deferred:
+                others = replace(draft_input.plan, rows=rows[plan.num_deferred :])
+                rest = DraftExtendInput(others, without_first_group(batch), draft_input.hidden_TH[plan.num_deferred :])
             self._run(
                 lambda: self._extend_step(rest, captured, size),
                 lambda: self._extend_padding(size and max(size, tokens)),
             )
 
-    def _extend_step(self, seen: DraftExtendInput, captured: DraftGraphs, size: int) -> None:
-        if not captured.extend(seen):
-            self.drafter.extend(self._padded(seen, size), self.slots, self.planes)
+    def _extend_step(self, draft_input: DraftExtendInput, captured: DraftGraphs, size: int) -> None:
+        if not captured.extend(draft_input):
+            self.drafter.extend(self._padded(draft_input, size), self.slots, self.planes)
 
     def _extend_padding(self, tokens: int) -> None:
         if tokens and self.hidden_TX is not None:
-            self.original.extend(self._padded(None, tokens), self.slots, self.planes)
+            self.initial_drafter.extend(self._padded(None, tokens), self.slots, self.planes)
 
     def _write_deferred(self, slots: Iterable[int] | None, size: int) -> None:
         """Writes the deferred KV of these slots, or of all. size: tokens of the pass with its padding."""
-        seen = self.deferred.joined(slots)
-        if seen is not None or size:
-            self.drafter.extend(self._padded(seen, size), self.slots, self.planes)
+        draft_input = self.deferred.pop(slots)
+        if draft_input is not None or size:
+            self.drafter.extend(self._padded(draft_input, size), self.slots, self.planes)
 
-    def _padded(self, seen: DraftExtendInput | None, tokens: int) -> DraftExtendInput:
-        if seen is None:
+    def _padded(self, draft_input: DraftExtendInput | None, tokens: int) -> DraftExtendInput:
+        if draft_input is None:
             assert self.hidden_TX is not None, "every rank has run a step before KV is deferred"
             none_TX = self.hidden_TX[:0]
-            seen = DraftExtendInput(StepPlan(0, 0), empty_batch(self.slots), none_TX)
-        missing = tokens - len(seen.batch.ids_T)
+            draft_input = DraftExtendInput(StepPlan(0, 0), empty_batch(self.slots), none_TX)
+        missing = tokens - len(draft_input.batch.ids_T)
         if missing <= 0:
-            return seen
-        hidden_TX = torch.cat((seen.hidden_TH, seen.hidden_TH.new_zeros(missing, seen.hidden_TH.shape[1])))
-        return replace(seen, batch=pad_batch(seen.batch, tokens), hidden_TH=hidden_TX)
+            return draft_input
+        hidden_TX = torch.cat(
+            (draft_input.hidden_TH, draft_input.hidden_TH.new_zeros(missing, draft_input.hidden_TH.shape[1]))
+        )
+        return replace(draft_input, batch=pad_batch(draft_input.batch, tokens), hidden_TH=hidden_TX)
 
-    def _leaving(self, plan: StepPlan) -> set[int]:
+    def _slots_to_write(self, plan: StepPlan) -> set[int]:
         """Slots whose deferred KV must be written before this step."""
-        behind = self.deferred.behind
-        if not behind or not (plan.binds or plan.appends):
+        by_slot = self.deferred.by_slot
+        if not by_slot or not (plan.binds or plan.appends):
             return set()
         stay = {row.slot for row in plan.rows} - {bind.slot for bind in plan.binds}
         if any(bind.computed for bind in plan.binds):
-            stay -= self.deferred.filled()
-        return behind.keys() - stay
+            stay -= self.deferred.slots_with_full_page()
+        return by_slot.keys() - stay
 
     def _plan(
-        self, rows: Sequence[Row], drafts: bool, can_split: bool, gone: set[int], keeps: bool | None = None
+        self, rows: Sequence[Row], is_drafting: bool, can_split: bool, written: set[int], defers: bool | None = None
     ) -> ExtendPlan:
-        """drafts: whether drafts are made after the step. can_split: whether its leading rows may be deferred alone.
-        gone: slots whose deferred KV is written before the step. keeps: whether all ranks defer the step; None: one
-        rank decides.
+        """is_drafting: drafts are made after the step. can_split: its leading rows may be deferred alone. written:
+        slots whose deferred KV is written before the step. defers: whether all ranks defer the step; None: one rank
+        decides.
         """
-        lengths = {slot: len(places) for slot, (places, _) in self.deferred.behind.items() if slot not in gone}
+        lengths = {
+            slot: len(locations) for slot, (locations, _) in self.deferred.by_slot.items() if slot not in written
+        }
         single = next((i for i, row in enumerate(rows) if row.n > 1), len(rows))
-        if keeps is None:
-            keeps = single == len(rows) and (not drafts or any(row.slot in lengths for row in rows))
-        kept = len(rows) if keeps else single if can_split and not drafts else 0
+        if defers is None:
+            defers = single == len(rows) and (not is_drafting or any(row.slot in lengths for row in rows))
+        num_deferred = len(rows) if defers else single if can_split and not is_drafting else 0
         tokens, longest = (self.deferred.tokens, self.deferred.longest) if lengths else (0, 0)
-        for row in rows[:kept]:
+        for row in rows[:num_deferred]:
             lengths[row.slot] = lengths.get(row.slot, 0) + 1
             longest = max(longest, lengths[row.slot])
-        if is_full(tokens + kept, longest):
-            return ExtendPlan(kept, None, sum(lengths.values()), not keeps)
-        written = rows[kept:] if not keeps else rows if drafts else ()
-        slots = tuple(row.slot for row in written if row.slot in lengths)
-        return ExtendPlan(kept, slots, sum(lengths[slot] for slot in slots), not keeps)
+        if is_full(tokens + num_deferred, longest):
+            return ExtendPlan(num_deferred, None, sum(lengths.values()), not defers)
+        extended = rows[num_deferred:] if not defers else rows if is_drafting else ()
+        slots = tuple(row.slot for row in extended if row.slot in lengths)
+        return ExtendPlan(num_deferred, slots, sum(lengths[slot] for slot in slots), not defers)
 
     def _run(self, work: Callable[[], T], padding: Callable[[], object] | None = None) -> T | None:
-        """Runs a pass of the drafter. padding: the same pass on nothing but padding, for a drafter that has failed."""
-        if not self.lost:
+        """Runs a pass of the drafter. padding: the same pass on padding alone, for a drafter that has failed."""
+        if not self.drafter_failed:
             try:
                 return work()
-            except Exception:  # whatever it raises: decoding goes on without drafts
+            except Exception:  # any error: decoding goes on without drafts
                 log.exception(OFF, "it raised")
                 self._switch_off()
         if padding is not None:
@@ -237,11 +242,11 @@ class Drafting:
 
     def reject_output(self) -> None:
         """Switches the drafter off: its output was NaN or no token."""
-        if not self.lost:
-            log.error(OFF, "its hidden states or logits are not numbers, or its drafts no tokens")
+        if not self.drafter_failed:
+            log.error(OFF, "its hidden states or logits are NaN or infinite, or its drafts are no token ids")
             self._switch_off()
 
     def _switch_off(self) -> None:
-        self.lost, self.is_off, self.learns, self.drafter = True, True, False, NO_DRAFTER
-        self.deferred.drop()
-        self.slots.made.zero_()  # the drafter may have left something half done
+        self.drafter_failed, self.is_off, self.has_draft_kv, self.drafter = True, True, False, NO_DRAFTER
+        self.deferred.clear()
+        self.slots.num_drafts.zero_()  # the drafter may have failed halfway

@@ -16,18 +16,17 @@ NEEDS = (
     SamplingNeeds(),
     SamplingNeeds(random=True),
     SamplingNeeds(random=True, truncated=True),
-)  # draws that are captured; what edits logits before them runs eagerly
-MOST = 64  # rows whose drafts are captured; more keep the device busier than Python
+)  # kinds of sampling that are captured; penalties, bias and masks before it run eagerly
+MAX_CAPTURED_ROWS = 64  # rows for which drafts are captured; with more rows, Python is not the bottleneck
 WARM_UPS = 2  # eager runs before a capture: kernels compile, libraries make their handles
-WORDS = {1: "|u1", 2: "<i2", 4: "<i4", 8: "<i8"}  # by bytes of an element; `view_of` gives the type back
+TYPESTR = {1: "|u1", 2: "<i2", 4: "<i4", 8: "<i8"}  # by bytes of an element; `view_of` gives the type back
 
 T = TypeVar("T")
 
 
 class GraphPool:
     """A memory pool, and the stream on which everything is captured. `torch.cuda.graph` would empty the allocator's
-    cache at each of the hundreds of graphs. A replayed graph finds in the pool what its own kernels left there, and
-    nothing else.
+    cache at each of the hundreds of graphs. Other graphs of the pool may overwrite the memory of a graph.
     """
 
     def __init__(self) -> None:
@@ -37,7 +36,7 @@ class GraphPool:
 
     @contextmanager
     def running(self, what: str) -> Iterator[None]:
-        """Everything inside runs on the pool's stream. what: is captured, for errors. Raises UnsupportedConfig, and
+        """Runs the block on the pool's stream. what: name of what is captured, for errors. Raises UnsupportedConfig and
         InsufficientMemory.
         """
         self.stream.wait_stream(torch.cuda.current_stream())
@@ -47,15 +46,15 @@ class GraphPool:
             except RuntimeError as error:  # of CUDA, its allocator, cuBLAS
                 kind = InsufficientMemory if is_out_of_memory(error) else UnsupportedConfig
                 raise kind(
-                    f"recording CUDA graphs of {what} failed ({_first_line(error)}); record fewer with"
+                    f"capturing CUDA graphs of {what} failed ({_first_line(error)}); capture fewer with"
                     " --cuda-graph-max-bs, leave more memory with --mem-fraction-static, or use --cuda-graph-mode none"
                 ) from error
             finally:
-                self._drop()  # also for an error of Python's in what was to be recorded
+                self._drop()  # also for an exception in the captured code
         torch.cuda.current_stream().wait_stream(self.stream)
 
     def begin(self) -> None:
-        """What is launched from now on is captured, not run."""
+        """Captures kernel launches from now on instead of running them."""
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
         self.graph = graph
@@ -84,36 +83,36 @@ class GraphPool:
 def capture(
     pool: GraphPool, work: Callable[[], T], before: Callable[[], None] = lambda: None, warm_ups: int = WARM_UPS
 ) -> tuple[torch.cuda.CUDAGraph, T]:
-    """`work` as the pool's next graph, and what it leaves at every replay. It runs eagerly `warm_ups` times first.
-    before: runs before each of them and before the capture, and is not captured.
+    """Captures `work` into the pool. → the graph and the outputs that each replay writes. `work` runs eagerly
+    `warm_ups` times first. before: runs before each of these and before the capture; it is not captured.
     """
     for _ in range(warm_ups):
         before()
         work()
     before()
     pool.begin()
-    left = work()
-    return pool.end(), left
+    outputs = work()
+    return pool.end(), outputs
 
 
 def view_of(x: Tensor) -> Tensor:
-    """The same memory, not owned. What a graph leaves in its pool for the next stays there at every replay, but a
-    tensor that owned it would keep later graphs from using its memory.
+    """A tensor on the same memory that does not own it. The outputs of a graph stay in its pool, and a tensor that owns
+    them would keep later graphs from using this memory.
     """
     size = x.element_size()
-    lent = _Lent()
-    lent.__cuda_array_interface__ = {
+    borrowed = _BorrowedMemory()
+    borrowed.__cuda_array_interface__ = {
         "shape": tuple(x.shape),
         "strides": tuple(stride * size for stride in x.stride()),
-        "typestr": WORDS[size],
+        "typestr": TYPESTR[size],
         "data": (x.data_ptr(), False),
         "version": 2,
     }
-    return torch.as_tensor(lent, device=x.device).view(x.dtype)
+    return torch.as_tensor(borrowed, device=x.device).view(x.dtype)
 
 
-class _Lent:
-    """Memory as other libraries describe it to torch."""
+class _BorrowedMemory:
+    """Memory with the CUDA array interface."""
 
     __cuda_array_interface__: dict[str, object]
 

@@ -28,8 +28,8 @@ from thalweg.runner.captured import (
     tree_shapes,
 )
 from thalweg.runner.draft_graphs import DraftExtendGraph, DraftGraph, DraftGraphs, DraftStepGraph, TreeBuildGraph
-from thalweg.runner.drafting import blamed_on_drafter
-from thalweg.runner.graph_pool import MOST, GraphPool
+from thalweg.runner.drafting import raise_as_drafter_error
+from thalweg.runner.graph_pool import MAX_CAPTURED_ROWS, GraphPool
 from thalweg.runner.piecewise import Piecewise, PiecewiseBuffers, PiecewiseGraph
 from thalweg.runner.runner import CapturedSteps, Runner
 from thalweg.sampling.kernel_sampling import sample_into, sampled
@@ -46,47 +46,60 @@ class TokenStep(CapturedStep):
 
     kind, warm_ups = "tokens", 1
 
-    def __init__(self, of: CapturedPass, mixed: bool) -> None:
+    def __init__(self, captured_pass: CapturedPass, mixed: bool) -> None:
         """mixed: there may be prompt tokens, too."""
-        super().__init__(of, of.rows, 1)
-        self.mixed, device = mixed, of.slot_R.device
+        super().__init__(captured_pass, captured_pass.rows, 1)
+        self.mixed, device = mixed, captured_pass.slot_R.device
         # outside the pool, whose memory the next replay may write while these are still being copied to the host
         self.out = (
-            torch.zeros(of.rows, dtype=torch.int64, device=device),
-            torch.zeros(of.rows, dtype=torch.bool, device=device),
-            torch.zeros(of.rows, dtype=torch.bool, device=device),
+            torch.zeros(captured_pass.rows, dtype=torch.int64, device=device),
+            torch.zeros(captured_pass.rows, dtype=torch.bool, device=device),
+            torch.zeros(captured_pass.rows, dtype=torch.bool, device=device),
         )
 
-    def _draw(self, needs: SamplingNeeds) -> None:
-        of, slots = self.of, self.of.held.slots
-        sample_into(self.out, of.logits_TV, slots, of.slot_R, of.step.ints_TI, needs, slots.ints_SI)
+    def _sample_tokens(self, needs: SamplingNeeds) -> None:
+        captured_pass, slots = self.captured_pass, self.captured_pass.context.slots
+        sample_into(
+            self.out,
+            captured_pass.logits_TV,
+            slots,
+            captured_pass.slot_R,
+            captured_pass.step.ints_TI,
+            needs,
+            slots.ints_SI,
+        )
 
-    def _drawn(self, rows: int) -> Sampled:
+    def _sampled(self, rows: int) -> Sampled:
         tokens, done, live = self.out
         return sampled((tokens[:rows], done[:rows], live[:rows]))
 
     def fits(self, step: AgreedStep) -> bool:
-        is_known = step.is_verify or self.mixed and not step.score_passes
-        is_tree = self.of.held.slots.tree.is_tree_step(step.sampled_per_row)
+        is_known = step.is_verify or self.mixed and not step.prompt_logprobs_passes
+        is_tree = self.captured_pass.context.slots.tree.is_tree_step(step.sampled_per_row)
         return is_known and not is_tree and step.tokens <= self.rows
 
-    def draws(self, plan: StepPlan) -> bool:
+    def can_replay_sampling(self, plan: StepPlan) -> bool:
         return plan.is_decode
 
     def forward(self, plan: StepPlan) -> tuple[Tensor, Tensor, Tensor, DraftExtendInput]:
-        of, rows, tokens = self.of, plan.rows, plan.tokens
-        of.run([row.slot for row in rows for _ in range(row.n)], [ahead for row in rows for ahead in range(row.n)])
-        seen, ints_TI = DraftExtendInput(plan, of.batch, of.hidden_TX), of.step.ints_TI
+        captured_pass, rows, tokens = self.captured_pass, plan.rows, plan.tokens
+        captured_pass.run(
+            [row.slot for row in rows for _ in range(row.n)], [ahead for row in rows for ahead in range(row.n)]
+        )
+        draft_input, ints_TI = (
+            DraftExtendInput(plan, captured_pass.batch, captured_pass.hidden_TX),
+            captured_pass.step.ints_TI,
+        )
         if plan.is_decode:
-            return of.logits_TV[:tokens], of.slot_R[:tokens], ints_TI[:tokens], seen
-        first, device = [0, *accumulate(row.n for row in rows)], of.slot_R.device
-        silent = [(row.slot, row.n) for row in rows if not row.emit]
-        if silent:  # chunks that do not emit move their slots on
-            slot_C, n_C = upload(list(zip(*silent, strict=True)), torch.int64, device)
-            of.held.slots.at.index_add_(0, slot_C, n_C)
+            return captured_pass.logits_TV[:tokens], captured_pass.slot_R[:tokens], ints_TI[:tokens], draft_input
+        first, device = [0, *accumulate(row.n for row in rows)], captured_pass.slot_R.device
+        unsampled = [(row.slot, row.n) for row in rows if not row.samples]
+        if unsampled:  # prefill chunks that do not sample advance `num_computed`
+            slot_C, n_C = upload(list(zip(*unsampled, strict=True)), torch.int64, device)
+            captured_pass.context.slots.num_computed.index_add_(0, slot_C, n_C)
         sampled_N = sampled_tokens(plan, device)
-        first_E = upload([at for at, row in zip(first, rows, strict=False) if row.emit], torch.int64, device)
-        return of.logits_TV[sampled_N], of.slot_R[first_E], ints_TI[first_E], seen
+        first_E = upload([at for at, row in zip(first, rows, strict=False) if row.samples], torch.int64, device)
+        return captured_pass.logits_TV[sampled_N], captured_pass.slot_R[first_E], ints_TI[first_E], draft_input
 
 
 class Capture:
@@ -97,8 +110,8 @@ class Capture:
         drafter, self.pool, self.has_drafts = runner.drafting.drafter, pool, not runner.drafting.is_off
         self.drafter = drafter if isinstance(drafter, AutoregressiveDrafter) else None
         attends = self.drafter is not None and self.drafter.head.attends
-        self.held = CaptureContext(
-            runner.model, runner.planes, runner.slots, runner.sampler, runner.move, attends, context, spare
+        self.context = CaptureContext(
+            runner.model, runner.planes, runner.slots, runner.sampler, runner.compact_kv, attends, context, spare
         )
         self.steps, self.extends, self.proposes = list[CapturedStep](), list[DraftExtendGraph](), list[DraftGraph]()
 
@@ -107,63 +120,63 @@ class Capture:
         extends: whether the drafter's extension is captured, too.
         """
         with self.pool.running(f"{tokens} rows"):
-            of = CapturedPass(self.held, tokens, shares_slots=mixed or self.has_drafts)
-            of.record(self.pool)
-            self._step(TokenStep(of, mixed))
-            with blamed_on_drafter():
+            captured_pass = CapturedPass(self.context, tokens, shares_slots=mixed or self.has_drafts)
+            captured_pass.capture(self.pool)
+            self._step(TokenStep(captured_pass, mixed))
+            with raise_as_drafter_error():
                 for chain in chains:
-                    self._step(VerifyStep(of, *chain))
+                    self._step(VerifyStep(captured_pass, *chain))
                 if extends:
-                    self._extend(of)
-            of.lend()
+                    self._extend(captured_pass)
+            captured_pass.release_pool_memory()
 
     def trees(self, rows: int, query: int) -> None:
         """Verifications of trees of so many nodes with the root, and what the drafter does after them."""
-        with self.pool.running(f"{rows} trees of {query - 1} drafts"), blamed_on_drafter():
-            of = CapturedPass(self.held, rows, query, is_tree=True)
-            of.record(self.pool)
-            step = VerifyStep(of, rows, query)
+        with self.pool.running(f"{rows} trees of {query - 1} drafts"), raise_as_drafter_error():
+            captured_pass = CapturedPass(self.context, rows, query, is_tree=True)
+            captured_pass.capture(self.pool)
+            step = VerifyStep(captured_pass, rows, query)
             self._step(step)
-            of.lend()
+            captured_pass.release_pool_memory()
             if step.compacted is not None and self.drafter is not None:
-                n_R = torch.full_like(of.slot_R, step.compacted.deepest)
+                n_R = torch.full_like(captured_pass.slot_R, step.compacted.deepest)
                 first_R = n_R * torch.arange(rows, device=n_R.device)
-                self._extend(step.compacted, DraftRows(of.slot_R, n_R, first_R))
-            if isinstance(self.drafter, TreeDrafter) and self.held.slots.tree.dynamic:
-                self._propose(TreeBuildGraph(self.drafter, self.held, rows, query - 1))
+                self._extend(step.compacted, DraftRows(captured_pass.slot_R, n_R, first_R))
+            if isinstance(self.drafter, TreeDrafter) and self.context.slots.tree.dynamic:
+                self._propose(TreeBuildGraph(self.drafter, self.context, rows, query - 1))
 
     def drafts(self, rows: int, num_drafts: int) -> None:
         """Up to `num_drafts` drafts of a chain."""
         assert self.drafter is not None, "only drafters of one head are captured"
-        with self.pool.running(f"drafts of {rows} rows"), blamed_on_drafter():
-            self._propose(DraftStepGraph(self.drafter, self.held, rows, num_drafts))
+        with self.pool.running(f"drafts of {rows} rows"), raise_as_drafter_error():
+            self._propose(DraftStepGraph(self.drafter, self.context, rows, num_drafts))
 
     def pieces(self, runner: Runner, tokens: Sequence[int], beside: Sequence[int], report: Callable[[], None]) -> None:
         """Steps of so many tokens in pieces, and the attention of so many decode rows beside prompts."""
-        model, planes, other = self.held.model, self.held.planes, GraphPool()
+        model, planes, other = self.context.model, self.context.planes, GraphPool()
         shared, pieces = PiecewiseBuffers(max(tokens), planes.device), list[PiecewiseGraph]()
         for many in sorted(tokens, reverse=True):
             pieces.append(PiecewiseGraph(many, model, shared))
             with self.pool.running(f"{many} tokens"):
-                pieces[-1].record(planes, self.held.max_kv_len, self.pool)
+                pieces[-1].capture(planes, self.context.max_kv_len, self.pool)
             report()
-        runner.steps = steps = Piecewise(model, pieces)
+        runner.forward_model = steps = Piecewise(model, pieces)
         for many in beside:
             with other.running(f"attention of {many} rows"):
-                steps.record(many, self.held.max_kv_len, planes, other)
+                steps.capture(many, self.context.max_kv_len, planes, other)
             report()
 
     def _step(self, step: CapturedStep) -> None:
-        step.record(self.pool)
+        step.capture(self.pool)
         self.steps.append(step)
 
     def _extend(self, step: CapturedPass | CompactedPaths, rows: DraftRows | None = None) -> None:
         assert self.drafter is not None, "only drafters of one head are captured"
-        self.extends.append(DraftExtendGraph(self.drafter, self.held, step, rows))
-        self.extends[-1].record(self.pool)
+        self.extends.append(DraftExtendGraph(self.drafter, self.context, step, rows))
+        self.extends[-1].capture(self.pool)
 
     def _propose(self, graph: DraftGraph) -> None:
-        graph.record(self.pool)
+        graph.capture(self.pool)
         self.proposes.append(graph)
 
     def captured(self) -> CapturedSteps:
@@ -171,7 +184,7 @@ class Capture:
 
 
 @torch.inference_mode()
-def record(
+def capture_steps(
     runner: Runner,
     rows: Sequence[int],
     tokens: Sequence[int],
@@ -193,7 +206,7 @@ def record(
     chains = chain_shapes(rows, chain_counts) if chain_counts else []
     trees, drafting = (
         tree_shapes(rows, draft_counts, tree, spare),
-        halving([min(n, MOST) for n in rows]) if has_drafts else [],
+        halving([min(n, MAX_CAPTURED_ROWS) for n in rows]) if has_drafts else [],
     )
     count = len(rows) + len(tokens) + len(beside) + len(drafting) + len(trees)
 

@@ -73,7 +73,7 @@ class PiecewiseGraph:
         self.pieces: list[Piece] = []
         self.attends: tuple[Attend, ...] = ()
 
-    def record(self, planes: Planes, context: int, pool: GraphPool) -> None:
+    def capture(self, planes: Planes, context: int, pool: GraphPool) -> None:
         """One eager run, in which kernels compile and libraries make their handles, then the recording. All is
         padding.
         """
@@ -138,7 +138,7 @@ class DecodeAttentionGraphs:
         self.graphs: list[torch.cuda.CUDAGraph] = []
         self.step: Any = None  # keeps what the first layer prepares for the others
 
-    def record(self, pool: GraphPool) -> None:
+    def capture(self, pool: GraphPool) -> None:
         """Runs all eagerly first, in which kernels compile; what is stored goes into the null page."""
         attends, metadata, out_TX = self.largest.attends, self.largest.model.metadata, self.largest.shared.out_TX
         assert out_TX is not None, "the recording made it"
@@ -176,12 +176,12 @@ class Piecewise:
         self.model, self.recorded = model, sorted(recorded, key=lambda one: one.tokens)
         self.decoding: list[DecodeAttentionGraphs] = []
 
-    def record(self, rows: int, context: int, planes: Planes, pool: GraphPool) -> None:
+    def capture(self, rows: int, context: int, planes: Planes, pool: GraphPool) -> None:
         """Attention of up to `rows` decode rows. pool: another than the pieces': what lies in theirs is still to be
         read by others when this replays.
         """
         self.decoding.append(DecodeAttentionGraphs(rows, context, self.recorded[-1], planes))
-        self.decoding[-1].record(pool)
+        self.decoding[-1].capture(pool)
 
     def forward(self, batch: Batch, planes: Planes) -> Tensor:
         tokens = len(batch.ids_T)

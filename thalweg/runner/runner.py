@@ -15,7 +15,7 @@ from torch import Tensor
 
 from thalweg.batch.inputs import build_inputs, padding_inputs
 from thalweg.batch.slots import Slots
-from thalweg.core.agreement import SCORE_CHUNK, AgreedStep, Record, agree, record_of
+from thalweg.core.agreement import PROMPT_LOGPROBS_CHUNK, AgreedStep, RankStep, coordinate_step, rank_step_of
 from thalweg.core.grammar import GrammarMasks
 from thalweg.core.plan import Output, Row, StepPlan, TokenLogprob
 from thalweg.memory.planes import Planes
@@ -26,7 +26,7 @@ from thalweg.runner.draft_graphs import NO_DRAFT_GRAPHS, DraftGraphs
 from thalweg.runner.drafting import Drafting
 from thalweg.runner.piecewise import Piecewise
 from thalweg.sampling.catalog import sampler_on
-from thalweg.sampling.sample import NO_TOKEN, Moved, Sampled, Sampler, accept
+from thalweg.sampling.sample import NO_TOKEN, Sampled, Sampler, accept
 from thalweg.spec.drafter import NO_DRAFTER, Drafter, DraftExtendInput, DraftOutput, DraftRequest
 
 RowDrafts = tuple[tuple[int, ...], tuple[int, ...]]  # drafts and parents of a row, see `Output`
@@ -35,26 +35,26 @@ NO_DRAFTS: RowDrafts = (), ()
 
 @dataclass(frozen=True, slots=True)
 class ForwardResult:
-    """What the first half of a step leaves for the second."""
+    """Output of the forward half of a step."""
 
     plan: StepPlan
-    logits_NV: Tensor | None  # `plan.sampled_per_row` rows for each emitting row
-    slot_E: Tensor  # of the emitting rows
-    ints_EI: Tensor  # the slots' integers of the emitting rows
-    scores: dict[int, tuple[TokenLogprob, ...]]  # row index → log-probabilities of its next tokens
-    seen: DraftExtendInput | None = None
+    logits_NV: Tensor | None  # `plan.sampled_per_row` positions of each sampled row
+    slot_E: Tensor  # slots of the sampled rows
+    ints_EI: Tensor  # their slots' integers
+    prompt_logprobs: dict[int, tuple[TokenLogprob, ...]]  # row index → log-probabilities of its next tokens
+    draft_input: DraftExtendInput | None = None
     graph: CapturedStep | None = None  # the replayed graph, if the second half can be replayed as well
     agreed: AgreedStep | None = None  # with several ranks
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What the second half of a step leaves on the device."""
+    """Output of the sampling half of a step, on the device."""
 
     forwarded: ForwardResult
-    sampled: Sampled | None  # None if no row emits
-    proposed: DraftOutput | None = None  # None if nothing was drafted
-    lost: bool = False  # the drafter has failed
+    sampled: Sampled | None  # None if no row samples
+    draft_output: DraftOutput | None = None  # None if nothing was drafted
+    drafter_failed: bool = False
 
 
 class CapturedSteps:
@@ -67,7 +67,7 @@ class CapturedSteps:
         """The first graph that holds the agreed step, or with one rank the plan; None for what was not captured."""
         if not self.graphs:
             return None
-        step = agreed or agree([record_of(plan)])
+        step = agreed or coordinate_step([rank_step_of(plan)])
         return next((graph for graph in self.graphs if graph.fits(step)), None)
 
 
@@ -75,23 +75,28 @@ class Runner:
     """One model on one device, with its planes and slots, which the drafter shares."""
 
     def __init__(
-        self, model: Model, steps: Model | Piecewise, planes: Planes, slots: Slots, drafter: Drafter = NO_DRAFTER
+        self,
+        model: Model,
+        forward_model: Model | Piecewise,
+        planes: Planes,
+        slots: Slots,
+        drafter: Drafter = NO_DRAFTER,
     ) -> None:
         self.model, self.planes, self.slots = model, planes, slots
-        self.steps = steps  # runs the model pass: the model itself, or captured parts of it
+        self.forward_model = forward_model  # the model, or its piecewise graphs
         self.drafting = Drafting(drafter, slots, planes)
         self.sampler: Sampler = sampler_on(planes.device)
-        self.move = kv_mover(planes, model.planes() if slots.tree.is_tree else ())
+        self.compact_kv = kv_mover(planes, model.planes() if slots.tree.is_tree else ())
         self.graphs = CapturedSteps()
-        self.digest = 0  # of all passes with several ranks, see `Record`
+        self.pass_checksum = 0  # of all passes with several ranks, see `RankStep`
 
-    def eager(self) -> None:
-        """Replays no captured step any more: the model was changed in a way that a capture does not follow."""
-        self.steps, self.graphs = self.model, CapturedSteps()
+    def disable_graphs(self) -> None:
+        """Runs every step eagerly from now on: the captured graphs do not follow a change of the model."""
+        self.forward_model, self.graphs = self.model, CapturedSteps()
 
-    def record(self, plan: StepPlan, epoch: int = 0) -> Record:
-        """What this rank says about its next step."""
-        return self.drafting.record(plan, record_of(plan)._replace(epoch=epoch, digest=self.digest))
+    def rank_step(self, plan: StepPlan, epoch: int = 0) -> RankStep:
+        """The sizes of this rank's next step, for `coordinate_step`."""
+        return self.drafting.rank_step(plan, rank_step_of(plan)._replace(epoch=epoch, pass_checksum=self.pass_checksum))
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan, agreed: AgreedStep | None = None) -> ForwardResult | None:
@@ -111,23 +116,23 @@ class Runner:
         graph = self.graphs.get(plan, agreed)
         if agreed is not None:
             key = tuple(agreed), None if graph is None else graph.key
-            self.digest = zlib.crc32(repr(key).encode(), self.digest)
+            self.pass_checksum = zlib.crc32(repr(key).encode(), self.pass_checksum)
         if graph is not None:
-            logits_RV, slot_E, ints_EI, seen = graph.forward(plan)
-            replayed = graph if graph.draws(plan) else None
-            return ForwardResult(plan, logits_RV, slot_E, ints_EI, {}, seen, replayed, agreed)
+            logits_RV, slot_E, ints_EI, draft_input = graph.forward(plan)
+            replayed = graph if graph.can_replay_sampling(plan) else None
+            return ForwardResult(plan, logits_RV, slot_E, ints_EI, {}, draft_input, replayed, agreed)
         return self._eager_forward(plan, agreed)
 
     def _eager_forward(self, plan: StepPlan, agreed: AgreedStep | None) -> ForwardResult:
         inputs = build_inputs(plan, self.slots) if plan.rows else padding_inputs(self.slots)
         if agreed is not None:
             inputs = inputs.padded(agreed.tokens)
-        hidden_TH = self.steps.forward(inputs.batch, self.planes)
-        sampled_NH = hidden_TH if inputs.all_sampled else hidden_TH[inputs.batch.emit_N]
+        hidden_TH = self.forward_model.forward(inputs.batch, self.planes)
+        sampled_NH = hidden_TH if inputs.all_sampled else hidden_TH[inputs.batch.logits_indices_N]
         logits_NV = self._logits(sampled_NH, 0 if agreed is None else agreed.logits)
-        scores = self._scores(plan, hidden_TH, agreed)
-        seen = DraftExtendInput(plan, inputs.batch, hidden_TH)
-        return ForwardResult(plan, logits_NV, inputs.slot_E, inputs.ints_EI, scores, seen, None, agreed)
+        prompt_logprobs = self._prompt_logprobs(plan, hidden_TH, agreed)
+        draft_input = DraftExtendInput(plan, inputs.batch, hidden_TH)
+        return ForwardResult(plan, logits_NV, inputs.slot_E, inputs.ints_EI, prompt_logprobs, draft_input, None, agreed)
 
     @torch.inference_mode()
     def sample(
@@ -141,21 +146,26 @@ class Runner:
             slots, sampler = (self.slots, forwarded.slot_E, forwarded.ints_EI), self.sampler
             captured = None if graph is None else partial(graph.sample, len(plan.rows), sampler=sampler)
             sampled = accept(logits_NV, *slots, plan.needs, plan.max_kv_len, masks, sampler, captured)
-        seen, agreed = forwarded.seen, forwarded.agreed
-        if graph is not None and not plan.rows and graph.sample(0, plan.needs, self.sampler) and seen is not None:
-            seen = seen.compacted or seen  # an idle rank: the replay makes it padding
+        draft_input, agreed = forwarded.draft_input, forwarded.agreed
+        if (
+            graph is not None
+            and not plan.rows
+            and graph.sample(0, plan.needs, self.sampler)
+            and draft_input is not None
+        ):
+            draft_input = draft_input.compacted or draft_input  # an idle rank: the replay makes it padding
         request = None if sampled is None else DraftRequest(forwarded.slot_E, plan.max_kv_len, plan.needs)
-        if seen is not None and sampled is not None and sampled.nodes_EQ is not None:
+        if draft_input is not None and sampled is not None and sampled.nodes_EQ is not None:
             paths = forwarded.slot_E, forwarded.ints_EI, sampled.nodes_EQ, sampled.count_E
-            seen = (
-                seen.compacted
-                if isinstance(sampled, Moved)
-                else compact_accepted_path(seen, *paths, self.slots, self.move)
+            draft_input = (
+                draft_input.compacted
+                if sampled.kv_is_compacted
+                else compact_accepted_path(draft_input, *paths, self.slots, self.compact_kv)
             )
         if agreed is None and self.drafting.is_off:
-            return StepResult(forwarded, sampled, None, self.drafting.lost)
-        proposed = self.drafting.draft(seen, request, num_drafts, self.graphs.drafts, agreed)
-        return StepResult(forwarded, sampled, proposed, self.drafting.lost)
+            return StepResult(forwarded, sampled, None, self.drafting.drafter_failed)
+        draft_output = self.drafting.draft(draft_input, request, num_drafts, self.graphs.drafts, agreed)
+        return StepResult(forwarded, sampled, draft_output, self.drafting.drafter_failed)
 
     def _logits(self, hidden_NH: Tensor, rows: int) -> Tensor | None:
         """Logits of hidden states. rows: of the head pass, if that is more."""
@@ -164,29 +174,33 @@ class Runner:
             hidden_NH = torch.cat((hidden_NH, hidden_NH.new_zeros(rows - own, hidden_NH.shape[1])))
         return self.model.logits(hidden_NH)[:own] if len(hidden_NH) else None
 
-    def _scores(
+    def _prompt_logprobs(
         self, plan: StepPlan, hidden_TH: Tensor, agreed: AgreedStep | None
     ) -> dict[int, tuple[TokenLogprob, ...]]:
-        """Prompt log-probabilities: of the token after each position in [score_from, score_to) of a row."""
-        scores, token, passes = {}, 0, 0
+        """Prompt log-probabilities: those of the tokens after the positions [start, stop) of a row."""
+        prompt_logprobs, token, passes = {}, 0, 0
         for i, row in enumerate(plan.rows):
-            if row.score_from < row.score_to:
+            if row.prompt_logprobs_start < row.prompt_logprobs_stop:
                 parts = [
-                    self._score(row, hidden_TH[token : token + row.n], start, agreed)
-                    for start in range(row.score_from, row.score_to, SCORE_CHUNK)
+                    self._prompt_logprobs_chunk(row, hidden_TH[token : token + row.n], start, agreed)
+                    for start in range(row.prompt_logprobs_start, row.prompt_logprobs_stop, PROMPT_LOGPROBS_CHUNK)
                 ]
-                scores[i], passes = tuple(score for part in parts for score in part), passes + len(parts)
+                prompt_logprobs[i], passes = tuple(entry for part in parts for entry in part), passes + len(parts)
             token += row.n
-        for _ in range(agreed.score_passes - passes if agreed else 0):
-            self._logits(hidden_TH[:0], SCORE_CHUNK)
-        return scores
+        for _ in range(agreed.prompt_logprobs_passes - passes if agreed else 0):
+            self._logits(hidden_TH[:0], PROMPT_LOGPROBS_CHUNK)
+        return prompt_logprobs
 
-    def _score(self, row: Row, hidden_NH: Tensor, start: int, agreed: AgreedStep | None) -> list[TokenLogprob]:
-        stop = min(start + SCORE_CHUNK, row.score_to)
-        logits_NV = self._logits(hidden_NH[start - row.start : stop - row.start], SCORE_CHUNK if agreed else 0)
+    def _prompt_logprobs_chunk(
+        self, row: Row, hidden_NH: Tensor, start: int, agreed: AgreedStep | None
+    ) -> list[TokenLogprob]:
+        stop = min(start + PROMPT_LOGPROBS_CHUNK, row.prompt_logprobs_stop)
+        logits_NV = self._logits(
+            hidden_NH[start - row.start : stop - row.start], PROMPT_LOGPROBS_CHUNK if agreed else 0
+        )
         assert logits_NV is not None, "a chunk has positions"
         next_N = self.slots.tokens_SL[row.slot, start + 1 : stop + 1].to(torch.int64)
-        return _token_logprobs(*self.sampler.logprobs(logits_NV, next_N, row.score_top))
+        return _token_logprobs(*self.sampler.logprobs(logits_NV, next_N, row.prompt_logprobs_top_k))
 
     def outputs(self, result: StepResult | None) -> tuple[Output, ...]:
         """One Output for each row of the plan. Waits for what is still on a device. A drafter whose output turns out
@@ -194,43 +208,51 @@ class Runner:
         """
         if result is None:
             return ()
-        if result.proposed is not None and not result.proposed.sound.all():
+        if result.draft_output is not None and not result.draft_output.is_valid.all():
             self.drafting.reject_output()
-            result = replace(result, lost=True)
+            result = replace(result, drafter_failed=True)
         return _outputs(result)
 
 
 def _outputs(result: StepResult) -> tuple[Output, ...]:
-    forwarded, sampled, lost, outputs, e = result.forwarded, result.sampled, result.lost, list[Output](), 0
+    forwarded, sampled, drafter_failed, outputs, e = (
+        result.forwarded,
+        result.sampled,
+        result.drafter_failed,
+        list[Output](),
+        0,
+    )
     if sampled is not None:
         tokens, count, done = sampled.tokens_EQ.tolist(), sampled.count_E.tolist(), sampled.done_E.tolist()
         logprobs = _token_logprobs(sampled.logprob_N, sampled.top_ids_NK, sampled.top_logprobs_NK)
         nodes: list[list[int]] = [] if sampled.nodes_EQ is None else sampled.nodes_EQ.tolist()
-        drafts, query = _row_drafts(result.proposed, len(tokens)), len(tokens[0])
+        drafts, query = _row_drafts(result.draft_output, len(tokens)), len(tokens[0])
     for i, row in enumerate(forwarded.plan.rows):
-        scores, emits, n = forwarded.scores.get(i, ()), row.emit and sampled is not None, 0
-        is_nan = any(math.isnan(score.logprob) for score in scores)
-        if emits:
+        prompt_logprobs, is_sampled, n = forwarded.prompt_logprobs.get(i, ()), row.samples and sampled is not None, 0
+        is_nan = any(math.isnan(entry.logprob) for entry in prompt_logprobs)
+        if is_sampled:
             n = int(count[e])
             is_nan = is_nan or n > 0 and tokens[e][n - 1] == NO_TOKEN
         if is_nan:
-            outputs.append(Output(done=emits, drafter_failed=lost, is_nan=True))
-        elif not emits:
-            outputs.append(Output(scores=scores, drafter_failed=lost))
+            outputs.append(Output(done=is_sampled, drafter_failed=drafter_failed, is_nan=True))
+        elif not is_sampled:
+            outputs.append(Output(prompt_logprobs=prompt_logprobs, drafter_failed=drafter_failed))
         else:
-            proposed, parents = NO_DRAFTS if done[e] else drafts[e]
+            draft_output, parents = NO_DRAFTS if done[e] else drafts[e]
             path = sum(1 << node - 1 for node in nodes[e][1:n]) if nodes else (1 << max(n - 1, 0)) - 1
             own = tuple(logprobs[e * query : e * query + n])
-            outputs.append(Output(tuple(tokens[e][:n]), proposed, done[e], own, scores, lost, parents, path))
-        e += emits
+            outputs.append(
+                Output(tuple(tokens[e][:n]), draft_output, done[e], own, prompt_logprobs, drafter_failed, parents, path)
+            )
+        e += is_sampled
     return tuple(outputs)
 
 
-def _row_drafts(proposed: DraftOutput | None, rows: int) -> list[RowDrafts]:
-    if proposed is None:
+def _row_drafts(draft_output: DraftOutput | None, rows: int) -> list[RowDrafts]:
+    if draft_output is None:
         return [NO_DRAFTS] * rows
-    drafts, counts = proposed.drafts_EK.tolist(), proposed.made_E.tolist()
-    parents = [[]] * rows if proposed.parents_EK is None else proposed.parents_EK.tolist()
+    drafts, counts = draft_output.drafts_EK.tolist(), draft_output.num_drafts_E.tolist()
+    parents = [[]] * rows if draft_output.parents_EK is None else draft_output.parents_EK.tolist()
     return [(tuple(d[:n]), tuple(p[:n])) for d, p, n in zip(drafts, parents, counts, strict=True)]
 
 

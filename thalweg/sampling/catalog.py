@@ -1,4 +1,4 @@
-"""What accept is made of: by device, and by the rule that judges drafts."""
+"""Chooses the sampler of a device and of an acceptance rule."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def sampler_on(device: torch.device) -> Sampler:
 
 
 def with_acceptance_rule(sampler: Sampler, rule: str, candidates: int, delta: float) -> Sampler:
-    """The sampling, with drafts judged by this rule: "gumbel-max" is its own. candidates, delta: see
+    """The sampler with this acceptance rule; "gumbel-max" is the sampler itself. candidates, delta: see
     `relaxed.RelaxedAcceptance`.
     """
     if rule == "rejection-sampling":
@@ -30,7 +30,7 @@ def with_acceptance_rule(sampler: Sampler, rule: str, candidates: int, delta: fl
 
 
 def draft_sampling_for(rule: str, width: int, vocab: int, device: torch.device) -> DraftSampling:
-    """How drafts are drawn that this rule judges."""
+    """How drafts are sampled for this acceptance rule."""
     sampler = sampler_on(device)
     return (
         IndependentDraftSampling(width, vocab, sampler.distribution)

@@ -10,12 +10,13 @@ from typing import Protocol
 from torch import Tensor
 
 from thalweg.batch.slots import Slots
+from thalweg.kernels.build_inputs.ref import TOP_K
 from thalweg.kernels.temperature.ref import apply_temperature
 from thalweg.sampling.random import exponential
 
 
 class SamplingDistribution(Protocol):
-    """The distribution from which a sampler draws, on one kind of device."""
+    """The distribution from which a sampler samples, on one kind of device."""
 
     def apply_temperature(
         self, logits_NV: Tensor, slots: Slots, slot_N: Tensor, ints_NI: Tensor, truncated: bool
@@ -36,7 +37,7 @@ class ReferenceDistribution:
     def apply_temperature(
         self, logits_NV: Tensor, slots: Slots, slot_N: Tensor, ints_NI: Tensor, truncated: bool
     ) -> Tensor:
-        return apply_temperature(logits_NV, slots.floats_SF.index_select(0, slot_N), ints_NI[:, 6], truncated)
+        return apply_temperature(logits_NV, slots.floats_SF.index_select(0, slot_N), ints_NI[:, TOP_K], truncated)
 
     def add_gumbel_noise(self, score_NV: Tensor, seed_E: Tensor, position_E: Tensor) -> Tensor:
         noise_EV, each = exponential(seed_E, position_E, score_NV.shape[1]).log_(), len(score_NV) // len(seed_E)

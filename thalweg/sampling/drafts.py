@@ -1,8 +1,8 @@
-"""Verifying drafts: which of them are the tokens that the target draws. A chain is a tree of one branch.
+"""Verifies drafts: accepts those that equal the tokens that the target samples. A chain is a tree with one branch.
 
-The target draws a token at the root and at each draft, with the noise of its position. The path goes on to the draft
-that is the token drawn, until there is none, and the token drawn there comes with it. So the tokens are those of plain
-decoding, whatever was drafted.
+The target samples a token at the root and at each draft, with the noise of its position. The accepted path continues
+to the draft that equals the sampled token. If no draft does, the path ends with the sampled token. So the tokens are
+those of plain decoding, whatever was drafted.
 
 A draft that is not sampled is accepted with its probability p(d), and several children of a node with the sum of their
 probabilities, more than which no rule can have (Hu et al. 2024, "Towards optimal multi-draft speculative decoding"). A
@@ -25,12 +25,12 @@ from torch import Tensor
 from thalweg.batch.inputs import tree_nodes
 from thalweg.batch.slots import Slots
 from thalweg.core.plan import PAGE
-from thalweg.kernels.build_inputs.ref import InputTensors
+from thalweg.kernels.build_inputs.ref import END, LENGTH, InputTensors
 from thalweg.kernels.verify import ref
 
 
 class SampledPositions(NamedTuple):
-    """What each position of each row is sampled by."""
+    """The positions at which each row is sampled."""
 
     slot_N: Tensor  # int64
     ints_NI: Tensor  # int64: the slots' integers as if the drafts before were known; ended at the end of the slot
@@ -38,57 +38,59 @@ class SampledPositions(NamedTuple):
 
 
 def sampled_positions(slots: Slots, slot_E: Tensor, ints_EI: Tensor, query: int) -> SampledPositions:
-    """The last known token of each row and its drafts: a chain, or the nodes of a tree."""
+    """Positions of the last known token of each row and of its drafts: a chain, or the nodes of a tree."""
     if query == 1:
         return SampledPositions(slot_E, ints_EI, slot_E.new_empty(len(slot_E), 0))
     node_Q = torch.arange(query, device=slot_E.device)
     slot_N, node_N = slot_E.repeat_interleave(query), node_Q.repeat(len(slot_E))
     depth_N = tree_nodes(slots, slot_N, node_N)[1] if slots.tree.is_tree_step(query) else node_N
     ints_NI = ints_EI.repeat_interleave(query, 0)
-    length_N, end_N = ints_NI[:, 0], ints_NI[:, 2]
-    column_EK = (ints_EI[:, :1] + node_Q[:-1]).clamp(max=slots.context)
+    length_N, num_computed_N, end_N, *_ = ints_NI.unbind(1)
+    column_EK = (ints_EI[:, LENGTH, None] + node_Q[:-1]).clamp(max=slots.context)
     drafts_EK = slots.tokens_SL[slot_E.unsqueeze(1), column_EK].to(torch.int64)
     length_N += depth_N
-    ints_NI[:, 1] += node_N
+    num_computed_N += node_N
     end_N *= length_N < end_N
     length_N.clamp_(max=slots.context)  # beyond the end nothing is accepted, but indices must be valid
     return SampledPositions(slot_N, ints_NI, drafts_EK)
 
 
 def tree_paths(slots: Slots, positions: SampledPositions, query: int) -> Tensor:
-    """int64 [E, Q, D]: the drafts on the path to each node, that of the node last, -1 behind."""
+    """int64 [E, Q, D]: the drafts on the path to each node, that of the node last, then -1."""
     deepest, rows = slots.tree.max_depth, len(positions.drafts_EK)
     node_N = torch.arange(query, device=positions.slot_N.device).repeat(rows)
     row_N = torch.arange(rows, device=node_N.device).repeat_interleave(query)
-    behind_ND = positions.drafts_EK.new_full((rows * query, deepest + 1), -1)  # the last takes what the root has not
+    # the last column takes what is written for the root, which is no draft
+    path_tokens_ND = positions.drafts_EK.new_full((rows * query, deepest + 1), -1)
     for _ in range(deepest):
         parent_N, depth_N, _ = tree_nodes(slots, positions.slot_N, node_N)
         draft_N = positions.drafts_EK[row_N, (node_N - 1).clamp(min=0)]
-        behind_ND.scatter_(1, torch.where(node_N > 0, depth_N - 1, deepest).unsqueeze(1), draft_N.unsqueeze(1))
+        path_tokens_ND.scatter_(1, torch.where(node_N > 0, depth_N - 1, deepest).unsqueeze(1), draft_N.unsqueeze(1))
         node_N = parent_N
-    return behind_ND[:, :deepest].view(rows, query, deepest)
+    return path_tokens_ND[:, :deepest].view(rows, query, deepest)
 
 
 def accept_drafts(
-    drawn_EQ: Tensor, positions: SampledPositions, slots: Slots, slot_E: Tensor, ints_EI: Tensor
+    target_ids_EQ: Tensor, positions: SampledPositions, slots: Slots, slot_E: Tensor, ints_EI: Tensor
 ) -> ref.Verification:
-    """Appends the tokens drawn along the path of each row to its slot, and ends slots that reached a stop id or their
-    end. `nodes_RD` is None for chains.
+    """Appends the target's tokens along the accepted path of each row to its slot, and ends slots that reached a stop
+    id or their end. `nodes_RD` is None for chains.
     """
-    rows, query = drawn_EQ.shape
+    rows, query = target_ids_EQ.shape
     is_tree = slots.tree.is_tree_step(query)
     deepest = 1 + min(slots.tree.max_depth, query - 1) if is_tree else query
-    tokens_ED = drawn_EQ.new_empty(rows, deepest)
+    tokens_ED = target_ids_EQ.new_empty(rows, deepest)
     nodes_ED = torch.empty_like(tokens_ED) if is_tree else None
     out = ref.Verification(
-        tokens_ED, nodes_ED, *(drawn_EQ.new_empty(rows, dtype=kind) for kind in (torch.int64, torch.bool))
+        tokens_ED, nodes_ED, *(target_ids_EQ.new_empty(rows, dtype=kind) for kind in (torch.int64, torch.bool))
     )
-    ids_N = torch.cat((drawn_EQ[:, :1], positions.drafts_EK), 1).flatten()  # the root may be any token
+    ids_N = torch.cat((target_ids_EQ[:, :1], positions.drafts_EK), 1).flatten()  # the root may be any token
     node_Q = torch.arange(query, device=slot_E.device)
-    real_N = (node_Q <= (ints_EI[:, 2] - ints_EI[:, 0]).unsqueeze(1)).flatten()  # nodes past the end were not computed
+    # nodes past the end were not computed
+    real_N = (node_Q <= (ints_EI[:, END] - ints_EI[:, LENGTH]).unsqueeze(1)).flatten()
     step = InputTensors(
         ids_N, ids_N, ids_N, real_N, slots.table_SP, slot_T=positions.slot_N,
         ints_TI=ints_EI.repeat_interleave(query, 0),
     )  # fmt: skip
-    ref.verify(drawn_EQ.flatten(), step, slots.tensors(is_tree), PAGE, out, None)
+    ref.verify(target_ids_EQ.flatten(), step, slots.tensors(is_tree), PAGE, out, None)
     return out

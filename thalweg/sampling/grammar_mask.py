@@ -1,4 +1,4 @@
-"""Grammar masks on logits. Letters: E emitting rows, G of them under a grammar, V vocabulary, B = bytes of a mask."""
+"""Grammar masks on logits. Letters: E sampled rows, G of them under a grammar, V vocabulary, B = bytes of a mask."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from thalweg.core.plan import SamplingNeeds
 from thalweg.kernels.logprobs import triton as logprobs
 from thalweg.kernels.penalties import triton as penalties
 from thalweg.kernels.sample import triton as sample
-from thalweg.kernels.sample.triton import Drawn, SampledRows
+from thalweg.kernels.sample.triton import SampledRows, SampledTokens
 from thalweg.kernels.temperature import triton as temperature
 from thalweg.kernels.topk_topp import triton as topk_topp
 from thalweg.sampling.sample import BANNED, Logprobs, Sampled
@@ -43,17 +43,19 @@ class KernelSampler:
         needs: SamplingNeeds,
         max_kv_len: int,
         masks: GrammarMasks | None,
-        behind_EQD: Tensor | None = None,
+        path_tokens_EQD: Tensor | None = None,
     ) -> None:
         if needs.penalised or needs.biased:
             rows, biases = _rows(logits_NV, slots, slot_N, ints_NI), (slots.bias_ids_SB, slots.bias_SB)
             kinds = needs.penalised, needs.biased
-            penalties.apply_penalties(rows, slots.tensors(False), biases, *kinds, BANNED, behind_EQD)
+            penalties.apply_penalties(rows, slots.tensors(False), biases, *kinds, BANNED, path_tokens_EQD)
         if masks is not None:
             bits = torch.from_numpy(masks.bits).pin_memory().to(logits_NV.device, non_blocking=True)
             penalties.apply_grammar_mask(logits_NV, upload(masks.rows, torch.int64, logits_NV.device), bits)
 
-    def draw(self, logits_NV: Tensor, slots: Slots, slot_N: Tensor, ints_NI: Tensor, needs: SamplingNeeds) -> Tensor:
+    def sample_tokens(
+        self, logits_NV: Tensor, slots: Slots, slot_N: Tensor, ints_NI: Tensor, needs: SamplingNeeds
+    ) -> Tensor:
         out = _out(len(logits_NV), logits_NV.device)
         sample_into(out, logits_NV, slots, slot_N, ints_NI, needs, torch.empty_like(slots.ints_SI))  # written, not read
         return out[0]
@@ -69,29 +71,35 @@ class KernelSampler:
         return (None, None, None) if top < 0 else logprobs.logprobs(logits_NV, tokens_N, top)
 
 
-def _out(rows: int, device: torch.device) -> Drawn:
+def _out(rows: int, device: torch.device) -> SampledTokens:
     # an allocation each: kernels are compiled for how their arguments are aligned
     done_E, live_E = (torch.empty(rows, dtype=torch.bool, device=device) for _ in range(2))
     return torch.empty(rows, dtype=torch.int64, device=device), done_E, live_E
 
 
-def sampled(out: Drawn) -> Sampled:
+def sampled(out: SampledTokens) -> Sampled:
     """As `sample_into_slots` has it."""
     tokens_E, done_E, live_E = out
     return Sampled(tokens_E.unsqueeze(1), live_E, done_E)
 
 
 def sample_into(
-    out: Drawn, logits_EV: Tensor, slots: Slots, slot_E: Tensor, ints_EI: Tensor, needs: SamplingNeeds, ints_SI: Tensor
+    out: SampledTokens,
+    logits_EV: Tensor,
+    slots: Slots,
+    slot_E: Tensor,
+    ints_EI: Tensor,
+    needs: SamplingNeeds,
+    ints_SI: Tensor,
 ) -> None:
     """Draws into `out`. Writes the tokens into the slots, and the slots' new integers into `ints_SI`. Launches depend
     on the shapes and on `needs` alone.
     """
     rows, held = _rows(logits_EV, slots, slot_E, ints_EI), slots.tensors(False)._replace(ints_SI=ints_SI)
     if needs.truncated:
-        topk_topp.draw(rows, held, out)
+        topk_topp.sample_tokens(rows, held, out)
     else:
-        sample.draw(rows, held, needs.random, out)
+        sample.sample_tokens(rows, held, needs.random, out)
 
 
 def _rows(logits_NV: Tensor, slots: Slots, slot_N: Tensor, ints_NI: Tensor) -> SampledRows:

@@ -1,8 +1,8 @@
-"""Accept: logits and `Slots` give the next tokens of each emitting row: one, and one more for each draft that is what
-would have been drawn anyway (`chain`). With no drafts, accepting IS sampling.
+"""`accept` samples the next tokens of each row: one token, and one more for each draft that equals the sampled token.
+Without drafts, `accept` samples one token.
 
 Order: penalties → bias → minimum length → grammar → temperature → top-k → top-p (of what top-k left) → min-p (relative
-to the largest) → draw. Letters: E emitting rows, Q positions of each that are sampled, N = E · Q, V vocabulary.
+to the largest) → sample. Letters: E sampled rows, Q positions of each that are sampled, N = E · Q, V vocabulary.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 from thalweg.batch.slots import Slots
 from thalweg.core.grammar import GrammarMasks
 from thalweg.core.plan import SamplingNeeds
+from thalweg.kernels.build_inputs.ref import LENGTH, MIN_LEN, PROMPT_LEN, SEED, TEMPERATURE, TOP_K
 from thalweg.kernels.temperature.ref import apply_temperature
 from thalweg.sampling.distribution import REFERENCE_DISTRIBUTION, SamplingDistribution
 from thalweg.sampling.drafts import accept_drafts, sampled_positions, tree_paths
@@ -38,23 +39,18 @@ Logprobs = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """The next tokens of each emitting row."""
+    """The next tokens of each sampled row."""
 
     tokens_EQ: Tensor  # int64; the last of a row may be NO_TOKEN, which ends its slot
-    count_E: Tensor  # int64 or bool: how many of them are the row's; none where the slot had ended before
-    done_E: Tensor  # bool: the slot ended with them
+    count_E: Tensor  # int64 or bool: number of tokens of the row; 0 if the slot had ended before
+    done_E: Tensor  # bool: the slot has ended
     # the model's own log-probabilities of tokens_EQ, and the most likely ids with theirs; None unless asked for
     logprob_N: Tensor | None = None
     top_ids_NK: Tensor | None = None
     top_logprobs_NK: Tensor | None = None
-    # int64: the node of the tree at which each was drawn, the root behind the last; None for a chain
+    # int64: the tree node at which each was sampled, the root after the last; None for a chain
     nodes_EQ: Tensor | None = None
-
-
-class Moved(Sampled):
-    """Along trees, where the KV of these nodes is in the places of a chain's already."""
-
-    __slots__ = ()
+    kv_is_compacted: bool = False  # the KV of these nodes has been moved to the positions of a chain
 
 
 class Sampler(Protocol):
@@ -72,22 +68,24 @@ class Sampler(Protocol):
         needs: SamplingNeeds,
         max_kv_len: int,
         masks: GrammarMasks | None,
-        behind_EQD: Tensor | None = None,
+        path_tokens_EQD: Tensor | None = None,
     ) -> None:
-        """Penalties, bias, minimum length and grammar, in place. behind_EQD int64, of positions that are nodes of
-        trees: which drafts are on the path to each behind the known tokens, -1 where there are no more; None where what
-        is before a position stands in the tokens plane.
+        """Applies penalties, bias, minimum length and grammar in place. path_tokens_EQD int64: for tree nodes, the
+        drafts on the path to each node, -1 after the last; None if all tokens before a position are in the tokens
+        plane.
         """
 
-    def draw(self, logits_NV: Tensor, slots: Slots, slot_N: Tensor, ints_NI: Tensor, needs: SamplingNeeds) -> Tensor:
-        """int64 [N]: a token for each, NO_TOKEN for logits with a NaN; what stands in the slots is left, but for the
-        tokens plane behind what is known.
+    def sample_tokens(
+        self, logits_NV: Tensor, slots: Slots, slot_N: Tensor, ints_NI: Tensor, needs: SamplingNeeds
+    ) -> Tensor:
+        """int64 [N]: the sampled tokens, NO_TOKEN for logits with a NaN. Slots do not change, except for the tokens
+        plane after the known tokens.
         """
 
     def sample_into_slots(
         self, logits_EV: Tensor, slots: Slots, slot_E: Tensor, ints_EI: Tensor, needs: SamplingNeeds
     ) -> Sampled:
-        """Draws a token of each row and writes it into the slots."""
+        """Samples a token of each row and writes it into the slots."""
 
     def logprobs(self, logits_NV: Tensor, tokens_N: Tensor, top: int) -> Logprobs:
         """Log-probabilities of `tokens_N` and the `top` most likely ids with theirs; (None, None, None) for top < 0."""
@@ -107,34 +105,36 @@ class ReferenceSampler:
         needs: SamplingNeeds,
         max_kv_len: int,
         masks: GrammarMasks | None,
-        behind_EQD: Tensor | None = None,
+        path_tokens_EQD: Tensor | None = None,
     ) -> None:
         if needs.penalised:
-            query = 1 if behind_EQD is None else behind_EQD.shape[1]
+            query = 1 if path_tokens_EQD is None else path_tokens_EQD.shape[1]
             longest = min(max_kv_len, slots.context)
-            penalise(logits_NV, slots, slot_N[::query], ints_NI[::query], longest, behind_EQD)
+            penalise(logits_NV, slots, slot_N[::query], ints_NI[::query], longest, path_tokens_EQD)
         if needs.biased:
             logits_NV.scatter_add_(1, slots.bias_ids_SB[slot_N], slots.bias_SB[slot_N])
             stop_NK = slots.stop_SK[slot_N]
-            early_NK = (ints_NI[:, 0] < ints_NI[:, 5])[:, None] & (stop_NK >= 0)
+            early_NK = (ints_NI[:, LENGTH] < ints_NI[:, MIN_LEN])[:, None] & (stop_NK >= 0)
             logits_NV.scatter_add_(1, stop_NK.clamp(min=0), torch.where(early_NK, BANNED, 0.0))
         if masks is not None:
             apply_grammar_mask(logits_NV, masks)
 
-    def draw(self, logits_NV: Tensor, slots: Slots, slot_N: Tensor, ints_NI: Tensor, needs: SamplingNeeds) -> Tensor:
+    def sample_tokens(
+        self, logits_NV: Tensor, slots: Slots, slot_N: Tensor, ints_NI: Tensor, needs: SamplingNeeds
+    ) -> Tensor:
         if not needs.random:
             return argmax_token(logits_NV)
         # the arg min of Exp(1) / p needs neither normalisation nor a cumulative sum, and its noise is per token id, so
         # that the token does not depend on the order of equal probabilities
         floats_NF = slots.floats_SF[slot_N]
-        scaled_NV = apply_temperature(logits_NV, floats_NF, ints_NI[:, 6], needs.truncated)
-        noisy_NV = scaled_NV - exponential(ints_NI[:, 3], ints_NI[:, 0], logits_NV.shape[1]).log_()
-        return torch.where(floats_NF[:, 0] == 0, argmax_token(logits_NV), argmax_token(noisy_NV))
+        scaled_NV = apply_temperature(logits_NV, floats_NF, ints_NI[:, TOP_K], needs.truncated)
+        noisy_NV = scaled_NV - exponential(ints_NI[:, SEED], ints_NI[:, LENGTH], logits_NV.shape[1]).log_()
+        return torch.where(floats_NF[:, TEMPERATURE] == 0, argmax_token(logits_NV), argmax_token(noisy_NV))
 
     def sample_into_slots(
         self, logits_EV: Tensor, slots: Slots, slot_E: Tensor, ints_EI: Tensor, needs: SamplingNeeds
     ) -> Sampled:
-        tokens_E = self.draw(logits_EV, slots, slot_E, ints_EI, needs)
+        tokens_E = self.sample_tokens(logits_EV, slots, slot_E, ints_EI, needs)
         return _append_tokens(tokens_E, slots, slot_E, ints_EI)
 
     def logprobs(self, logits_NV: Tensor, tokens_N: Tensor, top: int) -> Logprobs:
@@ -149,7 +149,7 @@ REFERENCE = ReferenceSampler()
 
 
 class SamplerWrapper:
-    """A sampler of which a rule of acceptance changes `draw` alone."""
+    """Base of the acceptance rules: a sampler of which only `sample_tokens` changes."""
 
     def __init__(self, sampler: Sampler) -> None:
         self.sampler, self.distribution, self.logprobs = sampler, sampler.distribution, sampler.logprobs
@@ -167,11 +167,15 @@ def accept(
     sampler: Sampler = REFERENCE,
     captured: Callable[[SamplingNeeds], Sampled | None] | None = None,
 ) -> Sampled:
-    """Draws the next tokens of each row, writes them into `slots`, and ends those that reached a stop id or their end.
+    """Samples the next tokens of each row, writes them into `slots`, and ends slots that reach a stop id or their end.
 
-    logits_NV float32 is the model's and may be overwritten: of each row equally many positions, the last known token's
-    and those of the drafts behind it. ints_EI: the slots' integers as the step found them. max_kv_len: upper bound of
-    every row's length, drafts included. captured: draws from these very logits by a graph; None for needs without one.
+    The tokens come from the first of these that applies:
+      - `captured`, a CUDA graph that samples these logits; it returns None for needs that it was not captured for;
+      - `sampler.sample_into_slots`, if no row has drafts;
+      - `sampler.sample_tokens` at every position, then `accept_drafts`.
+
+    logits_NV float32: the model's logits at the last known token and the drafts of each row; may be overwritten.
+    ints_EI: the slots' integers before the step. max_kv_len: upper bound of the rows' lengths, drafts included.
     """
     query = len(logits_NV) // len(slot_E)
     own_NV, positions = logits_NV, None
@@ -180,16 +184,16 @@ def accept(
             own_NV = logits_NV.clone()
         positions = sampled_positions(slots, slot_E, ints_EI, query)
         has_paths = needs.penalised and slots.tree.is_tree_step(query)
-        behind_EQD = tree_paths(slots, positions, query) if has_paths else None
+        path_tokens_EQD = tree_paths(slots, positions, query) if has_paths else None
         slot_N, ints_NI, _ = positions
-        sampler.edit_logits(logits_NV, slots, slot_N, ints_NI, needs, max_kv_len, masks, behind_EQD)
+        sampler.edit_logits(logits_NV, slots, slot_N, ints_NI, needs, max_kv_len, masks, path_tokens_EQD)
     sampled = None if captured is None else captured(SamplingNeeds(needs.random, needs.truncated))
     if sampled is None and query == 1:
         sampled = sampler.sample_into_slots(logits_NV, slots, slot_E, ints_EI, needs)
     if sampled is None:
         positions = positions or sampled_positions(slots, slot_E, ints_EI, query)
-        drawn_N = sampler.draw(logits_NV, slots, positions.slot_N, positions.ints_NI, needs)
-        path = accept_drafts(drawn_N.view(-1, query), positions, slots, slot_E, ints_EI)
+        target_ids_N = sampler.sample_tokens(logits_NV, slots, positions.slot_N, positions.ints_NI, needs)
+        path = accept_drafts(target_ids_N.view(-1, query), positions, slots, slot_E, ints_EI)
         sampled = Sampled(path.tokens_RD, path.count_R, path.done_R, nodes_EQ=path.nodes_RD)
     if needs.logprobs < 0:
         return sampled
@@ -202,7 +206,7 @@ def accept(
 
 def _append_tokens(tokens_E: Tensor, slots: Slots, slot_E: Tensor, ints_EI: Tensor) -> Sampled:
     """Appends the tokens to their slots, token 0 for NO_TOKEN, and ends slots at a stop id or their end."""
-    length_E, end_E, stop_EK = ints_EI[:, 0], ints_EI[:, 2], slots.stop_SK.index_select(0, slot_E)
+    (length_E, _, end_E, *_), stop_EK = ints_EI.unbind(1), slots.stop_SK.index_select(0, slot_E)
     live_E = end_E > 0
     new_E = length_E + live_E
     going_E = (new_E < end_E) & (tokens_E.unsqueeze(1) != stop_EK).all(1) & (tokens_E >= 0)
@@ -213,32 +217,37 @@ def _append_tokens(tokens_E: Tensor, slots: Slots, slot_E: Tensor, ints_EI: Tens
 
 
 def penalise(
-    logits_NV: Tensor, slots: Slots, slot_E: Tensor, ints_EI: Tensor, max_kv_len: int, behind_EQD: Tensor | None = None
+    logits_NV: Tensor,
+    slots: Slots,
+    slot_E: Tensor,
+    ints_EI: Tensor,
+    max_kv_len: int,
+    path_tokens_EQD: Tensor | None = None,
 ) -> None:
     """Repetition penalty over prompt and output (divides positive, multiplies negative logits), frequency and presence
     over the output.
 
-    Counts are taken from the tokens plane each step, so there is nothing to roll back. What is before all nodes of a
-    tree is counted once. behind_EQD: see `Sampler.edit_logits`; without it a row is one position, N = E.
+    Tokens are counted from the tokens plane in each step, so nothing is rolled back. Tokens before a tree are counted
+    once. path_tokens_EQD: see `Sampler.edit_logits`; without it a row is one position, N = E.
     """
     vocab = logits_NV.shape[1]
     tokens_EL = slots.tokens_SL[slot_E, :max_kv_len].to(torch.int64)
     at_L = torch.arange(max_kv_len, device=tokens_EL.device)
-    known_EL = at_L < ints_EI[:, :1]
-    output_EL = known_EL & (at_L >= ints_EI[:, 4:5])
+    known_EL = at_L < ints_EI[:, LENGTH, None]
+    output_EL = known_EL & (at_L >= ints_EI[:, PROMPT_LEN, None])
     nothing_EV = logits_NV.new_zeros(len(slot_E), vocab)
-    seen_NV = nothing_EV.scatter_add(1, tokens_EL, known_EL.to(nothing_EV.dtype))
+    token_seen_NV = nothing_EV.scatter_add(1, tokens_EL, known_EL.to(nothing_EV.dtype))
     count_NV = nothing_EV.scatter_add_(1, tokens_EL, output_EL.to(nothing_EV.dtype))
     floats_NF = slots.floats_SF[slot_E]
-    if behind_EQD is not None:
-        seen_NV, count_NV, floats_NF = (
-            x.repeat_interleave(behind_EQD.shape[1], 0) for x in (seen_NV, count_NV, floats_NF)
+    if path_tokens_EQD is not None:
+        token_seen_NV, count_NV, floats_NF = (
+            x.repeat_interleave(path_tokens_EQD.shape[1], 0) for x in (token_seen_NV, count_NV, floats_NF)
         )
-        behind_ND = behind_EQD.flatten(0, 1)
-        ids_ND, more_ND = behind_ND.clamp(min=0), (behind_ND >= 0).to(count_NV.dtype)
-        seen_NV.scatter_add_(1, ids_ND, more_ND)
+        path_tokens_ND = path_tokens_EQD.flatten(0, 1)
+        ids_ND, more_ND = path_tokens_ND.clamp(min=0), (path_tokens_ND >= 0).to(count_NV.dtype)
+        token_seen_NV.scatter_add_(1, ids_ND, more_ND)
         count_NV.scatter_add_(1, ids_ND, more_ND)
-    repetition, frequency, presence = floats_NF[:, 3:4], floats_NF[:, 4:5], floats_NF[:, 5:6]
+    *_, repetition, frequency, presence = floats_NF.unsqueeze(2).unbind(1)
     scaled_NV = torch.where(logits_NV > 0, logits_NV / repetition, logits_NV * repetition)
-    logits_NV.copy_(torch.where(seen_NV > 0, scaled_NV, logits_NV))
+    logits_NV.copy_(torch.where(token_seen_NV > 0, scaled_NV, logits_NV))
     logits_NV -= count_NV * frequency + (count_NV > 0) * presence

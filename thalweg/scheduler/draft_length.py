@@ -6,9 +6,9 @@ yield is learned in trials: rare steps with a few more drafts, or with as many a
 its time, many may be). Trials cost less than a hundredth of the time. The times of draft lengths that might be the best
 are learned in the same way, some steps at once, because the first one waits for deferred draft KV.
 
-The odds of a draft are its chance to be accepted, which includes those before it. So drafts of a chain and nodes of a
-tree are the same here: the expected number of tokens is the sum of the odds. Odds are kept for the drafts between two
-selectable lengths together, so a step with many rows and nodes costs a few numbers for each row.
+The acceptance rate of a draft is the probability that it is accepted, which includes the drafts before it. So drafts of
+a chain and nodes of a tree are the same here: the expected number of tokens is the sum of the rates. The rates of the
+drafts between two selectable lengths are stored as one sum, so a step with many rows needs a few numbers per row.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from typing import NamedTuple, Protocol
 from thalweg.core.request import Request
 from thalweg.scheduler.step_times import StepTimeModel, StepTimer
 
-INITIAL_ODDS = 0.8  # of an unknown draft, given the one before
-MIN_ODDS = 1e-3  # so that they can rise again in proportion
+INITIAL_ACCEPTANCE_RATE = 0.8  # of an unknown draft, given the one before
+MIN_ACCEPTANCE_RATE = 1e-3  # so that they can rise again in proportion
 FEW = 8  # up to so many drafts every number is selectable
-REQUEST_WEIGHT, GLOBAL_WEIGHT = 0.05, 0.02  # of a verification in the odds of its request, and in the global odds
-INITIAL_WEIGHT = 4  # verifications that the initial odds count as
+REQUEST_WEIGHT, GLOBAL_WEIGHT = 0.05, 0.02  # of a verification in the rates of its request, and in the global rates
+INITIAL_WEIGHT = 4  # verifications that the initial rates count as
 TRIAL_SHARE = 0.006  # of the time
 CERTAIN_LOSS = 0.2  # of the extra time of a trial counts as lost, whatever it may yield
 REVIEW = 8  # steps until a choice is reviewed; a review takes a hundredth of a short step
@@ -115,7 +115,7 @@ class MeasuredDraftLength:
         self.masks = [(1 << longer) - (1 << length) for length, longer in parts]
         self.sizes = [longer - length for length, longer in parts]
         # by part: accepted drafts of a verification on average over all requests; each request has its own, too
-        self.odds = tuple(sum(INITIAL_ODDS ** (1 + i) for i in range(*part)) for part in parts)
+        self.acceptance_rates = tuple(sum(INITIAL_ACCEPTANCE_RATE ** (1 + i) for i in range(*part)) for part in parts)
         self.verifications = 0
         self.budget = 0.0  # seconds that trials may take now; negative after an expensive one
         self.trial: Trial | None = None
@@ -138,11 +138,11 @@ class MeasuredDraftLength:
     def _best(self, sampling: Sequence[Request], allowed: Sequence[int], passed: int) -> int:
         """passed: steps since the last choice."""
         rows, verified = len(sampling), sampling[0].num_drafts
-        context = sum(r.known for r in sampling) // rows // STRIDE * STRIDE
+        context = sum(r.num_tokens for r in sampling) // rows // STRIDE * STRIDE
         if lap := self.timer.lap(rows, verified, passed):
             self.times.observe(rows, context, verified, lap, passed)
         seconds = self.times.seconds(rows, context)
-        parts = zip(*(r.draft_odds or self.odds for r in sampling), strict=True)
+        parts = zip(*(r.acceptance_rates or self.acceptance_rates for r in sampling), strict=True)
         tokens = dict(zip(self.choices, accumulate(map(sum, parts), initial=float(rows)), strict=True))
         best = max(allowed, key=lambda length: tokens[length] / seconds[length])
         self.budget += TRIAL_SHARE * passed * seconds[best]
@@ -215,24 +215,31 @@ class MeasuredDraftLength:
         for count, *total in sums.values():
             self.verifications += int(count)
             weight = max(1 - (1 - GLOBAL_WEIGHT) ** count, count / (INITIAL_WEIGHT + self.verifications))
-            self.odds = self._updated(self.odds, [part / count for part in total], weight)
-        for key, group in requests.items():  # a request begins with the global odds
+            self.acceptance_rates = self._updated(self.acceptance_rates, [part / count for part in total], weight)
+        for key, group in requests.items():  # a request begins with the global rates
             for r in group:
-                r.draft_odds = self._updated(r.draft_odds or self.odds, accepted[key], REQUEST_WEIGHT)
+                r.acceptance_rates = self._updated(
+                    r.acceptance_rates or self.acceptance_rates, accepted[key], REQUEST_WEIGHT
+                )
 
     def _accepted(self, num_drafts: int, accepted_mask: int) -> list[float]:
         """Accepted drafts of each part that was drafted as a whole."""
         whole = bisect_right(self.choices, num_drafts) - 1
         return [float((accepted_mask & mask).bit_count()) for mask in self.masks[:whole]]
 
-    def _updated(self, odds: Sequence[float], accepted: Sequence[float], weight: float) -> tuple[float, ...]:
-        """Moves the odds towards `accepted`. Parts that were not drafted keep their ratio to the last that was."""
-        updated = [(1 - weight) * a + weight * (b + MIN_ODDS) for a, b in zip(odds, accepted, strict=False)]
+    def _updated(
+        self, acceptance_rates: Sequence[float], accepted: Sequence[float], weight: float
+    ) -> tuple[float, ...]:
+        """Moves the rates towards `accepted`. Parts that were not drafted keep their ratio to the last one that was."""
+        updated = [
+            (1 - weight) * a + weight * (b + MIN_ACCEPTANCE_RATE)
+            for a, b in zip(acceptance_rates, accepted, strict=False)
+        ]
         drafted = len(updated)
-        if drafted < len(odds):
-            change = updated[-1] / odds[drafted - 1]
-            rest = zip(odds[drafted:], self.sizes[drafted:], strict=True)
-            updated += [min(max(value * change, MIN_ODDS), size) for value, size in rest]
+        if drafted < len(acceptance_rates):
+            change = updated[-1] / acceptance_rates[drafted - 1]
+            rest = zip(acceptance_rates[drafted:], self.sizes[drafted:], strict=True)
+            updated += [min(max(value * change, MIN_ACCEPTANCE_RATE), size) for value, size in rest]
         return tuple(updated)
 
     def disable(self) -> None:

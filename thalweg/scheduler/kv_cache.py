@@ -6,7 +6,7 @@ from typing import Sequence
 
 from thalweg.cache.page_allocator import PageAllocator
 from thalweg.cache.radix import MissingPage, PrefixCursor
-from thalweg.core.request import Exit, Request
+from thalweg.core.request import ReleaseReason, Request
 from thalweg.core.ticket import Ticket, TicketState, Tier
 
 DONE = Ticket(0, TicketState.OK)
@@ -44,7 +44,7 @@ class KVCacheManager:
 
     def append_tokens(self, r: Request, tokens: Sequence[int]) -> None:
         """Appends sampled tokens to `r`."""
-        r.out.extend(tokens)
+        r.output_ids.extend(tokens)
         self.cursors[r.uid].tokens.extend(tokens)
 
     def num_hit_pages(self, r: Request) -> int:
@@ -55,8 +55,8 @@ class KVCacheManager:
         """Limit of a hit. The last token must be computed for its logits, and so must the token before each prompt
         token whose log-probability is still wanted.
         """
-        unscored = r.score_from - 1 + len(r.scores)
-        num_tokens = r.known - 1
+        unscored = r.prompt_logprobs_start - 1 + len(r.prompt_logprobs)
+        num_tokens = r.num_tokens - 1
         if unscored < len(r.prompt) - 1:
             num_tokens = min(num_tokens, unscored)
         return num_tokens // self.page_size
@@ -88,7 +88,7 @@ class KVCacheManager:
             return None
         r.pages = cached + self.allocator.allocate(num_new)
         r.slot = self.free_slots.pop()
-        r.computed = num_hits * self.page_size
+        r.num_computed_tokens = num_hits * self.page_size
         last = self.max_hit_pages(r)
         tokens = self.cursors[r.uid].tokens[: last * self.page_size]
         return self.tier.load(tokens, r.salt, num_hits, r.pages[num_hits:last])
@@ -101,7 +101,7 @@ class KVCacheManager:
 
     def cache_full_pages(self, r: Request, num_tokens: int) -> None:
         """Caches the full pages among the first `num_tokens` tokens, whose KV is final or launched."""
-        if r.exit is Exit.PREEMPT or r.finish == "error":
+        if r.release_reason is ReleaseReason.PREEMPT or r.finish == "error":
             self.to_trim.add(r.uid)
         count = min(num_tokens, self.num_retained_tokens(r)) // self.page_size
         self.tree.insert(self.cursors[r.uid], r.pages, count)
@@ -112,11 +112,11 @@ class KVCacheManager:
         A preempted request caches all tokens, to find them again. One with NaN keeps what it shared with others.
         """
         if r.finish == "error":
-            return r.cached
-        keeps_all = r.exit is Exit.PREEMPT or r.retention.keeps_thoughts
-        if not keeps_all and r.retention.drops_output(r.out, r.exit is Exit.FINISH):
+            return r.num_cached_tokens
+        keeps_all = r.release_reason is ReleaseReason.PREEMPT or r.retention.keeps_thoughts
+        if not keeps_all and r.retention.drops_output(r.output_ids, r.release_reason is ReleaseReason.FINISH):
             return len(r.prompt)
-        return r.known
+        return r.num_tokens
 
     def release_slot(self, r: Request) -> None:
         self.free_slots.append(r.slot)
@@ -128,5 +128,5 @@ class KVCacheManager:
 
     def store(self, r: Request) -> Ticket:
         """Copies the full pages of a finished request to the tier; they stay in use until the ticket is done."""
-        full = (r.known - 1) // self.page_size
+        full = (r.num_tokens - 1) // self.page_size
         return self.tier.store(self.cursors[r.uid].tokens[: full * self.page_size], r.salt, r.pages[:full])

@@ -7,10 +7,10 @@ from thalweg.core.request import Request
 
 
 class PlanBuilder:
-    """The rows of the next step, and the requests behind them."""
+    """Collects the rows of the next step and their requests."""
 
-    def __init__(self, step: int, seen: int, budget: int) -> None:
-        self.step, self.seen = step, seen
+    def __init__(self, step: int, published_step: int, budget: int) -> None:
+        self.step, self.published_step = step, published_step
         self.tokens_left = budget
         self.rows: list[Row] = []
         self.binds: list[Bind] = []
@@ -24,17 +24,17 @@ class PlanBuilder:
 
     def add_prefill_row(self, r: Request, n: int) -> None:
         """The next `n` of the tokens that `r` had when it was admitted."""
-        start = r.computed
+        start = r.num_computed_tokens
         if not r.is_bound:
             self.binds.append(r.bind(start))
             self.appends.append(PageAppend(r.slot, 0, tuple(r.pages)))
             r.is_bound = True
         # a request for no tokens, only for its prompt's log-probabilities, never samples
-        emit = start + n == r.prefill_len < r.end
+        samples = start + n == r.prefill_len < r.end
         self.prefilling.append(r)
-        r.computed += n
-        self._add(r, Row(r.uid, r.slot, start, n, 0, emit, *_scored(r, start, n)), start + n)
-        if emit:
+        r.num_computed_tokens += n
+        self._add(r, Row(r.uid, r.slot, start, n, 0, samples, *_scored(r, start, n)), start + n)
+        if samples:
             self._add_sampling(r, 0)
 
     def add_decode_row(self, r: Request, start: int, max_accepted: int) -> None:
@@ -63,7 +63,7 @@ class PlanBuilder:
     def build(self, num_drafts: int) -> StepPlan:
         return StepPlan(
             step=self.step,
-            seen=self.seen,
+            published_step=self.published_step,
             rows=tuple(self.rows),
             binds=tuple(self.binds),
             appends=tuple(self.appends),
@@ -75,9 +75,9 @@ class PlanBuilder:
 
 
 def _scored(r: Request, start: int, n: int) -> tuple[int, int, int]:
-    """score_from, score_to and score_top of a row. Each position comes once: those in flight are before `start`, and a
-    preempted request resumes only when it has their scores.
+    """prompt_logprobs_start, _stop and _top_k of a row. Each position comes once: those in flight are before `start`,
+    and a preempted request resumes only when it has their log-probabilities.
     """
-    first = max(start, r.score_from - 1 + len(r.scores))
+    first = max(start, r.prompt_logprobs_start - 1 + len(r.prompt_logprobs))
     last = min(start + n, len(r.prompt) - 1)
     return (first, last, r.params.prompt_logprobs or 0) if first < last else (0, 0, 0)

@@ -1,8 +1,8 @@
 """The scheduler of one rank: plans steps within a token budget and commits their results later.
 
-There is one rule. A request has `computed` tokens and wants all its known tokens and drafts computed. Running requests
-are planned first, so that inter-token latency stays flat; then new ones are admitted. The host does not know the
-results of the last `depth` steps, so lengths are UPPER BOUNDS here; the device has the true lengths and pads.
+There is one rule. A request has `num_computed_tokens`, and all its known tokens and drafts are to be computed. Running
+requests are planned first, so that inter-token latency stays flat; then new ones are admitted. The host does not know
+the results of the last `depth` steps, so lengths are UPPER BOUNDS here; the device has the true lengths and pads.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from thalweg.core.messages import (
     TokenDelta,
 )
 from thalweg.core.plan import GrammarState, Output, PageAppend, StepPlan
-from thalweg.core.request import Exit, Request, RequestState
+from thalweg.core.request import ReleaseReason, Request, RequestState
 from thalweg.core.ticket import TicketState, Tier
 from thalweg.scheduler.draft_length import DraftLengthPolicy, FixedDraftLength, VerifiedDrafts
 from thalweg.scheduler.kv_cache import KVCacheManager, NoTier
@@ -39,10 +39,10 @@ from thalweg.scheduler.plan_builder import PlanBuilder
 from thalweg.scheduler.requests import Limits, WaitingQueue, make_request
 from thalweg.scheduler.results import StepResultProcessor
 
-RUNNING, ENDED = RequestState.RUNNING, (Exit.ABORT, Exit.FINISH)
-MAX_OVERTAKEN = 64  # times that a request may be overtaken by later ones that need fewer pages
+RUNNING, ENDED = RequestState.RUNNING, (ReleaseReason.ABORT, ReleaseReason.FINISH)
+MAX_BYPASS_COUNT = 64  # times that later requests that need fewer pages may bypass a request
 MAX_TRIES = 16  # requests that do not fit, in one plan
-PROMPT_SHARE = 4  # while prompts wait, drafts leave one part in so many of a step's tokens to them
+PREFILL_RESERVED_DIVISOR = 4  # while prompts wait, this part of a step's tokens (1 / 4) is reserved for them
 NO_TIER, NO_DRAFTS, NOTHING_DRAFTED = NoTier(), FixedDraftLength(0), AcceptanceCounts()
 
 
@@ -64,7 +64,7 @@ class Scheduler:
         self.context = min(limits.context, allocator.num_pages * allocator.page_size)
         self.draining = False
         self.step = 0  # the next one to launch
-        self.retired = -1  # the last one committed
+        self.last_committed_step = -1  # the last one committed
         self.seeds = random.Random(limits.seed)
         self.counters = Stats()
         self.steps_by_drafts: list[int] = []  # steps that sampled, by the drafts of each sequence
@@ -132,31 +132,31 @@ class Scheduler:
             if ticket is not None and ticket.state is TicketState.FAILED:
                 rejected.append(Rejected(r.uid, r.grammar.field, ticket.error))
                 self.queue.remove(r)
-                self._end(r)
+                self._finish_request(r)
         for uid, why in self.grammars.pop_failed():
             broken = self.requests.get(uid)
-            if broken is not None and broken.exit not in ENDED:
+            if broken is not None and broken.release_reason not in ENDED:
                 # the only answer: a delta with "abort" might overtake it
                 rejected.append(Rejected(uid, broken.grammar.field, why))
-                self._stop(broken)
+                self._abort_request(broken)
         return rejected
 
     def _abort(self, uid: int) -> None:
         r = self.requests.get(uid)
-        if r is None or r.exit in ENDED:  # a SENDING request has finished and ends by itself
+        if r is None or r.release_reason in ENDED:  # a SENDING request has finished and ends by itself
             return
         self.results.add_abort(r)
-        self._stop(r)
+        self._abort_request(r)
 
-    def _stop(self, r: Request) -> None:
+    def _abort_request(self, r: Request) -> None:
         """Ends `r` in whatever state it is. The caller tells the client."""
         r.finish = "abort"
         self.counters.aborted += 1
         if r.state is not RequestState.QUEUED:
-            self._leave(r, Exit.ABORT)
+            self._mark_for_release(r, ReleaseReason.ABORT)
             return
         self.queue.remove(r)
-        self._end(r)
+        self._finish_request(r)
 
     # ---- planning
     def plan(self, num_drafts: int) -> StepPlan:
@@ -172,15 +172,15 @@ class Scheduler:
             self._finish_transfer(r)
             if r.state is RUNNING:
                 self._prefilling.append(r)
-        seen = max(self.step - self.stages, self.retired)  # a drained pipeline has seen more
-        builder = PlanBuilder(self.step, seen, self.limits.budget)
+        published_step = max(self.step - self.stages, self.last_committed_step)  # that of a drained pipeline is later
+        builder = PlanBuilder(self.step, published_step, self.limits.budget)
         self._plan_decoding(builder)
         builder.tokens_left = self.limits.max_prompt_tokens(len(builder.rows), builder.tokens_left)
         self._plan_prefilling(builder)
         self._plan_admissions(builder)
         # After the whole plan: rows of one step do not read each other's KV, LATER steps may read it.
         for r in builder.prefilling:
-            self.kv_cache.cache_full_pages(r, min(r.computed, len(r.prompt)))
+            self.kv_cache.cache_full_pages(r, min(r.num_computed_tokens, len(r.prompt)))
         self._sampled, self._masked = builder.sampling, builder.masked
         return builder.build(self._choose_drafts(builder))
 
@@ -191,7 +191,7 @@ class Scheduler:
         if builder.prefilling:
             self.draft_length.note_prefill()
         has_prompts = bool(self._prefilling or self._transferring or self.queue)
-        tokens = self.limits.budget - self.limits.budget // PROMPT_SHARE * has_prompts
+        tokens = self.limits.budget - self.limits.budget // PREFILL_RESERVED_DIVISOR * has_prompts
         return self.draft_length.choose(builder.sampling, max(tokens // max(len(self._decoding), 1) - 1, 0))
 
     def _plan_decoding(self, builder: PlanBuilder) -> None:
@@ -203,11 +203,11 @@ class Scheduler:
         planned: list[Request] = []
         is_short = False
         for r in self._decoding:
-            if r.state is not RUNNING or r.exit is not Exit.NONE:
+            if r.state is not RUNNING or r.release_reason is not ReleaseReason.NONE:
                 continue
             waiting.append(r)
-            known, n = len(r.prompt) + len(r.out), 1 + r.num_drafts
-            if r.last_sampled > builder.seen or known + r.samples_in_flight >= r.end:
+            known, n = len(r.prompt) + len(r.output_ids), 1 + r.num_drafts
+            if r.last_sampled > builder.published_step or known + r.samples_in_flight >= r.end:
                 continue  # some pipeline stage does not know its last sample, or it is sampled up to its end
             if len(planned) >= cap or n > builder.tokens_left or rows and n != rows[0].n:
                 continue  # rows with drafts form one rectangle, for attention kernels that read lengths on the device
@@ -235,20 +235,22 @@ class Scheduler:
 
     def _plan_chunk(self, r: Request, builder: PlanBuilder) -> None:
         """As many tokens as the budget has left. Their pages were allocated at admission."""
-        n = min(r.prefill_len - r.computed, builder.tokens_left)
+        n = min(r.prefill_len - r.num_computed_tokens, builder.tokens_left)
         if n:
             builder.add_prefill_row(r, n)
             self.counters.prefill_tokens += n
-        (self._prefilling if r.computed < r.prefill_len else self._decoding).append(r)
+        (self._prefilling if r.num_computed_tokens < r.prefill_len else self._decoding).append(r)
 
     # ---- admission
     def _plan_admissions(self, builder: PlanBuilder) -> None:
         """Admits in the order of the policy. Passes over requests that are blocked, and over large ones for which there
-        are too few pages, until too many have overtaken them.
+        are too few pages, until too many requests have bypassed them.
         """
         if not self.queue or not self.kv_cache.free_slots or not builder.tokens_left:
             return
-        loading = (r for r in self._transferring if r.state is RequestState.LOADING and r.exit is Exit.NONE)
+        loading = (
+            r for r in self._transferring if r.state is RequestState.LOADING and r.release_reason is ReleaseReason.NONE
+        )
         filling = (*self._prefilling, *builder.prefilling, *loading)
         missing_pages = {self.kv_cache.next_missing_page(r) for r in filling}
         too_large: list[Request] = []
@@ -257,14 +259,15 @@ class Scheduler:
                 continue
             if not self._admit(r):
                 too_large.append(r)
-                if not _may_be_overtaken(r) or len(too_large) == MAX_TRIES:
+                has_pages = self.allocator.num_available() > len(self.live) - len(self._transferring)
+                if not has_pages or not _may_be_bypassed(r) or len(too_large) == MAX_TRIES:
                     return
                 continue
             for waiting in too_large:
-                waiting.overtaken += 1
+                waiting.bypass_count += 1
             if r.state is RUNNING:
                 self._plan_chunk(r, builder)
-            if not self.kv_cache.free_slots or not builder.tokens_left or not all(map(_may_be_overtaken, too_large)):
+            if not self.kv_cache.free_slots or not builder.tokens_left or not all(map(_may_be_bypassed, too_large)):
                 return
             missing_pages.add(self.kv_cache.next_missing_page(r))
 
@@ -276,7 +279,7 @@ class Scheduler:
         if first is not None:
             if first.state in (RequestState.QUEUED, RequestState.LOADING) or first in builder.prefilling:
                 return True
-            if first.state is RUNNING and first.computed < len(first.prompt):
+            if first.state is RUNNING and first.num_computed_tokens < len(first.prompt):
                 return True
             r.sibling = None  # its prompt is launched, or it is gone
         return self.kv_cache.is_computed_by_others(r, missing_pages)
@@ -285,7 +288,7 @@ class Scheduler:
         """Admits `r` if there are pages for its tokens and one step more, and one for each running request to grow."""
         max_drafts = self.draft_length.max_drafts
         reserved = self.tree.reserved_columns(max_drafts) if max_drafts else 0
-        num_tokens = min(r.known + 1 + reserved, r.end)
+        num_tokens = min(r.num_tokens + 1 + reserved, r.end)
         ticket = self.kv_cache.allocate(r, num_tokens, reserve=len(self.live) - len(self._transferring))
         if ticket is None:
             return False
@@ -293,7 +296,7 @@ class Scheduler:
         self.live[r.uid] = r
         if not r.preempted:
             self._events.append(RequestEvent(r.uid, "admitted", time.time()))
-        r.state, r.ticket, r.prefill_len = RequestState.LOADING, ticket, r.known
+        r.state, r.ticket, r.prefill_len = RequestState.LOADING, ticket, r.num_tokens
         r.num_drafts, r.drafts, r.parents, r.is_bound, r.last_sampled = 0, (), (), False, -1
         self._transferring.append(r)
         if ticket.state is not TicketState.PENDING:
@@ -307,61 +310,63 @@ class Scheduler:
         self._transferring.remove(r)
         if r.state is RequestState.SENDING:
             self._release_pages(r)
-            self._end(r)
+            self._finish_request(r)
             return
         if ticket.state is TicketState.OK and ticket.pages:
-            r.computed += ticket.pages * self.allocator.page_size
-            self.kv_cache.cache_full_pages(r, r.computed)
+            r.num_computed_tokens += ticket.pages * self.allocator.page_size
+            self.kv_cache.cache_full_pages(r, r.num_computed_tokens)
         r.state = RUNNING
         if not r.preempted:
-            r.cached = r.computed
+            r.num_cached_tokens = r.num_computed_tokens
             self.counters.prompt_tokens += len(r.prompt)
-            self.counters.cached_tokens += r.cached
-        if r.exit is not Exit.NONE:
+            self.counters.cached_tokens += r.num_cached_tokens
+        if r.release_reason is not ReleaseReason.NONE:
             self._release(r)
 
-    # ---- leaving
+    # ---- releasing
     def _preempt_one(self) -> bool:
         """Preempts the last request in the queue's order, unless pages of others are about to be released."""
-        if self._transferring or any(r.exit is not Exit.NONE for r in self.live.values()):
+        if self._transferring or any(r.release_reason is not ReleaseReason.NONE for r in self.live.values()):
             return False
         last = self.queue.last(self.live.values())
         self.counters.preemptions += 1
         self._events.append(RequestEvent(last.uid, "preempted", time.time()))
-        self._leave(last, Exit.PREEMPT)
+        self._mark_for_release(last, ReleaseReason.PREEMPT)
         return True
 
-    def _leave(self, r: Request, why: Exit) -> None:
+    def _mark_for_release(self, r: Request, why: ReleaseReason) -> None:
         """Marks `r`. Slot and pages are released when its last step in flight, or its ticket, is done."""
-        r.exit = why
+        r.release_reason = why
         if not r.rows_in_flight and r.state is RUNNING:
             self._release(r)
 
     def _release(self, r: Request) -> None:
         """Caches what `r` has computed and releases its slot and pages. None of its rows is in flight any more."""
-        final = r.known - 1  # the last token's KV is never computed
-        self.kv_cache.cache_full_pages(r, min(r.computed, final) if r.computed < r.prefill_len else final)
+        final = r.num_tokens - 1  # the last token's KV is never computed
+        self.kv_cache.cache_full_pages(
+            r, min(r.num_computed_tokens, final) if r.num_computed_tokens < r.prefill_len else final
+        )
         self.kv_cache.release_slot(r)
         self.counters.wasted_drafts += len(r.drafts)
         r.drafts = ()
         self._changed = True  # another request may fit now
-        if r.exit is Exit.FINISH and r.send:
+        if r.release_reason is ReleaseReason.FINISH and r.send:
             r.state, r.ticket = RequestState.SENDING, self.kv_cache.store(r)
             self._transferring.append(r)
             return
         self._release_pages(r)
-        if r.exit is Exit.PREEMPT:
-            r.state, r.exit = RequestState.QUEUED, Exit.NONE
+        if r.release_reason is ReleaseReason.PREEMPT:
+            r.state, r.release_reason = RequestState.QUEUED, ReleaseReason.NONE
             r.preempted += 1
             self.add(r)
         else:
-            self._end(r)
+            self._finish_request(r)
 
     def _release_pages(self, r: Request) -> None:
         del self.live[r.uid]
         self.kv_cache.release_pages(r)
 
-    def _end(self, r: Request) -> None:
+    def _finish_request(self, r: Request) -> None:
         r.state = RequestState.DONE
         if r.has_grammar:
             self.grammars.close(r.uid)
@@ -374,9 +379,9 @@ class Scheduler:
     def grammar_states(self) -> Mapping[int, GrammarState]:
         """By uid: what the masks of the last plan depend on. Requests that have ended need no mask."""
         return {
-            r.uid: GrammarState(r.known, (r.out or r.prompt)[-1], r.drafts, r.parents)
+            r.uid: GrammarState(r.num_tokens, (r.output_ids or r.prompt)[-1], r.drafts, r.parents)
             for r in self._masked
-            if r.exit not in ENDED
+            if r.release_reason not in ENDED
         }
 
     def mark_launched(self) -> None:
@@ -385,7 +390,7 @@ class Scheduler:
 
     def commit(self, plan: StepPlan, outputs: Sequence[Output]) -> None:
         """Applies the outputs of a retired step, one for each row."""
-        self.retired = plan.step
+        self.last_committed_step = plan.step
         self._changed = True
         if outputs and outputs[0].drafter_failed and self.draft_length.max_drafts:
             self.draft_length.disable()
@@ -394,7 +399,7 @@ class Scheduler:
         for row, output in zip(plan.rows, outputs, strict=True):
             r = self.requests[row.uid]
             r.rows_in_flight -= 1
-            if row.emit:
+            if row.samples:
                 r.samples_in_flight -= 1
                 r.max_tokens_in_flight -= 1
                 if row.num_drafts:
@@ -403,11 +408,11 @@ class Scheduler:
                         self.results.add_verification(r, output)
                         if not output.done:  # a policy does not learn from drafts beyond the end of the sequence
                             verified.append(VerifiedDrafts(r, row.num_drafts, output.accepted_mask))
-            if r.exit in ENDED:
+            if r.release_reason in ENDED:
                 self.counters.wasted_drafts += len(output.drafts)
             else:  # a preempted request keeps the tokens that were in flight
                 self.results.process(r, output)
-            if r.exit is not Exit.NONE and not r.rows_in_flight and r.slot >= 0:
+            if r.release_reason is not ReleaseReason.NONE and not r.rows_in_flight and r.slot >= 0:
                 self._release(r)
         if verified:
             self.draft_length.observe(verified)
@@ -454,10 +459,10 @@ class Scheduler:
         return bool(self.requests) and (self._changed or any(r.ticket and r.ticket.is_done for r in tickets))
 
 
-def _may_be_overtaken(r: Request) -> bool:
+def _may_be_bypassed(r: Request) -> bool:
     """A preempted request has made room for others already."""
-    return not r.preempted and r.overtaken < MAX_OVERTAKEN
+    return not r.preempted and r.bypass_count < MAX_BYPASS_COUNT
 
 
 def _is_running(r: Request) -> bool:
-    return r.state is RUNNING and r.exit is Exit.NONE
+    return r.state is RUNNING and r.release_reason is ReleaseReason.NONE

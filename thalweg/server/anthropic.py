@@ -6,6 +6,7 @@ Undeclared fields of bodies are ignored; a null means "not given". An error name
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
@@ -23,6 +24,7 @@ from thalweg.server.protocol import ChatRequest, RefusedFields, ResponseFormat
 from thalweg.server.stream import PartsEncoder, named_event, respond
 from thalweg.text.events import Event, Part, PartKind
 from thalweg.text.parser import AnswerParser
+from thalweg.text.partial_json import whole_members
 
 
 class TextBlock(msgspec.Struct, tag_field="type", tag="text"):
@@ -272,7 +274,7 @@ class MessagesStreamEncoder(PartsEncoder):
 
     async def response(self, pieces: Sequence[Piece]) -> MessagesResponse:
         (piece,) = pieces
-        self.parser.feed(piece.text, last=True)
+        self.parser.feed(piece.text, piece.finish)
         content = [_content(part, part.text) for part in self.parser.parts]
         reason, stop = self._stop_reason(piece), _stop_sequence(piece)
         return MessagesResponse(self._id, self._model, content, reason, stop, _usage(piece))
@@ -297,7 +299,7 @@ class MessagesStreamEncoder(PartsEncoder):
             return "model_context_window_exceeded" if is_cut else "max_tokens"
         if _stop_sequence(piece) is not None:
             return "stop_sequence"
-        return "tool_use" if self.parser.answer.calls and piece.finish == "stop" else "end_turn"
+        return "tool_use" if self.parser.answer.has_calls and piece.finish == "stop" else "end_turn"
 
 
 def _stop_sequence(piece: Piece) -> str | None:
@@ -309,13 +311,16 @@ def _usage(piece: Piece) -> MessagesUsage:
 
 
 def _content(part: Part, text: str) -> MessageContent:
-    """The part's block. text: of the part, "" in its start event."""
+    """The part's block. text: of the part, "" in its start event. `input` must be an object: of a call that is not
+    complete it has the members that are.
+    """
     match part.kind:
         case PartKind.TEXT:
             return TextContent(text)
         case PartKind.REASONING:
             return ThinkingContent(text, _signature(text))
-    return ToolUseContent(part.id, part.name, msgspec.Raw((text or "{}").encode()))
+    arguments = text if part.complete and text else json.dumps(whole_members(text))  # writes half a surrogate, too
+    return ToolUseContent(part.id, part.name, msgspec.Raw(arguments.encode()))
 
 
 def _delta(part: Part, type: str, field: str, text: str) -> bytes:

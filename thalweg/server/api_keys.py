@@ -49,7 +49,7 @@ class ApiKeyEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     private_cache: bool = False
 
     def error(self) -> str:
-        """What is wrong with the entry, or ""."""
+        """The error of the entry, or ""."""
         for field in ("max_concurrency", "tokens_per_minute"):
             value = getattr(self, field)
             if value is not None and value < 1:
@@ -90,7 +90,7 @@ class ApiKey:
 
 
 class ServerLoad:
-    """What all requests take of the server."""
+    """Running requests and body bytes of the whole server, with their limits."""
 
     def __init__(self, options: ServerOptions) -> None:
         self._running_limit, self._bytes_limit = options.max_concurrent_requests, options.max_bodies_bytes
@@ -112,7 +112,7 @@ class ServerLoad:
 
 
 class RequestQuota:
-    """What one HTTP request takes of its key and of the server. The middleware opens and closes it.
+    """Quota that one HTTP request takes from its key and from the server. The middleware opens and closes it.
 
     A request is charged when it is admitted, with the most tokens that it can use (its prompts once each, and
     max_tokens for each output); at its end the charge becomes what it has used. The requests admitted within any 60

@@ -25,7 +25,7 @@ from thalweg.server.structured_output import chat_grammar, forced_name, schema_o
 from thalweg.text.chat import wants_thinking
 from thalweg.text.events import Event, PartKind
 from thalweg.text.messages import read_tools
-from thalweg.text.parser import AnswerParser, opens_thought
+from thalweg.text.parser import AnswerParser, is_in_thought
 from thalweg.text.tokenizer import Tokenizer
 
 MAX_MESSAGES = 16384
@@ -51,6 +51,7 @@ async def prepare_chat(
 
     Raises InvalidRequest, Overloaded, EngineDead.
     """
+    _read_deepseeks_fields(body)
     names = {
         "max_tokens": "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens",
         "logprobs": "top_logprobs",
@@ -78,6 +79,30 @@ async def prepare_chat(
         rename=client_field,
     )
     return job, _parser(ctx, body, text, tools)
+
+
+_NO_THINKING = ("none", "minimal")
+
+
+def _read_deepseeks_fields(body: ChatRequest) -> None:
+    """`thinking` and `reasoning_effort` become template arguments, which win where both are given; a last message with
+    `prefix` is continued. Raises InvalidRequest.
+    """
+    wanted: dict[str, Any] = {}
+    if body.reasoning_effort is not None:
+        wanted |= {"reasoning_effort": body.reasoning_effort, "thinking": body.reasoning_effort not in _NO_THINKING}
+    if body.thinking is not None:
+        wanted["thinking"] = body.thinking.type == "enabled"
+    if wanted:
+        given_kwargs = body.chat_template_kwargs or {}
+        if "enable_thinking" in given_kwargs:
+            wanted.pop("thinking", None)
+        body.chat_template_kwargs = wanted | given_kwargs
+    for i, message in enumerate(body.messages):
+        if isinstance(message, dict) and message.get("prefix") is True:
+            if i != len(body.messages) - 1 or message.get("role") != "assistant":
+                raise InvalidRequest(f"messages[{i}].prefix", "goes with a last message of the assistant only")
+            body.continue_final_message = True
 
 
 async def render(ctx: AppContext, body: ChatRequest) -> tuple[str, list[int], Sequence[dict[str, Any]]]:
@@ -130,9 +155,8 @@ def _tools(ctx: AppContext, body: ChatRequest) -> Sequence[dict[str, Any]]:
     forced_name(body)
     if not body.tools or body.tool_choice == "none":
         return ()
-    if not ctx.chat.encoder.renders_tools:
-        message = "this model's chat template does not render tools: leave them out, or give another --chat-template"
-        raise InvalidRequest("tools", message)
+    if why := ctx.chat.no_tools:
+        raise InvalidRequest("tools", why)
     return body.tools
 
 
@@ -140,7 +164,8 @@ def _parser(
     ctx: AppContext, body: ChatRequest, text: str, tools: Sequence[dict[str, Any]]
 ) -> Callable[[], AnswerParser]:
     """Makes the parsers of the answers. Without tools a call is text, without its special tokens."""
-    inside = opens_thought(text) or (False if body.continue_final_message else None)  # a continued text is no thought
+    inside = is_in_thought(text)
+    inside = False if inside is None and body.continue_final_message else inside  # a continued text is no thought
     return partial(
         AnswerParser,
         None if body.separate_reasoning is False else ctx.chat.formats.reasoning,
@@ -200,7 +225,7 @@ class ChatChoiceEncoder(ChoiceEncoder[ChatRequest]):
 
     def feed(self, piece: Piece) -> list[ChatChunkChoice]:
         """Empty while the parser holds its text back. The first chunk has the role."""
-        deltas, logprobs = _deltas(self._parser.feed(piece.text, piece.finish is not None)), self._logprobs(piece)
+        deltas, logprobs = _deltas(self._parser.feed(piece.text, piece.finish)), self._logprobs(piece)
         has_more = self.first or piece.finish is not None or logprobs is not None or self.body.return_token_ids
         if not deltas and has_more:
             deltas = [DeltaMessage()]
@@ -216,7 +241,7 @@ class ChatChoiceEncoder(ChoiceEncoder[ChatRequest]):
         return chunks
 
     def whole(self, piece: Piece) -> ChatChoice:
-        self._parser.feed(piece.text, last=True)
+        self._parser.feed(piece.text, piece.finish)
         answer = self._parser.answer
         calls = [
             DeltaToolCall(id=call.id, type="function", function=DeltaFunctionCall(call.name, call.arguments))
@@ -230,7 +255,7 @@ class ChatChoiceEncoder(ChoiceEncoder[ChatRequest]):
 
     def fill(self, first: OpenAIChoice, last: OpenAIChoice, piece: Piece) -> None:
         super().fill(first, last, piece)
-        if piece.finish == "stop" and self._parser.answer.calls:
+        if piece.finish == "stop" and self._parser.answer.has_calls:
             last.finish_reason = "tool_calls"
 
     def _logprobs(self, piece: Piece) -> ChatLogprobs | None:

@@ -41,10 +41,8 @@ async def completions(ctx: AppContext, request: Request, body: CompletionRequest
         prompt_logprobs=max((top for top in (body.prompt_logprobs, echoed) if top is not None), default=None),
     )
     grammar = grammar_of(body, body.response_format)
-    prompts, rid = (
-        await read_prompts(ctx, "prompt", _infill_prompt(body, ctx.front.tokenizer)),
-        ctx.rid(body.rid, request),
-    )
+    prompt, add_special = _infill_prompt(body, ctx.front.tokenizer), body.add_special_tokens is not False
+    prompts, rid = await read_prompts(ctx, "prompt", prompt, add_special), ctx.rid(body.rid, request)
     jobs = [PromptJob(*prompt, params, rid, grammar) for prompt in prompts]
     check_fits(ctx, jobs, body.max_tokens)
     job = await make_job(ctx, request, jobs, body.priority, body.cache_salt)

@@ -1,4 +1,4 @@
-"""What every route works with."""
+"""Application context of every route."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class AppContext:
             lambda: [] if tokenizer.exceeds(text, limit) else tokenizer.encode(text, add_special)
         )
         if not ids or len(ids) > limit:
-            message = f"has {len(text)} characters, which make more than the limit of {limit} tokens: shorten it"
+            message = f"more than {limit} tokens, with the chat template where there is one: shorten it"
             raise InvalidRequest(field, message)
         return ids
 

@@ -215,7 +215,7 @@ class GenerateChoiceEncoder:
 
 
 def _speculation(drafted: AcceptanceCounts) -> dict[str, Any]:
-    """What became of a sequence's drafts, under SGLang's names."""
+    """Counts of a sequence's drafts, under SGLang's names."""
     return {
         "spec_verify_ct": drafted.verifications,
         "spec_draft_token_num": drafted.drafted,

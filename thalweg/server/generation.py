@@ -47,7 +47,7 @@ class PromptJob(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GenerationJob:
-    """What one HTTP request asks of the engine. Choices are numbered through all prompts."""
+    """Prompts and parameters that one HTTP request sends to the engine. Choices are numbered through all prompts."""
 
     prompts: tuple[PromptJob, ...]
     quota: RequestQuota
@@ -130,8 +130,10 @@ def prompt_fields(name: str, count: int) -> tuple[str, ...]:
     return (name,) if count == 1 else tuple(f"{name}[{i}]" for i in range(count))
 
 
-async def read_prompts(ctx: AppContext, field: str, value: str | Sequence[str | int | list[int]]) -> list[Prompt]:
-    """A text, texts, token ids, or lists of token ids. Raises InvalidRequest."""
+async def read_prompts(
+    ctx: AppContext, field: str, value: str | Sequence[str | int | list[int]], add_special: bool = True
+) -> list[Prompt]:
+    """A text, texts, token ids, or lists of token ids. add_special: texts begin with a BOS. Raises InvalidRequest."""
     entries: list[Any] = [value] if isinstance(value, str) else list(value)
     if not entries:
         raise InvalidRequest(field, "is empty: give at least one token")
@@ -147,7 +149,7 @@ async def read_prompts(ctx: AppContext, field: str, value: str | Sequence[str | 
         if not text:  # a lone BOS is not a prompt
             raise InvalidRequest(where, "is empty: give at least one character")
     limit = ctx.ready.context
-    return [Prompt(where, await ctx.tokenize(text, True, where, limit), text) for where, text in fields]
+    return [Prompt(where, await ctx.tokenize(text, add_special, where, limit), text) for where, text in fields]
 
 
 def _salt(api_key: ApiKey, text: str | None) -> int:

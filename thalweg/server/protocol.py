@@ -54,6 +54,13 @@ class GenerationRefusedFields(RefusedFields, kw_only=True):
     web_search_options: Any = None
     documents: Any = None
     chat_template: Any = None
+    allowed_token_ids: Any = None
+    token_ids_logprob: Any = None
+    logprob_token_ids: Any = None
+    return_tokens_as_token_ids: Any = None
+    thinking_token_budget: Any = None
+    vllm_xargs: Any = None
+    custom_params: Any = None
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -63,8 +70,15 @@ class StreamOptions(msgspec.Struct, kw_only=True):
 class ResponseFormat(msgspec.Struct, kw_only=True):
     type: str  # "text", "json_object", "json_schema" or "structural_tag"
     json_schema: dict[str, Any] | None = None  # {"name", "schema", "strict"}
+    schema: dict[str, Any] | None = None  # of a json_object
     structures: list[Any] | None = None  # of a structural tag, as triggers
     triggers: list[str] | None = None
+
+
+class ThinkingSwitch(msgspec.Struct, kw_only=True):
+    """DeepSeek's `thinking`."""
+
+    type: Literal["enabled", "disabled"]
 
 
 class StructuredOutputs(msgspec.Struct, kw_only=True):
@@ -140,6 +154,7 @@ class CompletionRequest(OpenAIRequest, kw_only=True):
     suffix: str | None = None  # the text after the one to generate
     max_tokens: int | None = None
     echo: bool | None = None
+    add_special_tokens: bool | None = None  # false: the prompt's text gets no BOS
     logprobs: int | None = None  # the number of alternatives
     best_of: int | None = None
 
@@ -156,6 +171,8 @@ class ChatRequest(OpenAIRequest, kw_only=True):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    thinking: ThinkingSwitch | None = None
+    reasoning_effort: str | None = None  # "none" and "minimal" turn thinking off, any other on
     separate_reasoning: bool | None = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None

@@ -77,9 +77,8 @@ class PartsEncoder(StreamEncoder):
     async def feed(self, piece: Piece) -> bytes:
         out = b"" if self._begun else self.begin(piece)
         self._begun = True
-        ended = piece.finish is not None
-        out += b"".join(map(self.part_event, self.parser.feed(piece.text, ended)))
-        return out + await self.finish(piece) if ended else out
+        out += b"".join(map(self.part_event, self.parser.feed(piece.text, piece.finish)))
+        return out if piece.finish is None else out + await self.finish(piece)
 
     def end(self) -> bytes:
         return b""

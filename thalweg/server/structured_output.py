@@ -20,7 +20,7 @@ from thalweg.server.protocol import ChatRequest, ResponseFormat, StructuredField
 from thalweg.text.chat import ParserNames, wants_thinking
 from thalweg.text.grammar import check, json_rule
 from thalweg.text.messages import read_tools
-from thalweg.text.parser import REASONING_FORMATS, opens_thought
+from thalweg.text.parser import REASONING_FORMATS, is_in_thought
 from thalweg.text.tool_grammar import ToolGrammarSpec, tool_grammar
 
 MarkId = Callable[[str], int | None]
@@ -125,8 +125,9 @@ def _content_rule(content: Grammar) -> str:
 def _after_thought(grammar: Grammar, body: ChatRequest, formats: ParserNames, mark_id: MarkId, prompt: str) -> Grammar:
     if not grammar.is_set:
         return grammar
-    begins = "inside" if opens_thought(prompt) else "outside"
-    if begins == "outside" and formats.reasoning is not None and not body.continue_final_message:
+    is_inside = is_in_thought(prompt)
+    begins = "inside" if is_inside else "outside"
+    if is_inside is None and formats.reasoning is not None and not body.continue_final_message:
         begins = REASONING_FORMATS[formats.reasoning][wants_thinking(None, body.chat_template_kwargs)]
     if begins == "outside":
         return grammar
@@ -140,6 +141,8 @@ def _after_thought(grammar: Grammar, body: ChatRequest, formats: ParserNames, ma
 
 def _format_grammar(response_format: ResponseFormat) -> Grammar:
     match response_format.type:
+        case "json_object" if response_format.schema is not None:
+            return _grammar("json_schema", "response_format.schema", response_format.schema)
         case "json_object":
             return Grammar("json_object", field="response_format")
         case "json_schema":
@@ -158,9 +161,9 @@ def _format_grammar(response_format: ResponseFormat) -> Grammar:
 def schema_of(body: ChatRequest) -> Any:
     """The JSON schema of response_format, for templates that show it to the model; None where there is none."""
     form = body.response_format
-    if form is None or form.type != "json_schema" or form.json_schema is None:
+    if form is None:
         return None
-    schema = form.json_schema.get("schema")
+    schema = form.schema if form.type == "json_object" else (form.json_schema or {}).get("schema")
     return schema if isinstance(schema, dict) else None
 
 

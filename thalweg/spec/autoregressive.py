@@ -4,7 +4,7 @@ The state before a token is the target's hidden state at the previous position. 
 token of a row from the slot; after a prefix hit from the last page of the prefix. Drafted tokens use the head's own
 states. Accepted tokens are written again with the target's.
 
-Letters: T tokens of the step, X numbers of the target's hidden state, W of a state, R rows, E emitting rows, K drafts,
+Letters: T tokens of the step, X numbers of the target's hidden state, W of a state, R rows, E sampled rows, K drafts,
 D vocabulary of the head, P pages.
 """
 
@@ -46,7 +46,7 @@ class AutoregressiveDrafter:
     def modules(self) -> tuple[HasWeights, ...]:
         return () if self.has_own_weights else (self.head,)
 
-    def own(self) -> tuple[HasWeights, ...]:
+    def own_weight_modules(self) -> tuple[HasWeights, ...]:
         return (self.head,) if self.has_own_weights else ()
 
     def planes(self) -> tuple[PlaneSpec, ...]:
@@ -56,7 +56,7 @@ class AutoregressiveDrafter:
     def fields(self) -> tuple[Field, ...]:
         return (Field(HIDDEN, (self.head.width,), self.head.dtype), *self.draft_sampling.fields())
 
-    def record(self, planes: Planes) -> None:
+    def capture(self, planes: Planes) -> None:
         if can_trace(self.head.main[0], planes.device):
             self.steps = TracedHead(self.head, planes)
 
@@ -67,14 +67,14 @@ class AutoregressiveDrafter:
                 page = slots.table_SP[b.slot, b.computed // PAGE - 1]
                 slots.extra[HIDDEN][b.slot] = ends_PW.index_select(0, page.view(1))[0]
 
-    def extend(self, seen: DraftExtendInput, slots: Slots, planes: Planes) -> None:
-        rows = seen.plan.rows
+    def extend(self, draft_input: DraftExtendInput, slots: Slots, planes: Planes) -> None:
+        rows = draft_input.plan.rows
         n = [row.n for row in rows]
         numbers = [row.slot for row in rows], n, list(accumulate([0, *n]))[:-1]
-        extended = DraftRows(*upload(numbers, torch.int64, seen.hidden_TH.device).unbind(0))
+        extended = DraftRows(*upload(numbers, torch.int64, draft_input.hidden_TH.device).unbind(0))
         # in plain torch: the kernel takes the tokens of a row one after the other, which is slow for prompts
         shift = partial(shift_hidden_states, has_others=False)
-        self.extend_rows(shift, extended, seen.batch, seen.hidden_TH, slots, planes)
+        self.extend_rows(shift, extended, draft_input.batch, draft_input.hidden_TH, slots, planes)
 
     def extend_rows(
         self,
@@ -91,18 +91,18 @@ class AutoregressiveDrafter:
         before_TW = shift_hidden_states(state_TW, rows, places, kept_SW, self._ends(planes), slots.ints_SI, PAGE)
         self.steps.write_kv(batch.ids_T, before_TW, batch, planes)
 
-    def propose(self, asked: DraftRequest, num_drafts: int, slots: Slots, planes: Planes) -> DraftOutput | None:
-        slot_E, device = asked.slot_E.contiguous(), asked.slot_E.device
+    def propose(self, request: DraftRequest, num_drafts: int, slots: Slots, planes: Planes) -> DraftOutput | None:
+        slot_E, device = request.slot_E.contiguous(), request.slot_E.device
         if not num_drafts:
-            slots.made.index_fill_(0, slot_E, 0)
+            slots.num_drafts.index_fill_(0, slot_E, 0)
             return None
         drafts_EK = torch.empty(len(slot_E), num_drafts, dtype=torch.int64, device=device)
-        sound_E = torch.empty(len(slot_E), dtype=torch.bool, device=device)
+        is_valid_E = torch.empty(len(slot_E), dtype=torch.bool, device=device)
         state_EW = slots.extra[HIDDEN].index_select(0, slot_E)
-        chain = DraftChain(slot_E, torch.zeros_like(slot_E), state_EW, drafts_EK, sound_E)
+        chain = DraftChain(slot_E, torch.zeros_like(slot_E), state_EW, drafts_EK, is_valid_E)
         for _ in range(num_drafts):
-            self.draft(chain, asked.needs, asked.max_kv_len + num_drafts, slots, planes)
-        return DraftOutput(drafts_EK, chain.ahead_E, sound_E)
+            self.draft(chain, request.needs, request.max_kv_len + num_drafts, slots, planes)
+        return DraftOutput(drafts_EK, chain.ahead_E, is_valid_E)
 
     def draft(self, chain: DraftChain, needs: SamplingNeeds, max_kv_len: int, slots: Slots, planes: Planes) -> None:
         """One more draft of each row. max_kv_len: upper bound of the tokens before the next one. Nothing in it depends
@@ -118,11 +118,13 @@ class AutoregressiveDrafter:
         logits_ED, ids_D = self.head.logits(state_EW), self.head.ids_D
         if needs.random:
             logits_ED, ids_D = spread(logits_ED, self.head), None
-            drawn_E = self.draft_sampling.draw(logits_ED, slots, slot_E, there_EI, chain.ahead_E, needs.truncated)
+            entry_E = self.draft_sampling.sample_drafts(
+                logits_ED, slots, slot_E, there_EI, chain.ahead_E, needs.truncated
+            )
         else:
-            drawn_E = self.kernels.sampler.draw(logits_ED, slots, slot_E, there_EI, SamplingNeeds())
-        drawn = DraftedTokens(drawn_E, logits_ED, ids_D, self.vocab)
-        self.kernels.store_draft(drawn, state_EW, there_EI, chain, slots.tokens_SL, slots.ints_SI)
+            entry_E = self.kernels.sampler.sample_tokens(logits_ED, slots, slot_E, there_EI, SamplingNeeds())
+        drafted = DraftedTokens(entry_E, logits_ED, ids_D, self.vocab)
+        self.kernels.store_draft(drafted, state_EW, there_EI, chain, slots.tokens_SL, slots.ints_SI)
 
     def _ends(self, planes: Planes) -> Tensor:
         """[P, W]: the state of each page's last position."""

@@ -1,10 +1,10 @@
-"""What the runner asks of a drafter.
+"""The interface between the runner and a drafter.
 
 Tokens are those of plain decoding, whatever is drafted: `accept` samples each from the target with the noise of its
 position, and drafts decide only how many are sampled in one step (`sampling.drafts`). A wrong or failing drafter costs
 time, never a token.
 
-Letters: T tokens of the step, R rows, E emitting rows, K drafts of each, V vocabulary.
+Letters: T tokens of the step, R rows, E sampled rows, K drafts of each, V vocabulary.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from thalweg.weights.table import WeightTable
 
 @dataclass(frozen=True, slots=True)
 class DraftExtendInput:
-    """A step after its acceptance, by which a drafter extends its KV. Some tokens may be drafts that were refused."""
+    """A step after verification, whose tokens a drafter writes into its KV. Some may be rejected drafts."""
 
     plan: StepPlan
     batch: Batch  # the plan's tokens in order; padding may follow
     hidden_TH: Tensor  # of the target, after its final norm
-    compacted: DraftExtendInput | None = None  # the accepted paths alone, if the acceptance has moved their KV
+    compacted: DraftExtendInput | None = None  # only the accepted paths, if verification has compacted their KV
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +46,15 @@ class DraftOutput:
     """Drafts of each row."""
 
     drafts_EK: Tensor  # int64
-    made_E: Tensor  # int64: the first so many of a row are drafts
-    sound: Tensor  # bool, of each row or of all: False if the drafter computed NaN or no token
+    num_drafts_E: Tensor  # int64: the number of drafts of each row
+    is_valid: Tensor  # bool, of each row or of all: False if the drafter computed NaN or no token
     parents_EK: Tensor | None = None  # int64: the node before each draft (`core.tree`); None for chains
 
     def first(self, rows: int) -> DraftOutput:
-        """Of the first rows."""
+        """The drafts of the first rows."""
         parents_EK = None if self.parents_EK is None else self.parents_EK[:rows]
-        sound = self.sound[:rows] if self.sound.dim() else self.sound
-        return DraftOutput(self.drafts_EK[:rows], self.made_E[:rows], sound, parents_EK)
+        is_valid = self.is_valid[:rows] if self.is_valid.dim() else self.is_valid
+        return DraftOutput(self.drafts_EK[:rows], self.num_drafts_E[:rows], is_valid, parents_EK)
 
 
 class HasWeights(Protocol):
@@ -72,42 +72,40 @@ class Drafter(Protocol):
     """
 
     def modules(self) -> tuple[HasWeights, ...]:
-        """What has weights in the target's checkpoint."""
+        """Modules with weights in the target's checkpoint."""
 
-    def own(self) -> tuple[HasWeights, ...]:
-        """What has weights in the drafter's own folder."""
+    def own_weight_modules(self) -> tuple[HasWeights, ...]:
+        """Modules with weights in the drafter's own folder."""
 
     def planes(self) -> tuple[PlaneSpec, ...]:
-        """What it keeps of each page."""
+        """Planes of the drafter."""
 
     def fields(self) -> tuple[Field, ...]:
-        """What it keeps of each slot."""
+        """Slot fields of the drafter."""
 
-    def record(self, planes: Planes) -> None:
-        """Before the first request: what it does often may be recorded. What is computed meanwhile touches the null
-        page only.
-        """
+    def capture(self, planes: Planes) -> None:
+        """Captures or traces frequent work, before the first request. It touches the null page only."""
 
     def bind(self, binds: Sequence[Bind], slots: Slots, planes: Planes) -> None:
         """These slots were bound, and have their pages."""
 
-    def extend(self, seen: DraftExtendInput, slots: Slots, planes: Planes) -> None:
-        """Learns from a step, whose accepted tokens are in the slots."""
+    def extend(self, draft_input: DraftExtendInput, slots: Slots, planes: Planes) -> None:
+        """Writes the draft KV of a step whose accepted tokens are in the slots."""
 
-    def propose(self, asked: DraftRequest, num_drafts: int, slots: Slots, planes: Planes) -> DraftOutput | None:
-        """Puts up to `num_drafts` drafts, which may be 0, behind the known tokens of each slot, and their number into
-        `made`. None: there are none. Whatever was computed, what is put there are ids of the target, whose embeddings
-        the next step reads.
+    def propose(self, request: DraftRequest, num_drafts: int, slots: Slots, planes: Planes) -> DraftOutput | None:
+        """Writes up to `num_drafts` drafts, which may be 0, after the known tokens of each slot, and their number into
+        `slots.num_drafts`. None: there are no drafts. The tokens are always valid ids of the target, because the next
+        step reads their embeddings.
         """
 
 
 class StatelessDrafter:
-    """A drafter without weights, planes and fields: what such a one leaves undone."""
+    """Base of drafters without weights, planes and fields."""
 
     def modules(self) -> tuple[HasWeights, ...]:
         return ()
 
-    def own(self) -> tuple[HasWeights, ...]:
+    def own_weight_modules(self) -> tuple[HasWeights, ...]:
         return ()
 
     def planes(self) -> tuple[PlaneSpec, ...]:
@@ -116,20 +114,20 @@ class StatelessDrafter:
     def fields(self) -> tuple[Field, ...]:
         return ()
 
-    def record(self, planes: Planes) -> None:
+    def capture(self, planes: Planes) -> None:
         return
 
     def bind(self, binds: Sequence[Bind], slots: Slots, planes: Planes) -> None:
         return
 
-    def extend(self, seen: DraftExtendInput, slots: Slots, planes: Planes) -> None:
+    def extend(self, draft_input: DraftExtendInput, slots: Slots, planes: Planes) -> None:
         return
 
 
 class NoDrafter(StatelessDrafter):
-    """Off is a value: to accept without drafts is to sample."""
+    """No speculation: proposes nothing."""
 
-    def propose(self, asked: DraftRequest, num_drafts: int, slots: Slots, planes: Planes) -> None:
+    def propose(self, request: DraftRequest, num_drafts: int, slots: Slots, planes: Planes) -> None:
         return
 
 

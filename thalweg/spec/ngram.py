@@ -26,16 +26,16 @@ LEAST, MOST = 2, 5  # last tokens that must, and that may, have stood there befo
 class NgramDrafter(StatelessDrafter):
     """The longest of these that is found counts, and of its places the last."""
 
-    def propose(self, asked: DraftRequest, num_drafts: int, slots: Slots, planes: Planes) -> DraftOutput | None:
-        slot_E, columns = asked.slot_E, min(asked.max_kv_len + 1, slots.context)
+    def propose(self, request: DraftRequest, num_drafts: int, slots: Slots, planes: Planes) -> DraftOutput | None:
+        slot_E, columns = request.slot_E, min(request.max_kv_len + 1, slots.context)
         if not num_drafts:
-            slots.made.index_fill_(0, slot_E, 0)
+            slots.num_drafts.index_fill_(0, slot_E, 0)
             return None
         tokens_EC = slots.tokens_SL[:, :columns].index_select(0, slot_E)
         length_E = slots.length.index_select(0, slot_E)
         at_E, found_E = lookup(tokens_EC, length_E)
-        made_E = found_E * num_drafts
-        slots.made.index_copy_(0, slot_E, made_E)
+        num_drafts_E = found_E * num_drafts
+        slots.num_drafts.index_copy_(0, slot_E, num_drafts_E)
         # what stands there may end with the sequence itself, and goes round then
         ahead_K = torch.arange(num_drafts, device=slot_E.device)
         place_EK = at_E.unsqueeze(1) + ahead_K % (length_E - at_E).clamp(min=1).unsqueeze(1)
@@ -43,7 +43,9 @@ class NgramDrafter(StatelessDrafter):
         column_EK = (length_E.unsqueeze(1) + ahead_K).clamp(max=slots.context)
         place_EK = slot_E.unsqueeze(1) * slots.tokens_SL.shape[1] + column_EK
         slots.tokens_SL.view(-1).index_copy_(0, place_EK.flatten(), drafts_EK.flatten())
-        return DraftOutput(drafts_EK.to(torch.int64), made_E, torch.ones((), dtype=torch.bool, device=slot_E.device))
+        return DraftOutput(
+            drafts_EK.to(torch.int64), num_drafts_E, torch.ones((), dtype=torch.bool, device=slot_E.device)
+        )
 
 
 def lookup(tokens_EC: Tensor, length_E: Tensor) -> tuple[Tensor, Tensor]:

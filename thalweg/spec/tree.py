@@ -6,7 +6,7 @@ score. A static one has the same form in every step. A score is the log-probabil
 that samples, plus the Gumbel noise that the target will add at that position (`sampling.random`), so that the children
 of a node are the tokens that the target most likely draws.
 
-The head's entries of what it expands lie behind the known tokens of its slot, in an order of their own, and are written
+The head's KV of expanded nodes is stored after the known tokens of the slot, in the order of expansion. It is written
 again when tokens are accepted.
 
 Letters: E rows, M nodes of a level that are expanded, B children of each, T = E · M, C candidates, K nodes of the tree,
@@ -26,6 +26,7 @@ from thalweg.batch.inputs import gather
 from thalweg.batch.slots import Slots, upload
 from thalweg.core.plan import PAGE, SamplingNeeds
 from thalweg.core.tree import TreeShape
+from thalweg.kernels.build_inputs.ref import LENGTH, NUM_COMPUTED, SEED
 from thalweg.kernels.build_tree.ref import (
     BuiltTree,
     LevelInputs,
@@ -42,32 +43,34 @@ from thalweg.sampling.draft_sampling import DraftSampling
 from thalweg.spec.autoregressive import HIDDEN, AutoregressiveDrafter, spread
 from thalweg.spec.drafter import DraftOutput, DraftRequest
 
-AT_ONCE = 256  # nodes whose logits stand beside each other: bounds what a level takes
+AT_ONCE = 256  # nodes whose logits are in memory at once
 
 
 class Node(NamedTuple):
-    """Of a static tree. parent: its number; rank: which child of it, from 0 on; depth: 1 behind the root."""
+    """A node of a static tree. parent: number of its parent; rank: which child of the parent, from 0; depth: 1 for a
+    child of the root.
+    """
 
     parent: int
     rank: int
     depth: int
 
 
-class Stage(NamedTuple):
-    """What a static tree gets by expanding the nodes of one depth. nodes: their numbers, and before: where their
-    parents stand among those of the stage before. children: numbers of what they get, with behind: where their parents
-    stand among `nodes`, and rank: which children they are.
+class StaticTreeLevel(NamedTuple):
+    """The expansion of the nodes of one depth of a static tree. nodes: their numbers. node_parents: indices of their
+    parents among the nodes of the level before. children: numbers of the new nodes. parents: indices of their parents
+    among `nodes`. rank: which child of its parent each is.
     """
 
     nodes: tuple[int, ...]
-    before: tuple[int, ...]
+    node_parents: tuple[int, ...]
     children: tuple[int, ...]
-    behind: tuple[int, ...]
+    parents: tuple[int, ...]
     rank: tuple[int, ...]
 
 
 class Rows(NamedTuple):
-    """Whom trees are grown for. ints_EI: of their slots; state_EW: behind the token before the last known one."""
+    """Rows to build trees for. ints_EI: integers of their slots; state_EW: hidden state before the last known token."""
 
     slot_E: Tensor
     ints_EI: Tensor
@@ -98,52 +101,62 @@ class TreeDrafter(AutoregressiveDrafter):
         self.shape = shape
         self.order = () if shape.dynamic else static(shape)
 
-    def propose(self, asked: DraftRequest, num_drafts: int, slots: Slots, planes: Planes) -> DraftOutput | None:
+    def propose(self, request: DraftRequest, num_drafts: int, slots: Slots, planes: Planes) -> DraftOutput | None:
         if not self.shape.is_tree_step(1 + num_drafts):
-            return super().propose(asked, num_drafts, slots, planes)
+            return super().propose(request, num_drafts, slots, planes)
         if not self.shape.dynamic:
-            return self._static(asked, num_drafts, slots, planes)
-        slot_E, nodes = asked.slot_E, min(num_drafts, first_candidate(self._levels(num_drafts), self.shape.branching))
+            return self._static(request, num_drafts, slots, planes)
+        slot_E, nodes = request.slot_E, min(num_drafts, first_candidate(self._levels(num_drafts), self.shape.branching))
         token_EK, parent_EK = (slot_E.new_empty(len(slot_E), nodes) for _ in range(2))
         out = BuiltTree(token_EK, parent_EK, torch.empty_like(slot_E, dtype=torch.bool))
-        self.grow(asked, num_drafts, slots, planes, out)
-        return DraftOutput(token_EK, slots.made.index_select(0, slot_E), out.sound_E, parent_EK)
+        self.grow(request, num_drafts, slots, planes, out)
+        return DraftOutput(token_EK, slots.num_drafts.index_select(0, slot_E), out.is_valid_E, parent_EK)
 
     def _levels(self, num_drafts: int) -> int:
         return min(self.shape.max_depth, num_drafts)
 
-    def _static(self, asked: DraftRequest, num_drafts: int, slots: Slots, planes: Planes) -> DraftOutput:
-        slot_E, order, device, many = asked.slot_E, self.order[:num_drafts], asked.slot_E.device, len(asked.slot_E)
+    def _static(self, request: DraftRequest, num_drafts: int, slots: Slots, planes: Planes) -> DraftOutput:
+        slot_E, order, device, many = (
+            request.slot_E,
+            self.order[:num_drafts],
+            request.slot_E.device,
+            len(request.slot_E),
+        )
         ints_EI, state_EW = slots.ints_SI.index_select(0, slot_E), slots.extra[HIDDEN].index_select(0, slot_E)
-        rows = Rows(slot_E, ints_EI, state_EW, asked.max_kv_len, asked.needs)
+        rows = Rows(slot_E, ints_EI, state_EW, request.max_kv_len, request.needs)
         forms = [node.parent for node in order], [node.depth for node in order]
         parent_1K, depth_1K = upload(forms, torch.int64, device).chunk(2)
         mask_1N = tree_masks_of(parent_1K, depth_1K, self.shape.max_depth)
-        root_E1 = slots.tokens_SL[slot_E, ints_EI[:, 1]].to(torch.int64).unsqueeze(1)
+        root_E1 = slots.tokens_SL[slot_E, ints_EI[:, NUM_COMPUTED]].to(torch.int64).unsqueeze(1)
         token_EN, state_EMW = root_E1.repeat(1, 1 + len(order)), state_EW.unsqueeze(1)
         # whether logits were numbers: else not even a node's first child is possible
         numbers_E = torch.ones_like(slot_E, dtype=torch.bool)
-        for depth, stage in enumerate(stages(order)):
-            node_M, before_M = upload((stage.nodes, stage.before), torch.int64, device)
+        for depth, level in enumerate(static_tree_levels(order)):
+            node_M, node_parents_M = upload((level.nodes, level.node_parents), torch.int64, device)
             places = node_M.expand(many, -1), mask_1N[0, node_M].expand(many, -1)
-            batch = self._batch(Known(token_EN[:, node_M], state_EMW[:, before_M], *places, depth), rows, slots)
-            state_TW = self.steps.forward(batch.ids_T, state_EMW[:, before_M].flatten(0, 1), batch, planes)
+            batch = self._batch(Known(token_EN[:, node_M], state_EMW[:, node_parents_M], *places, depth), rows, slots)
+            state_TW = self.steps.forward(batch.ids_T, state_EMW[:, node_parents_M].flatten(0, 1), batch, planes)
             state_EMW = state_TW.view(many, len(node_M), -1)
             score_TB, token_TB = self._best(state_TW, rows, depth, slots)
             numbers_E &= score_TB[:, 0].isfinite().view(many, -1).all(1)
             token_EMB = token_TB.view(many, len(node_M), -1)
-            children, behind, rank = upload((stage.children, stage.behind, stage.rank), torch.int64, device)
-            token_EN[:, children] = token_EMB[:, behind, rank]
+            children, parents, rank = upload((level.children, level.parents, level.rank), torch.int64, device)
+            token_EN[:, children] = token_EMB[:, parents, rank]
         parent_EK, depth_EK, mask_EK = (x.expand(many, -1) for x in (parent_1K, depth_1K, mask_1N[:, 1:]))
         token_EK = token_EN[:, 1:]
         store_tree(token_EK, parent_EK, depth_EK, mask_EK, slot_E, ints_EI, slots.tensors(is_tree=True))
-        sound_E = numbers_E & state_EMW.isfinite().flatten(1).all(1) | ~state_EW.isfinite().all(1)
-        return DraftOutput(token_EK, slots.made.index_select(0, slot_E), sound_E, parent_EK)
+        is_valid_E = numbers_E & state_EMW.isfinite().flatten(1).all(1) | ~state_EW.isfinite().all(1)
+        return DraftOutput(token_EK, slots.num_drafts.index_select(0, slot_E), is_valid_E, parent_EK)
 
-    def grow(self, asked: DraftRequest, num_drafts: int, slots: Slots, planes: Planes, out: BuiltTree) -> None:
-        """A dynamic tree behind the known tokens of each slot. Asks the host for nothing."""
-        slot_E, many, device, branches = asked.slot_E, len(asked.slot_E), asked.slot_E.device, self.shape.branching
-        max_kv_len = min(asked.max_kv_len + 1 + self.shape.reserved_columns(slots.tree.num_drafts), slots.context)
+    def grow(self, request: DraftRequest, num_drafts: int, slots: Slots, planes: Planes, out: BuiltTree) -> None:
+        """Builds a dynamic tree after the known tokens of each slot, without waiting for the device."""
+        slot_E, many, device, branches = (
+            request.slot_E,
+            len(request.slot_E),
+            request.slot_E.device,
+            self.shape.branching,
+        )
+        max_kv_len = min(request.max_kv_len + 1 + self.shape.reserved_columns(slots.tree.num_drafts), slots.context)
         nothing_E1 = torch.zeros(many, 1, dtype=torch.int64, device=device)
         # the bits of 0 are those of 0.0: one launch makes both
         level = TreeLevel(
@@ -153,7 +166,7 @@ class TreeDrafter(AutoregressiveDrafter):
         root = self.kernels.build_inputs(slot_E, nothing_E1[:, 0], slots.tensors(is_tree=False), pages, PAGE)
         table_EP, ints_EI = root.table_RP, root.ints_TI
         given_EW = state_TW = slots.extra[HIDDEN].index_select(0, slot_E)
-        rows = Rows(slot_E, ints_EI, given_EW, asked.max_kv_len, asked.needs)
+        rows = Rows(slot_E, ints_EI, given_EW, request.max_kv_len, request.needs)
         group, extent = Group(0, many, 0, 1, max_kv_len), RowExtent(1, max_kv_len)
         batch = Batch(*root[:3], table_EP, root.real_T, slot_E, (group,), (extent,) * many)
         deepest = self._levels(num_drafts)
@@ -202,7 +215,10 @@ class TreeDrafter(AutoregressiveDrafter):
         """The nodes of a level as a step."""
         many, nodes = level.ids_EM.shape
         slot_T, ints_TI = rows.slot_E.repeat_interleave(nodes), rows.ints_EI.repeat_interleave(nodes, 0)
-        column_T, tree_mask_T = (rows.ints_EI[:, 1:2] + level.ahead_EM).flatten(), level.mask_EM.flatten()
+        column_T, tree_mask_T = (
+            (rows.ints_EI[:, NUM_COMPUTED, None] + level.ahead_EM).flatten(),
+            level.mask_EM.flatten(),
+        )
         _, column_T, write_T, real_T = gather(slots, slot_T, column_T, ints_TI)
         max_kv_len = min(
             rows.max_kv_len + 1 + (self.shape.reserved_columns(slots.tree.num_drafts) if level.depth else 0),
@@ -210,11 +226,11 @@ class TreeDrafter(AutoregressiveDrafter):
         )
         return Batch(
             ids_T=level.ids_EM.flatten() * real_T,
-            positions_T=(ints_TI[:, 1] + level.depth) * real_T,
+            positions_T=(ints_TI[:, NUM_COMPUTED] + level.depth) * real_T,
             write_T=write_T,
             table_RP=slots.table_SP[:, : -(-max_kv_len // PAGE)].index_select(0, rows.slot_E),
             real_T=real_T,
-            emit_N=slot_T,
+            logits_indices_N=slot_T,
             groups=(Group(0, many, 0, nodes, max_kv_len),),
             extents=(RowExtent(nodes, max_kv_len),) * many,
             tree=TreeMask(column_T, tree_mask_T, many) if level.depth else None,
@@ -246,8 +262,8 @@ def _with_gumbel_noise(
     nodes = len(logits_TV) // len(slot_E)
     slot_T, ints_TI = slot_E.repeat_interleave(nodes), ints_EI.repeat_interleave(nodes, 0)
     scaled_TV = distribution.apply_temperature(logits_TV, slots, slot_T, ints_TI, truncated)
-    perturbed_TV = distribution.add_gumbel_noise(scaled_TV, ints_EI[:, 3], ints_EI[:, 0] + depth)
-    return torch.where(slots.floats_SF[:, :1].index_select(0, slot_T) == 0, logits_TV, perturbed_TV)
+    perturbed_TV = distribution.add_gumbel_noise(scaled_TV, ints_EI[:, SEED], ints_EI[:, LENGTH] + depth)
+    return torch.where(slots.temperature.index_select(0, slot_T).unsqueeze(1) == 0, logits_TV, perturbed_TV)
 
 
 def static(shape: TreeShape) -> tuple[Node, ...]:
@@ -263,16 +279,18 @@ def static(shape: TreeShape) -> tuple[Node, ...]:
     return tuple(found)
 
 
-def stages(order: Sequence[Node]) -> list[Stage]:
-    """How a static tree of these nodes is grown."""
+def static_tree_levels(order: Sequence[Node]) -> list[StaticTreeLevel]:
+    """The levels of a static tree of these nodes."""
     depths, inner = (0, *(node.depth for node in order)), {node.parent for node in order}
-    found: list[Stage] = []
+    found: list[StaticTreeLevel] = []
     nodes: tuple[int, ...] = (0,)
-    before: tuple[int, ...] = (0,)
+    node_parents: tuple[int, ...] = (0,)
     for depth in range(max(depths)):
         children = tuple(i for i, own in enumerate(depths) if own == depth + 1)
-        behind = tuple(nodes.index(order[i - 1].parent) for i in children)
-        found.append(Stage(nodes, before, children, behind, tuple(order[i - 1].rank for i in children)))
-        going = [(i, place) for i, place in zip(children, behind, strict=True) if i in inner]
-        nodes, before = tuple(i for i, _ in going), tuple(place for _, place in going)
+        parents = tuple(nodes.index(order[i - 1].parent) for i in children)
+        found.append(
+            StaticTreeLevel(nodes, node_parents, children, parents, tuple(order[i - 1].rank for i in children))
+        )
+        going = [(i, place) for i, place in zip(children, parents, strict=True) if i in inner]
+        nodes, node_parents = tuple(i for i, _ in going), tuple(place for _, place in going)
     return found

@@ -101,6 +101,7 @@ BUILTIN_ENCODERS = {
     "deepseek-v31": _Builtin("deepseek_v31", "v31", ParserNames("deepseek-v3", "deepseekv31")),
     "deepseek-v31-terminus": _Builtin("deepseek_v31", "terminus", ParserNames("deepseek-v3", "deepseekv31")),
     "deepseek-v32": _Builtin("deepseek_v32", "v32", ParserNames("deepseek-v3", "deepseekv32")),
+    "deepseek-v32-speciale": _Builtin("deepseek_v32", "v32", ParserNames("deepseek-v3", "deepseekv32"), False),
 }
 
 
@@ -121,6 +122,20 @@ class ChatFormat:
     formats: ParserNames
     reason: str  # why they were chosen
     strip: bool | None = None  # keep thoughts out of the prefix cache; None: where the template drops them
+    builtin: str = ""  # the built-in encoder that fits the checkpoint, in place of its own template
+    shows_calls: bool = False  # the user wants calls as text
+
+    @property
+    def no_tools(self) -> str:
+        """Why requests with tools are refused; "" where they are served."""
+        instead = "leave them out, or start with "
+        instead += f"--chat-template {self.builtin}" if self.builtin else "another --chat-template"
+        if not self.encoder.renders_tools:
+            return f"this model's chat template does not render tools: {instead}"
+        if self.formats.tools is None and self.encoder.templates and not self.shows_calls:
+            why = "no parser knows the calls that this model's chat template asks for"
+            return f"{why}: {instead}, or --tool-call-parser (none: calls are text)"
+        return ""
 
 
 @dataclass(frozen=True)
@@ -155,12 +170,20 @@ def choose_chat(
         sources.setdefault("default", next(iter(sources.values())))
         templates = {name: Template(source, options.special_tokens) for name, source in sources.items()}
         encoder = ChatEncoder("jinja", templates, any("tools" in source for source in sources.values()))
-        return ChatFormat(encoder, formats_of(sources["default"]), reason)
+        return ChatFormat(
+            encoder, formats_of("".join(sources.values())), reason, builtin=_with_tools(folder, config, name)
+        )
     chosen = builtin_encoder(config, f"{name} {folder.name}")
     if chosen is None:
         reason = "no chat template in the checkpoint, and no built-in encoder fits its architecture"
         return ChatFormat(ChatEncoder("none", {}, False), ParserNames(None, None), reason)
     return _builtin_format(chosen, "no chat template in the checkpoint; chosen by architecture and name")
+
+
+def _with_tools(folder: Path, config: Mapping[str, Any], name: str) -> str:
+    """The built-in encoder for a checkpoint, if it renders tools; else ""."""
+    chosen = builtin_encoder(config, f"{name} {folder.name}")
+    return chosen if chosen is not None and BUILTIN_ENCODERS[chosen].renders_tools else ""
 
 
 def builtin_encoder(config: Mapping[str, Any], name: str) -> str | None:
@@ -169,6 +192,8 @@ def builtin_encoder(config: Mapping[str, Any], name: str) -> str | None:
     kind = f"{config.get('model_type', '')} {' '.join(map(str, architectures))}".lower().replace("_", "")
     lower = name.lower()
     if "deepseekv32" in kind:
+        if "speciale" in lower:
+            return "deepseek-v32-speciale"
         return "deepseek-v31-terminus" if "exp" in lower else "deepseek-v32"
     if "deepseekv3" not in kind:
         return None
@@ -190,16 +215,23 @@ def wants_thinking(thinking: bool | None, template_kwargs: Mapping[str, Any] | N
 def formats_of(template: str) -> ParserNames:
     """The parsers for a model, by the markup that its template writes."""
     reasoning = None
-    if "</think>" in template:
+    if "</think>" in template and "｜" in template:  # DeepSeek's
         reasoning = "deepseek-v3" if "thinking" in template and "enable_thinking" not in template else "deepseek-r1"
-        reasoning = "qwen3" if "<|im_start|>" in template else reasoning
+    elif "</think>" in template:
+        reasoning = "glm45" if "<arg_key>" in template else "qwen3"
     if "｜DSML｜" in template:
         return ParserNames(reasoning, "deepseekv32")
     if "<｜tool▁sep｜>" in template:
         return ParserNames(reasoning, "deepseekv3" if "```json" in template else "deepseekv31")
-    if "<tool_call>" in template and "<function=" not in template:
-        return ParserNames(reasoning, "qwen25")
-    return ParserNames(reasoning, None)
+    marks = {  # the first that matches decides; "<function=" is Qwen3-Coder's, which no parser here knows
+        "<arg_key>": "glm45",
+        "<|tool_call_begin|>": "kimi_k2",
+        "<function=": None,
+        "<tool_call>": "qwen25",
+        "<|python_tag|>": "llama3",
+        '{"name": function name, "parameters"': "llama3",  # 3.2
+    }
+    return ParserNames(reasoning, next((parser for mark, parser in marks.items() if mark in template), None))
 
 
 def _builtin_format(name: str, reason: str) -> ChatFormat:

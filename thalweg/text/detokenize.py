@@ -66,15 +66,19 @@ class WindowDetokenizer:
 Detokenizer = ByteDetokenizer | WindowDetokenizer
 
 
+_PRINTABLE = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
+# GPT-2's alphabet: the character of each byte
+BYTE_CHARACTERS = [chr(byte if byte in _PRINTABLE else 0x100 + _OTHERS.index(byte)) for byte in range(256)]
+
+
 def byte_pieces(tokens: Mapping[int, str], added: Mapping[int, str]) -> dict[int, bytes]:
     """id → bytes of a byte-level BPE vocabulary.
 
     A token spells bytes in GPT-2's alphabet, where printable Latin-1 is itself and the other bytes are U+0100 and on.
     One with any other character (an added token) is its own UTF-8.
     """
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [b for b in range(256) if b not in printable]
-    alphabet = {chr(b): b for b in printable} | {chr(0x100 + n): b for n, b in enumerate(others)}
+    alphabet = {character: byte for byte, character in enumerate(BYTE_CHARACTERS)}
 
     def spell(token: str) -> bytes:
         try:

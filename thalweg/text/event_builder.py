@@ -57,7 +57,7 @@ class TextSpacing:
 
 
 class EventBuilder:
-    """The answer so far, as events. hold: a call appears only when it is complete, so a malformed one never does."""
+    """The answer so far, as events. hold: a call appears only when it has ended, so a malformed one never does."""
 
     def __init__(self, hold: bool, new_id: Callable[[], str]) -> None:
         self.hold = hold
@@ -88,9 +88,11 @@ class EventBuilder:
         self._add(PartKind.TEXT, self._spacing.finish())
         self.close()
 
-    def start_call(self, name: str) -> Part:
+    def start_call(self, name: str, id: str = "") -> Part:
+        """id: the model's own, if it writes ids; one that it has used is replaced."""
         self._spacing.confirm()
-        call = self._begin(Part(PartKind.CALL, len(self.parts), self._new_id(), name, self._calls))
+        id = self._new_id() if id in ("", *(part.id for part in self.parts)) else id
+        call = self._begin(Part(PartKind.CALL, len(self.parts), id, name, self._calls))
         self._calls += 1
         return call
 
@@ -129,12 +131,13 @@ class CallReader(ABC):
     def __init__(self, builder: EventBuilder, hold: bool = False) -> None:
         """hold: show this call only when it is complete, whatever the others do."""
         builder.cut()
-        self.name = ""
+        self.name = self.id = ""  # id: where the model writes one
         self.raw: list[str] = []  # all text of the call
         self.json = PartialJson()
         self.after: list[str] = []  # text after the JSON object
         self._builder = builder
-        self._hold = hold or builder.hold
+        self._hold, self._shows_at_end = hold or builder.hold, hold
+        self._text_ended = self._is_cut = False
         self._held: list[str] = []  # arguments of a call that is not shown yet
         self._part: Part | None = None  # once it is shown
 
@@ -162,44 +165,67 @@ class CallReader(ABC):
             self.json.rest = ""
         return not self.json.bad
 
+    def waiting(self) -> str:
+        """Arguments that were read and not passed on."""
+        return self.json.held
+
     @property
     def held(self) -> str:
         return "".join(self._held)
 
     def pass_on(self, arguments: str) -> None:
-        """More of the arguments: text that can be closed into valid JSON."""
+        """More of the arguments."""
         if not arguments:
             return
         if self._hold:
             self._held.append(arguments)
             return
         if self._part is None:
-            self._part = self._builder.start_call(self.name)
+            self._part = self._builder.start_call(self.name, self.id)
         self._builder.extend(self._part, arguments)
 
     def succeed(self) -> str:
         """The call is complete. Returns the words after its arguments."""
         if self._part is None:
-            self._builder.extend(self._builder.start_call(self.name), self.held)
+            self._builder.extend(self._builder.start_call(self.name, self.id), self.held)
         self._builder.close()
         self._builder.cut()
         return words_after_json("".join(self.after))
 
-    def fail(self, closing: str | None = None, raw: str | None = None, left: str | None = None) -> str:
-        """The call is malformed or broken off.
-
-        If it has not started, `raw`, all its text, is content. Else the arguments end with `closing`, and `left`, the
-        text that was not passed on, is content.
+    def fail(self, raw: str | None = None, left: str | None = None) -> str:
+        """The call is malformed. If it is not shown, `raw`, all its text, is content. Else `left`, the text that was
+        not passed on, is content.
         """
+        if self._text_ended and self._break_off():
+            return "".join(self.after)
         if self._part is None:
             self._builder.text("".join(self.raw) if raw is None else raw)
             return ""
-        self._part.whole = False
-        self._builder.extend(self._part, self.json.closing() if closing is None else closing)
+        self._part.complete = False
         self._builder.close()
         self._builder.cut()
         self._builder.text(self.json.held + self.json.rest if left is None else left)
         return ""
+
+    def finish(self, is_cut: bool) -> str:
+        """The text ended inside the call. is_cut: at a limit, not where the model ended it. Returns content."""
+        self._text_ended, self._is_cut = True, is_cut
+        return self.close(ended=False)
+
+    def _break_off(self) -> bool:
+        """Ends the call where the text ended: closing its JSON would make other arguments of it. False when it is
+        content: a call that must not be shown before its end, or one without arguments that the model gave up.
+        """
+        has_begun = self._part is not None or bool(self._held)
+        if self._shows_at_end or not (has_begun or self._is_cut):
+            return False
+        if has_begun or self.name:
+            if self._part is None:
+                self._part = self._builder.start_call(self.name, self.id)
+            self._builder.extend(self._part, self.held + self.waiting())
+            self._part.complete = False
+            self._builder.close()
+        return True
 
 
 class ToolLayer(ABC):
@@ -220,3 +246,9 @@ class ToolLayer(ABC):
         call, self.call = self.call, None
         if call is not None:
             self.builder.text(call.close(ended))
+
+    def finish(self, is_cut: bool) -> None:
+        """The text ended. is_cut: at a limit, not where the model ended it."""
+        call, self.call = self.call, None
+        if call is not None:
+            self.builder.text(call.finish(is_cut))

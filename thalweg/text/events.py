@@ -23,12 +23,12 @@ class Part:
     id: str = ""  # of a call, as name and number
     name: str = ""
     number: int = 0  # among the calls
-    whole: bool = True  # False: the call was malformed or broken off, and its arguments were only closed
+    complete: bool = True  # False: the call was malformed or broken off; its arguments are as far as they came
     deltas: list[str] = field(default_factory=list)
 
     @property
     def text(self) -> str:
-        """Of a call: its arguments, one JSON object once it is closed."""
+        """Arguments of a call, one JSON object if it is complete."""
         return "".join(self.deltas)
 
 
@@ -42,6 +42,7 @@ class ParsedCall(NamedTuple):
     id: str
     name: str
     arguments: str
+    complete: bool = True  # False: see `Part`
 
 
 class ParsedAnswer(NamedTuple):
@@ -49,10 +50,16 @@ class ParsedAnswer(NamedTuple):
     reasoning: str | None
     calls: tuple[ParsedCall, ...]
 
+    @property
+    def has_calls(self) -> bool:
+        """Whether there is a call that can be run."""
+        return any(call.complete for call in self.calls)
+
 
 def answer_of(parts: Sequence[Part]) -> ParsedAnswer:
     texts: dict[PartKind, str] = {}
     for part in parts:
         texts[part.kind] = texts.get(part.kind, "") + part.text
-    calls = tuple(ParsedCall(part.id, part.name, part.text) for part in parts if part.kind is PartKind.CALL)
-    return ParsedAnswer(texts.get(PartKind.TEXT), texts.get(PartKind.REASONING), calls)
+    calls = (part for part in parts if part.kind is PartKind.CALL)
+    parsed = tuple(ParsedCall(part.id, part.name, part.text, part.complete) for part in calls)
+    return ParsedAnswer(texts.get(PartKind.TEXT), texts.get(PartKind.REASONING), parsed)

@@ -69,7 +69,7 @@ class Lexer:
             tokens.append(tag)
 
     def finish(self) -> Token:
-        """What was held back: text that only looked like a tag, or a tag that never ended (kind `partial`)."""
+        """Text that was held back: text that only looked like a tag, or a tag that never ended (kind `partial`)."""
         held, self._buffer = self._buffer, ""
         return Tag("partial", held) if self._pattern.match(held.translate(self._fold)) else held
 

@@ -16,7 +16,18 @@ from thalweg.text.events import Event, ParsedAnswer, answer_of
 from thalweg.text.lexer import Lexer, Tag, TagSyntax, Token, literal_tags
 from thalweg.text.tools_dsml import TAGS as DSML_TAGS
 from thalweg.text.tools_dsml import DsmlTools, without_marks
-from thalweg.text.tools_json import HERMES_TAGS, SEP_TAGS, HermesTools, SepTools
+from thalweg.text.tools_glm import TAGS as GLM_TAGS
+from thalweg.text.tools_glm import GlmTools
+from thalweg.text.tools_json import (
+    HERMES_TAGS,
+    KIMI_TAGS,
+    LLAMA_TAGS,
+    SEP_TAGS,
+    HermesTools,
+    KimiTools,
+    LlamaTools,
+    SepTools,
+)
 
 FormatT = TypeVar("FormatT")
 
@@ -24,7 +35,7 @@ FormatT = TypeVar("FormatT")
 class ToolFormat(NamedTuple):
     tags: TagSyntax
     layer: Callable[[EventBuilder, Schemas], ToolLayer]
-    mark: str  # the token that every call has
+    mark: str  # the token that every call has; "": none
     plain: Callable[[str], str]  # a tag → its text where no tools were offered: special tokens are dropped
 
 
@@ -34,14 +45,19 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
     "deepseekv31": _SEP,
     "deepseekv32": ToolFormat(DSML_TAGS, DsmlTools, "｜DSML｜", without_marks),
     "qwen25": ToolFormat(HERMES_TAGS, HermesTools, "<tool_call>", str),
+    "glm45": ToolFormat(GLM_TAGS, GlmTools, "<tool_call>", lambda raw: ""),
+    "kimi_k2": ToolFormat(KIMI_TAGS, KimiTools, "<|tool_call_begin|>", lambda raw: ""),
+    "llama3": ToolFormat(LLAMA_TAGS, LlamaTools, "", lambda raw: ""),
 }
 
-# Where an answer begins, by the request's `thinking` (None: not given). inside: in the thought, which the prompt has
-# opened; maybe: in the thought if the text begins with `<think>`; outside: in the content.
+# Where an answer begins, by the request's `thinking` (None: not given), unless its prompt tells.
+# inside: in the thought, which the prompt has opened; maybe: in the thought if the text begins with `<think>`; outside:
+# in the content.
 REASONING_FORMATS: Mapping[str, Mapping[bool | None, str]] = {
     "deepseek-r1": {None: "inside", True: "inside", False: "inside"},
     "deepseek-v3": {None: "outside", True: "inside", False: "outside"},
     "qwen3": {None: "maybe", True: "maybe", False: "outside"},
+    "glm45": {None: "maybe", True: "maybe", False: "outside"},
 }
 
 _THINK = literal_tags({"<think>": "think", "</think>": "/think"})
@@ -51,9 +67,9 @@ class AnswerParser:
     """Reads one answer. Never raises, whatever the text is.
 
     reasoning, tools: names of the formats, None for none. thinking: the request's choice. inside: overrides where the
-    answer begins (see `opens_thought`). functions: the request's functions, for parameter types. offered: the model may
-    call functions; without that a call is text. hold: show a call only when it is complete, a malformed one as
-    content; otherwise arguments stream, and a call that breaks off is closed into valid JSON and marked `whole=False`.
+    answer begins (see `is_in_thought`). functions: the request's functions, for parameter types. offered: the model may
+    call functions; without that a call is text. hold: show a call only when it has ended, a malformed one as content;
+    otherwise arguments stream. A call in which the text ends is not `complete`, and has the arguments that came.
     Raises UnsupportedConfig for an unknown format.
     """
 
@@ -81,7 +97,7 @@ class AnswerParser:
         if tools is not None:
             schemas = {str(function["name"]): function.get("parameters") or {} for function in functions}
             form = _named(TOOL_FORMATS, tools, "--tool-call-parser")
-            self._tools = form.layer(self._builder, schemas)
+            self._tools = form.layer(self._builder, schemas) if offered else None
             self._plain = None if offered else form.plain
             syntaxes.append(form.tags)
         self._lexer = Lexer(syntaxes)
@@ -95,12 +111,14 @@ class AnswerParser:
         """The answer so far."""
         return answer_of(self.parts)
 
-    def feed(self, text: str, last: bool = False) -> list[Event]:
+    def feed(self, text: str, finish: str | None = None) -> list[Event]:
+        """finish: of the last text, its finish reason; a reason other than "stop" cut the answer off."""
         for token in self._lexer.feed(text):
             self._token(token)
-        return self.finish() if last else self._builder.drain()
+        return self._builder.drain() if finish is None else self.finish(is_cut=finish != "stop")
 
-    def finish(self) -> list[Event]:
+    def finish(self, is_cut: bool = False) -> list[Event]:
+        """is_cut: the text ended at a limit, so markup at its end that is not a call yet is no content."""
         held = self._lexer.finish()
         if held:
             self._token(held)
@@ -109,7 +127,7 @@ class AnswerParser:
         if self._state == self._maybe:
             self._builder.text("".join(self._space))
         if self._tools is not None:
-            self._tools.close(ended=False)
+            self._tools.finish(is_cut)
         self._builder.finish()
         return self._builder.drain()
 
@@ -163,9 +181,10 @@ class AnswerParser:
             self._builder.text(token)
 
 
-def opens_thought(prompt: str) -> bool:
-    """Whether a prompt leaves the model inside a thought."""
-    return prompt.rstrip().endswith("<think>")
+def is_in_thought(prompt: str) -> bool | None:
+    """Whether a prompt leaves the model inside a thought. None: it does not tell."""
+    end = prompt.rstrip()
+    return True if end.endswith("<think>") else False if end.endswith("</think>") else None
 
 
 def _named(catalog: Mapping[str, FormatT], name: str, flag: str) -> FormatT:

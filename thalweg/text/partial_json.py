@@ -1,7 +1,7 @@
-"""A JSON object that comes in pieces: passes on only text that can still be closed into valid JSON.
+"""A JSON object that comes in pieces: passes on only text that a JSON object can begin with.
 
-Wherever the stream ends, the passed text plus `closing()` parses. Keys, commas and numbers wait until their value has
-begun (or ended); the text of strings passes at once.
+Keys, commas and numbers wait until their value has begun (or ended), so that a malformed call shows as little as it
+can; the text of strings passes at once.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ _SCALAR = re.compile(r"[^\s,\]}\[{:\"]+")
 _VALID_SCALAR = re.compile(r"(?:-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?|true|false|null)\Z", re.ASCII)
 _ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})')
 _PARTIAL_ESCAPE = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?\Z")
+_MEMBER = re.compile(r'[\s,]*("(?:[^"\\\x00-\x1f]|\\.)*")\s*:\s*')
+_DECODER = json.JSONDecoder()
 _DEPTH = 128
 
 # What may come next.
@@ -30,7 +32,7 @@ class PartialJson:
         self._state = _OBJECT
         self._stack: list[str] = []
         self._text = ""  # part of an escape or of a number
-        self._pending: list[str] = []  # complete, but not closable by itself
+        self._pending: list[str] = []  # complete, but its value has not begun
         self._scalar: list[str] = []
         self.rest = ""  # text after the object, or from the malformed position on
         self.bad = False
@@ -48,10 +50,6 @@ class PartialJson:
     def held(self) -> str:
         """Text taken in but not passed on (nor part of `rest`)."""
         return "".join((*self._pending, *self._scalar, self._text))
-
-    def closing(self) -> str:
-        """Completes the text passed on so far to a JSON object."""
-        return ('"' if self._state == _IN_STRING else "") + "".join(reversed(self._stack))
 
     def feed(self, text: str) -> str:
         text, self._text = self._text + text, ""
@@ -151,6 +149,30 @@ class PartialJson:
         out += (*self._pending, piece)
         self._pending.clear()
         self._state = state
+
+
+def whole_object(text: str) -> str:
+    """One JSON object, with control characters escaped. Raises ValueError."""
+    reader = PartialJson()
+    out = reader.feed(text)
+    if not reader.done or reader.rest.strip():
+        raise ValueError("not one JSON object")
+    return out
+
+
+def whole_members(text: str) -> dict[str, object]:
+    """The members of a JSON object that ended within `text`, the beginning of one."""
+    members: dict[str, object] = {}
+    at = text.find("{") + 1
+    while at and (match := _MEMBER.match(text, at)):
+        try:
+            value, at = _DECODER.raw_decode(text, match.end())
+        except ValueError:
+            break
+        if not text[at:].strip():  # a number may have had more digits
+            break
+        members[json.loads(match[1])] = value
+    return members
 
 
 def words_after_json(text: str) -> str:

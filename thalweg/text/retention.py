@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from thalweg.core.errors import CheckpointError, InvalidRequest
 from thalweg.core.retention import RETAIN_ALL, CacheRetention
 from thalweg.text.chat import ChatFormat
-from thalweg.text.parser import TOOL_FORMATS, opens_thought
+from thalweg.text.parser import TOOL_FORMATS, is_in_thought
 
 KNOWN = 256  # sets of template arguments whose behavior is kept; beyond it all are forgotten
 _THOUGHT, _ANSWER = "thalweg-thought", "thalweg-answer"
@@ -26,7 +26,7 @@ _TOOL = {"type": "function", "function": {"name": "f", "description": "d", "para
 
 
 class TemplateBehavior(NamedTuple):
-    """What a template renders again in the next turn."""
+    """Parts of a turn that a template renders again in the next turn."""
 
     thoughts: bool  # the thought of an answer
     called: bool  # the thought before a call, when the call's result follows
@@ -45,7 +45,8 @@ class ThinkingRetention:
         self._chat = chat
         self._thinks = chat.formats.reasoning is not None and chat.strip is not False
         self._think_id = mark_id("<think>")
-        self._call_id = mark_id(TOOL_FORMATS[chat.formats.tools].mark) if chat.formats.tools else None
+        mark = TOOL_FORMATS[chat.formats.tools].mark if chat.formats.tools else ""
+        self._call_id = mark_id(mark) if mark else None
         self._behaviors: dict[bytes, TemplateBehavior] = {}
 
     @property
@@ -62,7 +63,7 @@ class ThinkingRetention:
         if prompt.rstrip().endswith("</think>"):
             dropped = CacheRetention(False, tool_call_id=call_id if behavior.plain_called else -1)
             return RETAIN_ALL if behavior.plain else dropped
-        start_id = -1 if opens_thought(prompt) else self._think_id
+        start_id = -1 if is_in_thought(prompt) else self._think_id
         if start_id is None or (behavior.thoughts and not self._chat.strip):
             return RETAIN_ALL
         return CacheRetention(False, start_id, call_id if behavior.called else -1)

@@ -11,8 +11,10 @@ from tokenizers import AddedToken, decoders
 from tokenizers import Tokenizer as Library
 
 from thalweg.core.errors import CheckpointError, InvalidRequest
+from thalweg.text import tiktoken
 from thalweg.text.detokenize import ByteDetokenizer, Detokenizer, WindowDetokenizer, byte_pieces
 
+FILE = "tokenizer.json"
 PROBE = 1 << 16  # characters; the beginning of a text that is tokenized to judge the whole
 MARGIN = 64  # tokens that the cut end of a beginning may have too many, beside an eighth
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")  # of an added token
@@ -30,8 +32,7 @@ class Tokenizer:
 
     def __init__(self, folder: Path) -> None:
         config = read_json_object(folder / "tokenizer_config.json")
-        self._library = _load(folder / "tokenizer.json")
-        self._add_declared(config)
+        self._library = _load(folder)
         self.special_tokens = _special_tokens(config)
         added = self._library.get_added_tokens_decoder()
         self.added_ids = frozenset(added)
@@ -109,15 +110,6 @@ class Tokenizer:
         flag = config.get("add_bos_token")
         return flag if isinstance(flag, bool) else self.bos_id in self._library.encode("", add_special_tokens=True).ids
 
-    def _add_declared(self, config: Mapping[str, Any]) -> None:
-        """Adds the tokens that only tokenizer_config.json declares, as transformers does, in order of their ids."""
-        declared = config.get("added_tokens_decoder") or {}
-        for key in sorted(declared, key=int):
-            token = declared[key]
-            if self._library.token_to_id(token["content"]) is None:
-                flags = {name: bool(token.get(name, False)) for name in _FLAGS}
-                self._library.add_tokens([AddedToken(token["content"], **flags)])
-
 
 def _declared_ids(folder: Path) -> tuple[int | None, set[int]]:
     """The bos id and the eos ids that config.json and generation_config.json name."""
@@ -136,17 +128,36 @@ def _declared_ids(folder: Path) -> tuple[int | None, set[int]]:
 
 def vocabulary(folder: Path) -> dict[str, int]:
     """Token → id of the tokenizer in this folder, added tokens too. Raises CheckpointError."""
-    return dict(_load(folder / "tokenizer.json").get_vocab(with_added_tokens=True))
+    return dict(_load(folder).get_vocab(with_added_tokens=True))
 
 
-def _load(path: Path) -> Library:
+def has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in (FILE, tiktoken.FILE))
+
+
+def _load(folder: Path) -> Library:
+    """The library's tokenizer, with the tokens that only tokenizer_config.json declares, as transformers adds them."""
+    path, declared = folder / FILE, _declared_tokens(folder)
+    if not path.is_file() and (folder / tiktoken.FILE).is_file():
+        return tiktoken.load(folder / tiktoken.FILE, declared)
     if not path.is_file():
         message = "missing; a checkpoint needs tokenizer.json beside its weights (save_pretrained of a fast tokenizer)"
         raise CheckpointError(f"{path}: {message}")
     try:
-        return Library.from_str(path.read_text(encoding="utf-8"))
+        library = Library.from_str(path.read_text(encoding="utf-8"))
     except Exception as error:  # the library raises nothing more precise
         raise CheckpointError(f"{path}: not a tokenizer ({error}); download it again") from error
+    library.add_tokens([token for token in declared.values() if library.token_to_id(token.content) is None])
+    return library
+
+
+def _declared_tokens(folder: Path) -> dict[int, AddedToken]:
+    """The added tokens of tokenizer_config.json by their ids, ascending."""
+    declared = read_json_object(folder / "tokenizer_config.json").get("added_tokens_decoder") or {}
+    return {
+        int(key): AddedToken(declared[key]["content"], **{name: bool(declared[key].get(name)) for name in _FLAGS})
+        for key in sorted(declared, key=int)
+    }
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from thalweg.text.grammar import json_rule, literal, read_schema
 MarkId = Callable[[str], int | None]
 Function = Mapping[str, Any]
 
-_MARK = re.compile("(<｜[^<>]*｜>|｜DSML｜|</?tool_call>)")
+_MARK = re.compile(r"(<｜[^<>]*｜>|｜DSML｜|</?tool_call>|</?arg_(?:key|value)>|<\|[a-z_]+\|>)")
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 _KEY = re.compile(r'[^"<>\s]{1,128}')
 _NOTES = {"description", "title", "default", "examples", "deprecated"}
@@ -69,6 +69,37 @@ def _hermes(tools: ToolGrammarSpec) -> list[str]:
     return rules
 
 
+def _kimi(tools: ToolGrammarSpec) -> list[str]:
+    begin, end = (tools.mark(f"<|tool_calls_section_{word}|>") for word in ("begin", "end"))
+    rules = [_block(tools, begin, f"calls {end}", '"\\n"?')]
+    for i, function in enumerate(tools.functions):
+        head = tools.mark(f"<|tool_call_begin|>functions.{function['name']}:")
+        json_begin, json_end = tools.mark("<|tool_call_argument_begin|>"), tools.mark("<|tool_call_end|>")
+        rules += [f"call{i}: {head} /[0-9]{{1,3}}/ {json_begin} json{i} {json_end}", _arguments(i, function)]
+    return rules
+
+
+def _llama(tools: ToolGrammarSpec) -> list[str]:
+    """An answer that begins with a brace is calls; any other is text."""
+    call = "(" + " | ".join(f"call{i}" for i in range(len(tools.functions))) + ")"
+    rest = "" if tools.forced else " | content" if tools.content else " | TEXT"
+    rules = [f"start: calls{rest}", f"calls: {call}" + ("" if tools.single else f' ("; " {call})*')]
+    if rest:
+        rules.append(f"content: {tools.content}" if tools.content else f"TEXT: /([^{{]{_TEXT})?/")
+    for i, function in enumerate(tools.functions):
+        head = literal('{"name": ' + json.dumps(function["name"]) + ', "parameters": ')
+        rules += [f'call{i}: {head} json{i} "}}"', _arguments(i, function)]
+    return rules
+
+
+def _glm(tools: ToolGrammarSpec) -> list[str]:
+    rules = [_block(tools, tools.mark("<tool_call>"), "", '"\\n"?')]
+    for i, function in enumerate(tools.functions):
+        body, more = _parameters(tools, i, function, _glm_parameter)
+        rules += [f'call{i}: {literal(function["name"])} "\\n"? {body} {tools.mark("</tool_call>")}', *more]
+    return [*rules, f"TEXT_VALUE: /{_TEXT}/ & ~/{_TEXT}<\\/arg_value>{_TEXT}/"]
+
+
 def _block(tools: ToolGrammarSpec, begin: str, rest: str, between: str) -> str:
     """The rules `start` and `calls`. rest "": the block is only its calls, with `begin` before each."""
     call = "(" + " | ".join(f"call{i}" for i in range(len(tools.functions))) + ")"
@@ -94,26 +125,31 @@ def _dsml(tools: ToolGrammarSpec) -> list[str]:
     rules = [_block(tools, begin, f"calls {end}", "")]
     for i, function in enumerate(tools.functions):
         head = tools.mark(f'<｜DSML｜invoke name="{function["name"]}">\n')
-        body, more = _parameters(tools, i, function)
+        body, more = _parameters(tools, i, function, _parameter)
         rules += [f"call{i}: {head} {body} {tools.mark('</｜DSML｜invoke>' + chr(10))}", *more]
     # A text ends with the first `</` before a mark; any other is part of it.
     return [*rules, f"text: chunk+\nchunk[lazy]: /{_TEXT}<\\//"]
 
 
-def _parameters(tools: ToolGrammarSpec, i: int, function: Function) -> tuple[str, list[str]]:
-    """The content of an invoke: parameters, one rule each, or one JSON object."""
+MakeParameter = Callable[[ToolGrammarSpec, str, str, Any, Mapping[str, Any]], list[str]]
+
+
+def _parameters(tools: ToolGrammarSpec, i: int, function: Function, parameter: MakeParameter) -> tuple[str, list[str]]:
+    """The content of a call: parameters, one rule each, or one JSON object."""
     schema = _schema(i, function)
     members = schema.get("properties", {})
     required = schema.get("required", ())
     apart = schema.keys() <= _APART and isinstance(members, dict) and isinstance(required, list | tuple)
     apart = apart and set(required) <= members.keys() and all(map(_KEY.fullmatch, members))
+    if parameter is _glm_parameter:  # a string is written as it is, so no rule of JSON can hold it to more
+        apart = apart and not any(_is_constrained_string(member) for member in members.values())
     if not apart or '"$ref": "#"' in json.dumps(schema):
         return f"json{i}", [_arguments(i, function)]
     shared: dict[str, Any] = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     terms, rules = [], []
     for k, (name, member) in enumerate(members.items()):
         terms.append(f"p{i}x{k}" if name in required else f"p{i}x{k}?")
-        rules += _parameter(tools, f"p{i}x{k}", name, member, shared)
+        rules += parameter(tools, f"p{i}x{k}", name, member, shared)
     return " ".join(terms), rules
 
 
@@ -131,6 +167,25 @@ def _parameter(tools: ToolGrammarSpec, rule: str, name: str, member: Any, shared
         string, value, extra = "false", f'{rule}v "</"', [f"{rule}v: {json_rule(schema)}"]
     head = tools.mark(f'<｜DSML｜parameter name="{name}" string="{string}">')
     return [f"{rule}: {head} {value} {ending}", *extra]
+
+
+def _is_constrained_string(member: Any) -> bool:
+    return (
+        isinstance(member, dict) and member.get("type") == "string" and not member.keys() <= _NOTES | {"type", "enum"}
+    )
+
+
+def _glm_parameter(tools: ToolGrammarSpec, rule: str, name: str, member: Any, shared: Mapping[str, Any]) -> list[str]:
+    """The same for GLM, whose reader takes a declared string as it is and all else as JSON."""
+    head = f'{tools.mark(f"<arg_key>{name}</arg_key>")} "\\n"? {tools.mark("<arg_value>")}'
+    end = tools.mark("</arg_value>")
+    if not isinstance(member, dict) or member.get("type") != "string":
+        schema = {**member, **shared} if isinstance(member, dict) else member
+        return [f'{rule}: {head} {rule}v {end} "\\n"?', f"{rule}v: {json_rule(schema)}"]
+    texts = member.get("enum")
+    if texts and all(isinstance(text, str) and text and "<" not in text for text in texts):
+        return [f'{rule}: {head} ({" | ".join(map(literal, texts))}) {end} "\\n"?']
+    return [f'{rule}: {head} TEXT_VALUE {end} "\\n"?']
 
 
 def _arguments(i: int, function: Function) -> str:
@@ -152,4 +207,7 @@ _FORMATS: Mapping[str, Callable[[ToolGrammarSpec], list[str]]] = {
     "deepseekv31": lambda tools: _sep(tools, "", "<｜tool▁sep｜>", ""),
     "deepseekv32": _dsml,
     "qwen25": _hermes,
+    "glm45": _glm,
+    "kimi_k2": _kimi,
+    "llama3": _llama,
 }

@@ -32,6 +32,7 @@ _OPEN_END = re.compile(r"[\n<]")  # what a quoted attribute does not contain
 _MARK = re.compile(r"[｜|]DSML[｜|]")
 _MAX_TAG = 1024
 _BLOCKS = ("function_calls", "/function_calls", "tool_calls", "/tool_calls")  # V4 says tool_calls
+_WRAPPERS = ("arguments", "input")  # parameters in which models write all arguments as one object
 _ENDS_CALL = ("invoke", "invoke/", "/invoke", "/function_calls", "/tool_calls")
 _ENDS_VALUE = ("parameter", "/parameter", *_ENDS_CALL)
 
@@ -101,6 +102,8 @@ class _Invoke(CallReader):
         self._value: list[str] | None = None  # of the open parameter, unless it is a string
         self._in_string = False
         self._has_object = False  # a JSON object instead of parameters
+        self._wraps = ""  # of an open parameter that may hold all arguments: its attribute `string`
+        self._wrapper = ""  # the first parameter, if it may hold all arguments: what is written of it, as JSON
 
     def read(self, text: str) -> bool:
         if self._in_string:
@@ -144,6 +147,11 @@ class _Invoke(CallReader):
         return tag.kind == "/parameter"
 
     def close(self, ended: bool) -> str:
+        if ended and self._wrapper and (inner := _object_in(self._wrapper)) is not None:
+            self._wrapper, self._keys = "", set(json.loads(inner, parse_int=float))
+            if self._keys:
+                self._pass_on(inner.removesuffix("}"))
+        self._write_wrapper()
         only_words = bool(self.after) and not self._keys
         complete = self.json.done if self._has_object else ended and not only_words
         if complete and not (self._bare and (not ended or self._lacks_arguments())):
@@ -151,8 +159,11 @@ class _Invoke(CallReader):
                 self._pass_on("}" if self._keys else "{}")
             return self.succeed()
         left = (self.json.held + self.json.rest if self._has_object else "") + "".join((*self.after, *self._left))
-        closing = self.json.closing() if self._has_object else '"}' if self._in_string else "}"
-        return self.fail(closing, without_marks("".join(self.raw)), without_marks(left))
+        return self.fail(without_marks("".join(self.raw)), without_marks(left))
+
+    def waiting(self) -> str:
+        opening, *parts = self._value or [""]
+        return self.json.held + opening + json_beginning("".join(parts))
 
     def _lacks_arguments(self) -> bool:
         required = self._schema.get("required")
@@ -164,20 +175,20 @@ class _Invoke(CallReader):
         if key is None or key in self._keys or self._has_object:
             self.bad = True
             return
+        self._write_wrapper()
         declared = tag.attributes.get("string")
-        self._in_string = declared == "true" or (declared is None and self._is_string(key))
+        others = _properties(self._schema)
+        if not self._keys and key in _WRAPPERS and others and key not in others:
+            self._keys.add(key)
+            self._value, self._wraps = ["{" + json.dumps(key) + ": "], declared or "false"
+            return
+        self._in_string = declared == "true" or (declared is None and is_string(self._schema, key))
         self._keys.add(key)
         opening = ("{" if len(self._keys) == 1 else ", ") + json.dumps(key, ensure_ascii=False) + ": "
         if self._in_string:
             self._pass_on(opening + '"')
         else:
             self._value = [opening]
-
-    def _is_string(self, key: str) -> bool:
-        """Whether the schema declares the parameter as a string."""
-        properties = self._schema.get("properties")
-        member = properties.get(key) if isinstance(properties, Mapping) else None
-        return isinstance(member, Mapping) and member.get("type") == "string"
 
     def _close_parameter(self) -> None:
         if self._value is None:
@@ -186,7 +197,19 @@ class _Invoke(CallReader):
         else:
             opening, *parts = self._value
             self._value = None
-            self._pass_on(opening + _as_json("".join(parts)))
+            text, is_text = "".join(parts), self._wraps == "true"
+            value = opening + (json.dumps(text, ensure_ascii=False) if is_text else as_json(text))
+            if self._wraps:
+                self._wrapper, self._wraps = value, ""
+                self._left.clear()
+            else:
+                self._pass_on(value)
+
+    def _write_wrapper(self) -> None:
+        """The parameter did not hold all arguments."""
+        if self._wrapper:
+            self.pass_on(self._wrapper)
+            self._wrapper = ""
 
     def _pass_on(self, text: str) -> None:
         self._left.clear()
@@ -214,13 +237,43 @@ def without_marks(raw: str) -> str:
     return _MARK.sub("", raw)
 
 
-def _as_json(text: str) -> str:
-    """The value of a parameter with string="false": a string if it is not JSON."""
+def _object_in(wrapper: str) -> str | None:
+    """The JSON object that is the only member of an object, as it is or as text; None if it is something else.
+    wrapper: the object without its closing brace.
+    """
+    (value,) = json.loads(wrapper + "}", parse_int=float).values()
+    inner = (value if isinstance(value, str) else wrapper.partition(": ")[2]).strip()
+    try:
+        return inner if isinstance(json.loads(inner, parse_constant=_refuse_constant, parse_int=float), dict) else None
+    except (ValueError, RecursionError):
+        return None
+
+
+def _properties(schema: Mapping[str, object]) -> Mapping[str, object]:
+    properties = schema.get("properties")
+    return properties if isinstance(properties, Mapping) else {}
+
+
+def is_string(schema: Mapping[str, object], key: str) -> bool:
+    """Whether the schema of a function declares the parameter as a string."""
+    member = _properties(schema).get(key)
+    return isinstance(member, Mapping) and member.get("type") == "string"
+
+
+def as_json(text: str) -> str:
+    """The value of a parameter that is not declared as a string: a string if it is not JSON."""
     try:
         json.loads(text, parse_constant=_refuse_constant, parse_int=float)
     except (ValueError, RecursionError):
         return json.dumps(text, ensure_ascii=False)
     return text.strip()
+
+
+def json_beginning(text: str) -> str:
+    """The beginning of a value for `as_json` as the beginning of JSON."""
+    start = text.lstrip()
+    is_json = start[:1] in ("", *'"{[-0123456789') or any(word.startswith(start) for word in ("true", "false", "null"))
+    return text if is_json else json.dumps(text, ensure_ascii=False)[:-1]
 
 
 def _refuse_constant(name: str) -> None:

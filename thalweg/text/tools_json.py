@@ -15,6 +15,14 @@ Qwen2.5 and Qwen3 (the Hermes format):
 
 Written in this order the arguments stream; in any other the call waits for its end tag. Arguments may be a string that
 holds JSON.
+
+Kimi-K2, whose ids must come back as the model wrote them:
+
+    <|tool_calls_section_begin|><|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>ARGS<|tool_call_end|>…
+
+Llama 3.1, where a call is an answer, or the rest of one behind `<|python_tag|>`, and several are joined with `;`:
+
+    {"name": "F", "parameters": {…}}
 """
 
 from __future__ import annotations
@@ -25,9 +33,9 @@ from abc import abstractmethod
 
 import msgspec
 
-from thalweg.text.event_builder import CallReader, EventBuilder, ToolLayer
+from thalweg.text.event_builder import CallReader, EventBuilder, Schemas, ToolLayer
 from thalweg.text.lexer import Tag, Token, literal_tags
-from thalweg.text.partial_json import PartialJson
+from thalweg.text.partial_json import whole_object
 
 # Models also write ASCII bars and underscores.
 SEP_TAGS = literal_tags(
@@ -40,10 +48,24 @@ SEP_TAGS = literal_tags(
     },
     fold={ord("|"): ord("｜"), ord("_"): ord("▁")},
 )
+KIMI_TAGS = literal_tags(
+    {
+        "<|tool_calls_section_begin|>": "calls",
+        "<|tool_calls_section_end|>": "/calls",
+        "<|tool_call_begin|>": "call",
+        "<|tool_call_end|>": "/call",
+        "<|tool_call_argument_begin|>": "sep",
+    }
+)
+LLAMA_TAGS = literal_tags({"<|python_tag|>": "calls"})
+_KIMI_ID = re.compile(r"(?:functions\.)?([^\s<>{}:]{1,256})(?::\d+)?")
 HERMES_TAGS = literal_tags({"<tool_call>": "call", "</tool_call>": "/call"})
 _BEFORE_JSON = re.compile(r"\s*([^\s`<>{}]*)\s*(?:```(?:json)?)?\s*(?:```)?\s*")
 _NAME = re.compile(r"[^\s`<>{}]{1,256}")
-_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\\x00-\x1f]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+_HEAD = re.compile(
+    r'\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*("(?:[^"\\\x00-\x1f]|\\.)*")'
+    r'\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
+)
 _MAX_HEAD = 4096  # characters before the arguments
 
 
@@ -63,13 +85,15 @@ class _JsonTools(ToolLayer):
 class SepTools(_JsonTools):
     """DeepSeek V3 to V3.2-Exp."""
 
+    reader: type[_SepCall]
+
     def tag(self, tag: Tag) -> None:
         if tag.kind == "sep" and isinstance(self.call, _SepCall) and not self.call.separated:
             self.call.separated = True
             return
         self.close(ended=True)
         if tag.kind == "call":
-            self.call = _SepCall(self.builder)
+            self.call = self.reader(self.builder)
         elif tag.kind in ("calls", "/calls"):
             self.builder.cut()
 
@@ -115,6 +139,22 @@ class _SepCall(CallReader):
         return name if _NAME.fullmatch(name) else None
 
 
+class _KimiCall(_SepCall):
+    def _parsed_name(self, before: str) -> str | None:
+        self.id = self._header.strip()
+        match = _KIMI_ID.fullmatch(self.id)
+        return match[1] if match and not before.strip() else None
+
+
+SepTools.reader = _SepCall
+
+
+class KimiTools(SepTools):
+    """Kimi-K2."""
+
+    reader = _KimiCall
+
+
 class HermesTools(_JsonTools):
     """Qwen2.5 and Qwen3."""
 
@@ -154,6 +194,68 @@ class _HermesCall(CallReader):
         return self.succeed()
 
 
+class LlamaTools(_JsonTools):
+    """Llama 3.1."""
+
+    def __init__(self, builder: EventBuilder, schemas: Schemas) -> None:
+        super().__init__(builder, schemas)
+        self._before: list[str] | None = []  # what came where a call may begin; None: text came
+
+    def tag(self, tag: Tag) -> None:
+        self.close(ended=True)
+        self.builder.cut()
+        self._before = []
+
+    def token(self, token: Token) -> None:
+        if isinstance(token, Tag):
+            return self.tag(token)
+        while token:
+            if self.call is None and self._before is not None:
+                token = self._begin(self._before, token)
+            elif self.call is None:
+                self.builder.text(token)
+                return
+            else:
+                token = self._more(self.call, token)
+
+    def finish(self, is_cut: bool) -> None:
+        super().finish(is_cut)
+        if self._before and not self.builder.parts:
+            self.builder.text("".join(self._before))
+
+    def _begin(self, before: list[str], text: str) -> str:
+        """Where a call may begin. Returns the text that is left to read."""
+        rest = text.lstrip("; \t\r\n" if self.builder.parts else None)
+        before.append(text[: len(text) - len(rest)])
+        if rest.startswith("{"):
+            self.call = _LlamaCall(self.builder)
+            self.call.raw += before  # content with the rest, if this is no call
+        elif rest:
+            self._before, rest = None, "".join(before) + rest
+        return rest
+
+    def _more(self, call: CallReader, text: str) -> str:
+        """Text of a call, or behind it."""
+        if not call.text(text):
+            self.close(ended=False)
+            self._before = None
+        rest = "".join(call.after).lstrip()
+        if not call.json.done or not rest.startswith("}"):
+            return ""
+        call.after.clear()
+        self.close(ended=True)
+        self._before = []
+        return rest[1:]
+
+
+class _LlamaCall(_HermesCall):
+    def read(self, text: str) -> bool:
+        head = re.sub(r"\s", "", self._head + text)[:8]
+        if not self.name and not any(begin.startswith(head) for begin in ('{"name":', '{"type":')):
+            return False
+        return super().read(text)
+
+
 def _json_name(literal: str | bytes) -> str | None:
     try:
         name = json.loads(literal)
@@ -165,20 +267,11 @@ def _json_name(literal: str | bytes) -> str | None:
 def _whole_call(text: str) -> tuple[str, str] | None:
     """Name and arguments of a call with its keys in any order; None when it is not one JSON object."""
     try:
-        members = msgspec.json.decode(_whole_object(text), type=dict[str, msgspec.Raw])
+        members = msgspec.json.decode(whole_object(text), type=dict[str, msgspec.Raw])
         arguments = bytes(members.get("arguments", members.get("parameters", b"{}"))).decode()
         arguments = json.loads(arguments) if arguments.startswith('"') else arguments
-        arguments = _whole_object("{}" if arguments in ("", "null") else arguments)
+        arguments = whole_object("{}" if arguments in ("", "null") else arguments)
         name = _json_name(bytes(members["name"]))
     except (ValueError, KeyError, msgspec.DecodeError):
         return None
     return None if name is None else (name, arguments)
-
-
-def _whole_object(text: str) -> str:
-    """One JSON object, with control characters escaped. Raises ValueError."""
-    reader = PartialJson()
-    out = reader.feed(text)
-    if not reader.done or reader.rest.strip():
-        raise ValueError("not one JSON object")
-    return out

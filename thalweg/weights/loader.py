@@ -23,7 +23,7 @@ from thalweg.memory.planes import Planes
 from thalweg.quant.catalog import Stored
 from thalweg.quant.scheme import Index, Quantized, Read, Scheme, TensorSpec
 from thalweg.weights.stream import Stream
-from thalweg.weights.table import WeightRule, WeightTable
+from thalweg.weights.table import WeightRule, WeightTable, unchanged
 
 Progress = Callable[[int, int], None]  # slices of tensors done, slices in all
 # facts in which another checkpoint of the model may differ: how its weights are published, and what does not depend on
@@ -153,7 +153,7 @@ def plan_loads(
     quantization_config: Mapping[str, Any],
     is_partial: bool,
 ) -> list[Load]:
-    """What `load` reads, in the stream's order; nothing is read yet. Raises CheckpointError for names, shapes and
+    """The loads to do, in the stream's order; nothing is read yet. Raises CheckpointError for names, shapes and
     dtypes that do not fit.
     """
     rules, schemes = table.by_source(), Stored(stream.specs, quantization_config)
@@ -181,6 +181,10 @@ def _loads_of(rules: list[WeightRule], scheme: Scheme, parameters: dict[str, nn.
     for rule in rules:
         name = rule.source.name
         if rule.held is not None:
+            if rule.transform is not unchanged:  # a scheme whose `holds` forgets `is_reordered`
+                raise CheckpointError(
+                    f"{name}: {rule.target} cannot hold {rule.held.name} with its rows in another order"
+                )
             if not isinstance(scheme, Quantized) or (scheme.name, scheme.block) != (rule.held.name, rule.held.block):
                 raise CheckpointError(
                     f"{name} is {scheme.name}, and {rule.target} holds {rule.held.name} in blocks of {rule.held.block}"

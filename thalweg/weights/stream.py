@@ -1,4 +1,4 @@
-"""Where named tensors come from. A stream knows names, dtypes and shapes before it reads anything."""
+"""Sources of named tensors. A stream knows names, dtypes and shapes before it reads anything."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def schemes_in(folder: Path, quantization_config: Mapping[str, Any]) -> Schemes:
 
 
 def _tensors_of_shards(folder: Path, index: Path) -> dict[str, FileSlice]:
-    """Where each tensor of the shards lies, in the order of the files."""
+    """Location of each tensor of the shards, in the order of the files."""
     file_of = _weight_map(index)
     files = sorted(set(file_of.values()))
     missing = [file for file in files if not (folder / file).exists()]
@@ -113,7 +113,7 @@ def _tensors_of_shards(folder: Path, index: Path) -> dict[str, FileSlice]:
 
 
 def _tensors_in(path: Path) -> dict[str, FileSlice]:
-    """Where each tensor of a safetensors file lies: 8 bytes of length, so much JSON, then the data that the JSON's
+    """Location of each tensor in a safetensors file: 8 bytes of length, so much JSON, then the data that the JSON's
     offsets count from.
     """
     try:

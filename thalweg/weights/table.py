@@ -23,7 +23,7 @@ def unchanged(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class WeightRule:
-    """Where a slice of one published tensor goes."""
+    """Destination of a slice of one checkpoint tensor."""
 
     source: TensorSpec  # as an unquantized checkpoint has it
     target: str  # the parameter's name

@@ -5,6 +5,7 @@ them in a few words.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import median
 from typing import Any
 
 from thalweg.bench.ablation_tables import accuracy, sections
@@ -146,6 +147,28 @@ def tune(result: Result) -> Lines:
         for one in result["rows"]
     ]  # fmt: skip
     return table(["operation", "case", "tried", "default µs", "best µs", "choice"], rows)
+
+
+def before_after(result: Result) -> Lines:
+    rows = []
+    for model, of in result["models"].items():
+        start = [f"{sum(of['start_s'][when]) / len(of['start_s'][when]):.1f}" for when in ("before", "after")]
+        for count, times in of["rows"].items():
+            cells = [model, count]
+            for name in ("first_token_ms", "decode_ms"):
+                cells += [f"{median(sum(times[name][when], [])):.4g}" for when in ("before", "after")]
+            rows.append([*cells, *start])
+    heads = [
+        "model",
+        "rows",
+        "first token ms, before",
+        "after",
+        "decode ms, before",
+        "after",
+        "start s, before",
+        "after",
+    ]
+    return table(heads, rows)
 
 
 def plan_check(result: Result) -> Lines:
@@ -344,6 +367,7 @@ KINDS: dict[str, Callable[[Result], Lines]] = {
     "kernels": kernels,
     "roofline": roofline,
     "tune": tune,
+    "before-after": before_after,
     "plan-check": plan_check,
     "acceptance": acceptance,
     "speculation": speculation,

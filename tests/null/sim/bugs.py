@@ -13,7 +13,7 @@ from tests.null.sim.device import Device, SimWorker, Slot
 from thalweg.cache.page_allocator import PageAllocator
 from thalweg.cache.radix import DETACHED, PrefixCursor, RadixTree
 from thalweg.core.messages import TokenDelta
-from thalweg.core.request import Exit, Request, RequestState
+from thalweg.core.request import ReleaseReason, Request, RequestState
 from thalweg.core.ticket import TicketState
 from thalweg.core.tree import TreeShape
 from thalweg.engine.loop import Loop
@@ -61,13 +61,13 @@ def zombie_computes(real: Wrapper, device: Device, slot: Any) -> bool:
 @plant(StepResultProcessor, "process")
 def _finish_frees(real: Wrapper, results: StepResultProcessor, r: Request, output: Any) -> None:
     real(results, r, output)
-    if r.exit is Exit.FINISH:
+    if r.release_reason is ReleaseReason.FINISH:
         results.kv_cache.allocator.release(r.pages)
 
 
 @plant(Scheduler, "_release_pages")
 def _freed_before(real: Wrapper, scheduler: Scheduler, r: Request) -> None:
-    if r.exit is Exit.FINISH:
+    if r.release_reason is ReleaseReason.FINISH:
         del scheduler.live[r.uid]
     else:
         real(scheduler, r)
@@ -91,7 +91,7 @@ def read_early(real: Wrapper, worker: SimWorker, plan: Any) -> Any:
     return worker.device.read(plan.step)
 
 
-@plant(Loop, "finish")
+@plant(Loop, "launch_and_commit")
 def mask_late(real: Wrapper, loop: Loop, plan: Any, agreed: Any) -> None:
     real(loop, replace(plan, waits_for_commit=False), agreed)
 
@@ -149,27 +149,32 @@ PLANTED["wrong_width"] += PLANTED.pop("_remember_width")
 
 @plant(Scheduler, "plan")
 def stale_publish(real: Wrapper, scheduler: Scheduler, width: int) -> Any:
-    return replace(real(scheduler, width), seen=max(scheduler.step - scheduler.stages, -1))
+    return replace(real(scheduler, width), published_step=max(scheduler.step - scheduler.stages, -1))
 
 
 @plant(Scheduler, "_plan_chunk")
 def insert_same_step(real: Wrapper, scheduler: Scheduler, r: Request, builder: PlanBuilder) -> None:
     real(scheduler, r, builder)
-    scheduler.kv_cache.cache_full_pages(r, min(r.computed, len(r.prompt)))
+    scheduler.kv_cache.cache_full_pages(r, min(r.num_computed_tokens, len(r.prompt)))
 
 
 @plant(KVCacheManager, "cache_full_pages")
 def insert_early(real: Wrapper, kv_cache: KVCacheManager, r: Request, positions: int) -> None:
-    real(kv_cache, r, min(positions + 1, r.known))
+    real(kv_cache, r, min(positions + 1, r.num_tokens))
 
 
 @plant(PlanBuilder, "add_prefill_row")
 def scores_twice(real: Wrapper, builder: PlanBuilder, r: Request, n: int) -> None:
-    first, last = max(r.computed, r.score_from - 1), min(r.computed + n, len(r.prompt) - 1)
+    first, last = (
+        max(r.num_computed_tokens, r.prompt_logprobs_start - 1),
+        min(r.num_computed_tokens + n, len(r.prompt) - 1),
+    )
     real(builder, r, n)
     if first < last:
         top = r.params.prompt_logprobs or 0
-        builder.rows[-1] = builder.rows[-1]._replace(score_from=first, score_to=last, score_top=top)
+        builder.rows[-1] = builder.rows[-1]._replace(
+            prompt_logprobs_start=first, prompt_logprobs_stop=last, prompt_logprobs_top_k=top
+        )
 
 
 @plant(KVCacheManager, "append_pages")
@@ -181,13 +186,13 @@ def growth_forgotten(real: Wrapper, kv_cache: KVCacheManager, r: Request, count:
 @plant(KVCacheManager, "num_retained_tokens")
 def thoughts_cached(real: Wrapper, kv_cache: KVCacheManager, r: Request) -> int:
     """The prefix cache keeps what no prompt will ever hold again."""
-    return r.known
+    return r.num_tokens
 
 
 @plant(KVCacheManager, "num_retained_tokens")
 def calls_forgotten(real: Wrapper, kv_cache: KVCacheManager, r: Request) -> int:
     """A thought that ended in a tool call is dropped too, although its results' prompt holds it."""
-    return r.known if r.retention.keeps_thoughts or r.exit is Exit.PREEMPT else len(r.prompt)
+    return r.num_tokens if r.retention.keeps_thoughts or r.release_reason is ReleaseReason.PREEMPT else len(r.prompt)
 
 
 @plant(KVCacheManager, "remove")
@@ -202,12 +207,12 @@ def left_behind(real: Wrapper, kv_cache: KVCacheManager, r: Request) -> None:
 
 @plant(KVCacheManager, "max_hit_pages")
 def hit_full(real: Wrapper, kv_cache: KVCacheManager, r: Request) -> int:
-    return real(kv_cache, r) if r.params.prompt_logprobs is not None else r.known // kv_cache.page_size
+    return real(kv_cache, r) if r.params.prompt_logprobs is not None else r.num_tokens // kv_cache.page_size
 
 
 @plant(KVCacheManager, "max_hit_pages")
 def hit_skips_scores(real: Wrapper, kv_cache: KVCacheManager, r: Request) -> int:
-    return (r.known - 1) // kv_cache.page_size
+    return (r.num_tokens - 1) // kv_cache.page_size
 
 
 @plant(KVCacheManager, "add")
@@ -231,16 +236,16 @@ def ticket_ignored(real: Wrapper, scheduler: Scheduler, r: Request) -> None:
 def hit_not_leased(real: Wrapper, kv_cache: KVCacheManager, r: Request, upto: int, reserve: int) -> Any:
     ticket = real(kv_cache, r, upto, reserve)
     if ticket is not None:
-        kv_cache.allocator.release(r.pages[: r.computed // kv_cache.page_size])
+        kv_cache.allocator.release(r.pages[: r.num_computed_tokens // kv_cache.page_size])
     return ticket
 
 
 # ---- leaving
 
 
-def _at_once(why: Exit) -> Wrapper:
-    def leave(real: Wrapper, scheduler: Scheduler, r: Request, reason: Exit) -> None:
-        r.exit = reason
+def _at_once(why: ReleaseReason) -> Wrapper:
+    def leave(real: Wrapper, scheduler: Scheduler, r: Request, reason: ReleaseReason) -> None:
+        r.release_reason = reason
         if reason is why or (not r.rows_in_flight and r.state is RequestState.RUNNING):
             if r in scheduler._transferring:
                 scheduler._transferring.remove(r)
@@ -249,8 +254,8 @@ def _at_once(why: Exit) -> Wrapper:
     return leave
 
 
-PLANTED["preempt_now"] = [(Scheduler, "_leave", _at_once(Exit.PREEMPT))]
-PLANTED["abort_frees"] = [(Scheduler, "_leave", _at_once(Exit.ABORT))]
+PLANTED["preempt_now"] = [(Scheduler, "_mark_for_release", _at_once(ReleaseReason.PREEMPT))]
+PLANTED["abort_frees"] = [(Scheduler, "_mark_for_release", _at_once(ReleaseReason.ABORT))]
 
 
 @plant(Scheduler, "_release")
@@ -267,7 +272,7 @@ def pages_kept(real: Wrapper, scheduler: Scheduler, r: Request) -> None:
 
 @plant(KVCacheManager, "release_slot")
 def slot_kept(real: Wrapper, kv_cache: KVCacheManager, r: Request) -> None:
-    if r.exit is Exit.ABORT:
+    if r.release_reason is ReleaseReason.ABORT:
         r.slot = -1
     else:
         real(kv_cache, r)
@@ -281,13 +286,13 @@ def zero_tokens_never_end(real: Wrapper, results: StepResultProcessor, r: Reques
     if r.end > len(r.prompt):
         real(results, r, output)
     else:
-        r.scores.extend(output.scores)
+        r.prompt_logprobs.extend(output.prompt_logprobs)
 
 
 @plant(StepResultProcessor, "process")
 def zero_tokens_end_early(real: Wrapper, results: StepResultProcessor, r: Request, output: Any) -> None:
-    if r.end == len(r.prompt) and r.exit is Exit.NONE:
-        r.computed = r.prefill_len = r.end
+    if r.end == len(r.prompt) and r.release_reason is ReleaseReason.NONE:
+        r.num_computed_tokens = r.prefill_len = r.end
         r.rows_in_flight, flight = 0, r.rows_in_flight
         real(results, r, output)
         r.rows_in_flight = flight
@@ -297,7 +302,7 @@ def zero_tokens_end_early(real: Wrapper, results: StepResultProcessor, r: Reques
 
 @plant(StepResultProcessor, "process")
 def preempted_earns_nothing(real: Wrapper, results: StepResultProcessor, r: Request, output: Any) -> None:
-    if r.exit is not Exit.PREEMPT:
+    if r.release_reason is not ReleaseReason.PREEMPT:
         real(results, r, output)
 
 
@@ -317,7 +322,7 @@ def abort_is_silent(real: Wrapper, scheduler: Scheduler, uid: int) -> None:
 
 @plant(Scheduler, "commit")
 def zombie_news(real: Wrapper, scheduler: Scheduler, plan: Any, outputs: Any) -> None:
-    gone = [r for row in plan.rows if (r := scheduler.requests[row.uid]).exit is Exit.ABORT]
+    gone = [r for row in plan.rows if (r := scheduler.requests[row.uid]).release_reason is ReleaseReason.ABORT]
     real(scheduler, plan, outputs)
     scheduler.results._deltas += [TokenDelta(r.uid, (1,)) for r in gone]
 

@@ -48,10 +48,10 @@ class Slot:
 
 
 class Work(NamedTuple):
-    """What A made of one row: hashes as of `Slot`, as far as they were computed, and its scores."""
+    """What A made of one row: hashes as of `Slot`, as far as they were computed, and its prompt_logprobs."""
 
     hashes: list[int]
-    scores: tuple[TokenLogprob, ...]
+    prompt_logprobs: tuple[TokenLogprob, ...]
 
 
 class News(NamedTuple):
@@ -125,7 +125,7 @@ class Device:
                 continue
             kind, plan, _ = stream[0]
             if kind == "A":  # a stage waits for the one before it; stage 0 for the news
-                if stage == 0 and self.finished_b < plan.seen:
+                if stage == 0 and self.finished_b < plan.published_step:
                     continue
                 if stage > 0 and self.finished_a[stage - 1] < plan.step:
                     continue
@@ -162,17 +162,17 @@ class Device:
     def _forward(self, stage: int, step: int) -> None:
         plan, slots = self._plan(step), self.slots[stage]
         if stage < self.stages - 1:  # the last stage made the news itself
-            for heard in range(self.heard[stage] + 1, plan.seen + 1):
+            for heard in range(self.heard[stage] + 1, plan.published_step + 1):
                 for news in self.published[heard]:
                     x = slots[news.slot]
                     x.tokens, x.drafts, x.parents, x.done = news.tokens, news.drafts, news.parents, news.done
                     x.at = len(x.tokens) - 1
-        self.heard[stage] = max(self.heard[stage], plan.seen)
+        self.heard[stage] = max(self.heard[stage], plan.published_step)
         for bind in plan.binds:
             slots[bind.slot] = Slot(bind, bind.tokens, bind.computed)
         for append in plan.appends:
             x = slots[append.slot]
-            assert append.at == len(x.pages), "an append leaves a hole in the page table, or overwrites"
+            assert append.first_entry == len(x.pages), "an append leaves a hole in the page table, or overwrites"
             x.pages.extend(append.pages)
         write: list[tuple[int, int]] = []
         assert len({row.slot for row in plan.rows}) == len(plan.rows), "two rows of one slot in a step"
@@ -187,10 +187,10 @@ class Device:
         """Upper bounds become truth; what is over turns into padding."""
         if self.is_padding(x):
             return None  # a zombie: it touches the null page only
-        assert len(x.drafts) <= row.num_drafts or not row.emit, "more drafts than the plan has room for"
-        start, n = x.at, row.n - row.num_drafts + len(x.drafts) * row.emit
-        assert not row.emit or start + n - len(x.drafts) == len(x.tokens), "a row starts at the wrong position"
-        assert start <= row.start and (row.emit or start == row.start), "the plan's start is no upper bound"
+        assert len(x.drafts) <= row.num_drafts or not row.samples, "more drafts than the plan has room for"
+        start, n = x.at, row.n - row.num_drafts + len(x.drafts) * row.samples
+        assert not row.samples or start + n - len(x.drafts) == len(x.tokens), "a row starts at the wrong position"
+        assert start <= row.start and (row.samples or start == row.start), "the plan's start is no upper bound"
         n = self.cut(n, x, start)
         known = (x.tokens + x.drafts)[: start + n]
         hashes = x.hashes()[: start + n]
@@ -203,14 +203,14 @@ class Device:
         assert len(at) >= len(hashes), "beyond the page table"
         assert [kv[i] for i in at[:start]] == hashes[:start], "another prefix's KV"
         write.extend(list(zip(at, hashes, strict=False))[start:])
-        if not row.emit:
+        if not row.samples:
             x.at += n
-        scored = range(row.score_from, row.score_to)
+        scored = range(row.prompt_logprobs_start, row.prompt_logprobs_stop)
         assert all(start <= q < start + n for q in scored), "a score of a position that the row does not compute"
         return Work(
             hashes,
             tuple(
-                logprob(hashes[q], known[q + 1] if q + 1 < len(known) else x.tokens[q + 1], row.score_top)
+                logprob(hashes[q], known[q + 1] if q + 1 < len(known) else x.tokens[q + 1], row.prompt_logprobs_top_k)
                 for q in scored
             ),
         )
@@ -230,8 +230,8 @@ class Device:
         news: list[News] = []
         for row, work in zip(plan.rows, self.work.pop(step), strict=True):
             x = self.slots[-1][row.slot]
-            if work is None or not row.emit:
-                outputs.append(Output(scores=work.scores if work else (), done=work is None))
+            if work is None or not row.samples:
+                outputs.append(Output(prompt_logprobs=work.prompt_logprobs if work else (), done=work is None))
                 continue
             self._check_needs(plan, x)
             outputs.append(self._accept(x, work, masks.get(row.uid), width))
@@ -273,7 +273,7 @@ class Device:
         x.drafts, x.parents = self._propose(x, width)
         self.proposed += len(x.drafts)
         path, told = sum(1 << node - 1 for node in nodes[1:]), x.parents if self.tree.is_tree else ()
-        return Output(got, x.drafts, x.done, logprobs, work.scores, parents=told, accepted_mask=path)
+        return Output(got, x.drafts, x.done, logprobs, work.prompt_logprobs, parents=told, accepted_mask=path)
 
     def _propose(self, x: Slot, width: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """A drafter is right most of the time, and may make fewer than asked. It makes its own entries of the last

@@ -14,7 +14,7 @@ from tests.null.sim.model import EOS, VOCAB
 from tests.null.sim.tier import SlowTier
 from thalweg.cache.page_allocator import PageAllocator
 from thalweg.cache.radix import NoPrefixCache, RadixTree
-from thalweg.core.agreement import agree, record_of
+from thalweg.core.agreement import coordinate_step, rank_step_of
 from thalweg.core.messages import Abort, ControlReply, FromEngine, Rejected, StepUpdate, ToEngine
 from thalweg.core.plan import StepPlan
 from thalweg.core.request import Request
@@ -33,7 +33,7 @@ class RandomDraftLength:
     def __init__(self, rng: random.Random) -> None:
         self.rng, self.max_drafts = rng, WIDEST
 
-    def choose(self, emitting: Sequence[Request], most: int) -> int:
+    def choose(self, sampling: Sequence[Request], most: int) -> int:
         return min(self.rng.randint(0, WIDEST), self.max_drafts, most)
 
     def observe(self, verified: Sequence[VerifiedDrafts]) -> None:
@@ -222,10 +222,10 @@ def serve(ranks: Sequence[Rank], receive: Callable[[int], bool], clock: Clock, r
     while receive(turn) or any(r.loop.inflight or not r.scheduler.is_idle or r.channel.inbox for r in ranks):
         turn += 1
         clock.spend(rng.randint(1, 3))
-        plans = [rank.loop.begin() for rank in ranks]
-        agreed = agree([record_of(plan) for plan in plans])
+        plans = [rank.loop.plan_step() for rank in ranks]
+        agreed = coordinate_step([rank_step_of(plan) for plan in plans])
         for rank, plan in zip(ranks, plans, strict=True):
-            rank.loop.finish(plan, agreed)
+            rank.loop.launch_and_commit(plan, agreed)
             rank.check_patience(plan, agreed.rows > 0)
             rank.hear()
         if not agreed.rows and not any(r.loop.inflight for r in ranks) and clock.events:

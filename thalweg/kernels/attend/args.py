@@ -32,7 +32,7 @@ class KvPlanes(NamedTuple):
 
 
 class KvWrite(NamedTuple):
-    """How a step's tokens are rotated, and where their keys and values are stored."""
+    """Rotary tables and KV slots of a step's tokens."""
 
     cos_SC: Tensor  # float32 [context, rope dims / 2]
     sin_SC: Tensor

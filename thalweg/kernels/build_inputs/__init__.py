@@ -1,1 +1,1 @@
-"""What a decode step needs of its slots."""
+"""Inputs of a decode step, gathered from its slots."""

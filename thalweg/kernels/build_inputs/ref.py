@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 # columns of a slot's integers and floats: see `batch.slots`
-INTS = ("length", "at", "end", "seed", "prompt_len", "min_len", "top_k", "made")
+INTS = ("length", "num_computed", "end", "seed", "prompt_len", "min_len", "top_k", "num_drafts")
+LENGTH, NUM_COMPUTED, END, SEED, PROMPT_LEN, MIN_LEN, TOP_K, NUM_DRAFTS = range(len(INTS))
 FLOATS = ("temperature", "top_p", "min_p", "repetition", "frequency", "presence")
+TEMPERATURE = 0
 
 
 class SlotTensors(NamedTuple):
@@ -50,20 +52,24 @@ def build_inputs(
     """
     slot_T = slot_R if ahead_R is not None else slot_R.repeat_interleave(query)
     ints_TI, table_RP = slots.ints_SI.index_select(0, slot_T), slots.table_SP[:, :pages].index_select(0, slot_R)
-    length_T, at_T, end_T = ints_TI[:, 0], ints_TI[:, 1], ints_TI[:, 2]
+    length_T, num_computed_T, end_T, *_ = ints_TI.unbind(1)
     tree: tuple[Tensor, ...] = ()
     if ahead_R is not None:
-        at_T += ahead_R
+        num_computed_T += ahead_R
         length_T += ahead_R
-        ids_T, position_T, write_T, real_T = gather(slots.tokens_SL, slots.table_SP, page, slot_T, at_T, end_T)
+        ids_T, position_T, write_T, real_T = gather(
+            slots.tokens_SL, slots.table_SP, page, slot_T, num_computed_T, end_T
+        )
     else:
         assert slots.nodes_SN3 is not None, "trees have nodes"
         node_T = torch.arange(query, device=slot_R.device).repeat(len(slot_R))
         _, depth_T, mask_T = slots.nodes_SN3[slot_T, node_T].unbind(1)
-        at_T += node_T
+        num_computed_T += node_T
         length_T += depth_T
-        drafted_end_T = end_T * (node_T <= ints_TI[:, 7])
-        ids_T, column_T, write_T, real_T = gather(slots.tokens_SL, slots.table_SP, page, slot_T, at_T, drafted_end_T)
+        drafted_end_T = end_T * (node_T <= ints_TI[:, NUM_DRAFTS])
+        ids_T, column_T, write_T, real_T = gather(
+            slots.tokens_SL, slots.table_SP, page, slot_T, num_computed_T, drafted_end_T
+        )
         position_T, tree = column_T - (node_T - depth_T) * real_T, (column_T, mask_T.contiguous())
     end_T *= length_T < end_T
     length_T.clamp_(max=slots.tokens_SL.shape[1] - 1)

@@ -11,7 +11,7 @@ from triton.language import constexpr
 from thalweg.kernels.build_inputs.ref import InputTensors, SlotTensors
 from thalweg.kernels.launch import launch_options
 from thalweg.kernels.pdl import pdl_begin
-from thalweg.kernels.slot_columns import AT, DRAFTS, END, INT_COLUMNS, LENGTH
+from thalweg.kernels.slot_columns import END, INT_COLUMNS, LENGTH, NUM_COMPUTED, NUM_DRAFTS
 
 ENTRIES = constexpr(1024)  # of a page table that a program copies
 
@@ -28,17 +28,17 @@ def _decode(slot_R, ahead_R, slots, step, L, P, Q, pages, NODES: constexpr, PAGE
         if ahead_R is not None:
             ahead = tl.load(ahead_R + token)
             depth = ahead
-            real = (tl.load(own + AT) + ahead < end).to(tl.int64)
+            real = (tl.load(own + NUM_COMPUTED) + ahead < end).to(tl.int64)
         else:
             ahead = (token % Q).to(tl.int64)
             node = slots.nodes_SN3 + (slot * NODES + ahead) * 3
             depth = tl.load(node + 1)
-            real = ((tl.load(own + AT) + ahead < end) & (ahead <= tl.load(own + DRAFTS))).to(tl.int64)
+            real = ((tl.load(own + NUM_COMPUTED) + ahead < end) & (ahead <= tl.load(own + NUM_DRAFTS))).to(tl.int64)
             tl.store(step.tree_mask_T + token, tl.load(node + 2))
-        at, length = tl.load(own + AT) + ahead, tl.load(own + LENGTH) + depth
+        at, length = tl.load(own + NUM_COMPUTED) + ahead, tl.load(own + LENGTH) + depth
         i_I = tl.arange(0, INT_COLUMNS)
         ints_I = tl.load(own + i_I)
-        ints_I = tl.where(i_I == LENGTH, tl.minimum(length, L - 1), tl.where(i_I == AT, at, ints_I))
+        ints_I = tl.where(i_I == LENGTH, tl.minimum(length, L - 1), tl.where(i_I == NUM_COMPUTED, at, ints_I))
         ints_I = tl.where((i_I == END) & (length >= end), 0, ints_I)
         tl.store(step.ints_TI + token * INT_COLUMNS + i_I, ints_I)
         column = at * real

@@ -1,1 +1,1 @@
-"""What growing a tree of drafts does between the computations of its head."""
+"""Operations that build a draft tree, between the passes of its draft head."""

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from thalweg.kernels.build_inputs.ref import SlotTensors
+from thalweg.kernels.build_inputs.ref import END, LENGTH, NUM_COMPUTED, NUM_DRAFTS, SlotTensors
 
 
 class TreeCandidates(NamedTuple):
@@ -52,11 +52,11 @@ class LevelInputs(NamedTuple):
 
 
 class BuiltTree(NamedTuple):
-    """Of each row its tree's tokens and parents, int64 [E, K]; bool, see `spec.drafter.DraftOutput`."""
+    """Tokens and parents of each row's tree, int64 [E, K]; bool, see `spec.drafter.DraftOutput`."""
 
     token_EK: Tensor
     parent_EK: Tensor
-    sound_E: Tensor
+    is_valid_E: Tensor
 
 
 def top_children(logits_TD: Tensor, branches: int, ids_D: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -71,7 +71,7 @@ def top_children(logits_TD: Tensor, branches: int, ids_D: Tensor | None) -> tupl
 
 
 def first_candidate(level: int, branches: int) -> int:
-    """How many candidates there are before those of this level."""
+    """The number of candidates before those of this level."""
     return branches * (1 + branches * (level - 1)) if level else 0
 
 
@@ -96,12 +96,12 @@ def expand_level(
     further_EM = ahead_EM - level.ahead_EM.gather(1, parent_EM)
     parent_mask_EM = level.mask_EM.gather(1, parent_EM) if depth else torch.full_like(parent_EM, -1)
     mask_EM = child_mask(parent_mask_EM, further_EM)
-    column_EM = ints_EI[:, 1:2] + ahead_EM
-    real_EM = column_EM < ints_EI[:, 2:3]
+    column_EM = ints_EI[:, NUM_COMPUTED, None] + ahead_EM
+    real_EM = column_EM < ints_EI[:, END, None]
     column_EM = column_EM * real_EM
     page_EM = table_SP[slot_E.unsqueeze(1), column_EM // page].to(torch.int64)
     write_EM = (page_EM * page + column_EM % page) * real_EM
-    position_EM = (ints_EI[:, 1:2] + depth + 1) * real_EM
+    position_EM = (ints_EI[:, NUM_COMPUTED, None] + depth + 1) * real_EM
     from_EM = parent_EM + nodes * torch.arange(many, device=best_EM.device).unsqueeze(1)
     step = ids_EM * real_EM, position_EM, column_EM, mask_EM, write_EM, real_EM, from_EM
     return TreeLevel(best_EM + first + 1, ahead_EM, mask_EM, score_EM), LevelInputs(*(x.flatten() for x in step))
@@ -135,8 +135,8 @@ def store_best_tree(
     score_EN = torch.nn.functional.pad(made.score_EC, (1, 0))  # the root's is 0
     first_EM, of_EM = made.score_EC[:, ::branches], score_EN.gather(1, made.parent_EC[:, ::branches])
     numbers_E = (first_EM.isfinite() | ~of_EM.isfinite()).all(1)
-    sound_E = numbers_E & state_TW.isfinite().view(many, -1).all(1) | ~given_EW.isfinite().all(1)
-    for held, one in zip(out, (token_EK, parent_EK, sound_E), strict=True):
+    is_valid_E = numbers_E & state_TW.isfinite().view(many, -1).all(1) | ~given_EW.isfinite().all(1)
+    for held, one in zip(out, (token_EK, parent_EK, is_valid_E), strict=True):
         held.copy_(one)
 
 
@@ -149,15 +149,13 @@ def store_tree(
     ints_EI: Tensor,
     fields: SlotTensors,
 ) -> None:
-    """Puts trees into their slots: their tokens behind the known ones, and how many they are into column 7 of the
-    integers.
-    """
+    """Stores trees in their slots: their tokens after the known ones, and their number of drafts."""
     nodes, columns = token_EK.shape[1], fields.tokens_SL.shape[1]
-    fields.ints_SI[:, 7].index_fill_(0, slot_E, nodes)
+    fields.ints_SI[:, NUM_DRAFTS].index_fill_(0, slot_E, nodes)
     form_EK3 = torch.stack((parent_EK, depth_EK, mask_EK), 2)
     assert fields.nodes_SN3 is not None, "trees have nodes"
     fields.nodes_SN3[:, 1 : 1 + nodes].index_copy_(0, slot_E, form_EK3)
-    column_EK = ints_EI[:, :1] + torch.arange(nodes, device=slot_E.device)
+    column_EK = ints_EI[:, LENGTH, None] + torch.arange(nodes, device=slot_E.device)
     place_EK = slot_E.unsqueeze(1) * columns + column_EK.clamp(max=columns - 1)
     fields.tokens_SL.view(-1).index_copy_(0, place_EK.flatten(), token_EK.flatten().to(torch.int32))
 

@@ -20,7 +20,7 @@ from thalweg.kernels.build_tree.ref import BuiltTree, LevelInputs, TreeCandidate
 from thalweg.kernels.draft_state.triton import not_finite
 from thalweg.kernels.launch import launch_options
 from thalweg.kernels.pdl import pdl_begin
-from thalweg.kernels.slot_columns import AT, DRAFTS, END, INT_COLUMNS, LENGTH
+from thalweg.kernels.slot_columns import END, INT_COLUMNS, LENGTH, NUM_COMPUTED, NUM_DRAFTS
 
 PART = constexpr(4096)  # entries of a row that a program looks at
 BLOCK = constexpr(2048)  # numbers of a state that one looks at together
@@ -28,7 +28,7 @@ LEAST = constexpr(-3.4028234663852886e38)  # the score of an impossible candidat
 
 
 class _Parts(NamedTuple):
-    """Of T tokens and P parts of their logits: the best B entries of each part, its largest logit and Σ exp."""
+    """The best B entries, the largest logit and Σ exp of each of P parts of the logits of T tokens."""
 
     top_TPB: Tensor
     id_TPB: Tensor
@@ -107,7 +107,7 @@ def _advance(
     tl.store(made.token_EC + place_B, tl.load(token_TB + own + c_B, mask=inside), mask=inside)
     tl.store(made.parent_EC + place_B, tl.load(level.number_EM + m_B, mask=inside), mask=inside)
     slot = tl.load(slot_E + row)
-    at, end = tl.load(ints_EI + row * stride + AT), tl.load(ints_EI + row * stride + END)
+    at, end = tl.load(ints_EI + row * stride + NUM_COMPUTED), tl.load(ints_EI + row * stride + END)
     left_B = tl.where(inside, tl.maximum(score_B, LEAST), float("-inf"))
     for b in range(B):
         top, c = tl.max(left_B, 0, return_indices=True, return_indices_tie_break_left=True)
@@ -190,13 +190,13 @@ def _settle(
     tl.store(fields.tokens_SL + slot * L + tl.minimum(length + number_B - 1, L - 1), token_B.to(tl.int32), mask=kept)
     tl.store(out.token_EK + row * K + number_B - 1, token_B, mask=kept)
     tl.store(out.parent_EK + row * K + number_B - 1, parent_B, mask=kept)
-    tl.store(fields.ints_SI + slot * INT_COLUMNS + DRAFTS, slot * 0 + K)
+    tl.store(fields.ints_SI + slot * INT_COLUMNS + NUM_DRAFTS, slot * 0 + K)
     first_B = inside & (c_B % B == 0)  # children: of a node that is possible the best is, if its logits were numbers
     node_B = tl.load(made.parent_EC + own + c_B, mask=first_B, other=0)
     of_B = tl.load(made.score_EC + own + node_B - 1, mask=first_B & (node_B > 0), other=0.0)
     lost = tl.sum((first_B & (score_B <= LEAST) & (of_B > LEAST)).to(tl.int32), 0)
     worse, bad = _any_not_finite(state_TW + row * SPAN, SPAN), _any_not_finite(given_EW + row * W, W)
-    tl.store(out.sound_E + row, (~worse & (lost == 0)) | bad)
+    tl.store(out.is_valid_E + row, (~worse & (lost == 0)) | bad)
 
 
 @triton.jit

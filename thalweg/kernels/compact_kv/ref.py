@@ -9,8 +9,8 @@ from torch import Tensor
 
 
 def move(planes: Sequence[Tensor], from_N: Tensor, to_N: Tensor) -> None:
-    """Of each plane, any type [rows, dim], row `to[i]` becomes what row `from[i]` was; int64. All are read before any
-    is written.
+    """Copies row `from[i]` of each plane, any type [rows, dim], to row `to[i]`; int64. All rows are read before any is
+    written.
     """
     for plane in planes:
         stored = plane.view(torch.uint8)  # FP8 is no type that torch copies by index on a CPU

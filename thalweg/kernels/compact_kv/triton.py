@@ -37,9 +37,7 @@ def _move(planes, froms, tos, places, BLOCK: constexpr, PDL: constexpr):
 
 
 def table(planes: Sequence[Tensor]) -> Tensor:
-    """Where planes [rows, dim] lie, and how many words their rows have: int64 [planes, 2], on their device. They must
-    stay there.
-    """
+    """Addresses of planes [rows, dim] and words per row: int64 [planes, 2], on their device. Planes must not move."""
     lines = []
     for plane in planes:
         size = plane.shape[1] * plane.element_size()

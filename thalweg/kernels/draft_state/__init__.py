@@ -1,1 +1,1 @@
-"""What drafting by a head does between the head's own computations."""
+"""Operations of a draft head between its passes."""

@@ -1,6 +1,6 @@
 """Reference of what lies between a head's computations: which states a step leaves, and what a draft leaves behind.
 
-Letters: R rows, T tokens, E emitting rows, W numbers of a state, S slots, P pages, I integers of a slot, K drafts of a
+Letters: R rows, T tokens, E sampled rows, W numbers of a state, S slots, P pages, I integers of a slot, K drafts of a
 row at most, L columns of the tokens plane, D entries of a head's vocabulary.
 """
 
@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from thalweg.kernels.build_inputs.ref import END, LENGTH, NUM_COMPUTED, NUM_DRAFTS
 
 
 class DraftRows(NamedTuple):
@@ -23,9 +25,7 @@ class DraftRows(NamedTuple):
 
 
 class TokenPlaces(NamedTuple):
-    """Where a step's tokens stand, [T] each: positions, and where their KV goes, int64; bool, False where one is
-    padding.
-    """
+    """Positions and KV slots of a step's tokens, int64 [T]; real_T bool [T]: False for padding."""
 
     position_T: Tensor
     write_T: Tensor
@@ -33,9 +33,8 @@ class TokenPlaces(NamedTuple):
 
 
 class DraftedTokens(NamedTuple):
-    """What was drawn of each row of a head's logits float32 [E, D]: entry_E int64, below 0 where it could be none.
-    ids_D int64: which tokens the entries are, if not those of the same numbers. vocab: of the target, whose ids are 0
-    to vocab - 1.
+    """The sampled entry of each row of a head's logits float32 [E, D]: entry_E int64, below 0 if invalid. ids_D int64:
+    the token id of each entry; None if they are equal. vocab: size of the target's vocabulary.
     """
 
     entry_E: Tensor
@@ -46,14 +45,14 @@ class DraftedTokens(NamedTuple):
 
 class DraftChain(NamedTuple):
     """Rows that are drafted for, one draft behind the other. slot_E int64. ahead_E int64: drafts that each has.
-    state_EW: behind the last of them. Of all drafts: drafts_EK int64; sound_E bool, see `spec.drafter.DraftOutput`.
+    state_EW: behind the last of them. Of all drafts: drafts_EK int64; is_valid_E bool, see `spec.drafter.DraftOutput`.
     """
 
     slot_E: Tensor
     ahead_E: Tensor
     state_EW: Tensor
     drafts_EK: Tensor
-    sound_E: Tensor
+    is_valid_E: Tensor
 
 
 def shift_hidden_states(
@@ -84,38 +83,37 @@ def shift_hidden_states(
         ends_T, before_TW = ends_T & inside_T, before_TW * inside_T.unsqueeze(1)
     ends_PW.index_copy_(0, places.write_T // page * ends_T, state_TW)
     first_R = rows.first_R.clamp(max=last)
-    moved_R = ints_SI[:, 1].index_select(0, rows.slot_R) - places.position_T.index_select(0, first_R)
+    moved_R = ints_SI[:, NUM_COMPUTED].index_select(0, rows.slot_R) - places.position_T.index_select(0, first_R)
     last_R = first_R + torch.minimum(moved_R, rows.n_R).clamp_(min=1) - 1
     kept_SW.index_copy_(0, rows.slot_R, state_TW.index_select(0, last_R))
     return before_TW
 
 
-def valid_tokens(drawn: DraftedTokens) -> tuple[Tensor, Tensor]:
-    """→ the tokens drawn, int64 [E]; bool [E], False, and token 0, where there is none: no entry, a logit that is no
-    finite number, or no id of the target, which would be asked for its embedding.
+def valid_tokens(drafted: DraftedTokens) -> tuple[Tensor, Tensor]:
+    """→ the drafted tokens, int64 [E]; whether each is valid, bool [E]. An invalid token is 0: its entry is out of
+    range, its logit is not finite, or its id is outside the target's vocabulary.
     """
-    entry_E = drawn.entry_E.clamp(0, drawn.logits_ED.shape[1] - 1)
-    token_E = entry_E if drawn.ids_D is None else drawn.ids_D[entry_E]
-    logit_E = drawn.logits_ED.gather(1, entry_E.unsqueeze(1)).squeeze(1)
-    is_one_E = (entry_E == drawn.entry_E) & logit_E.isfinite() & (token_E >= 0) & (token_E < drawn.vocab)
-    return token_E * is_one_E, is_one_E
+    entry_E = drafted.entry_E.clamp(0, drafted.logits_ED.shape[1] - 1)
+    token_E = entry_E if drafted.ids_D is None else drafted.ids_D[entry_E]
+    logit_E = drafted.logits_ED.gather(1, entry_E.unsqueeze(1)).squeeze(1)
+    is_token_E = (entry_E == drafted.entry_E) & logit_E.isfinite() & (token_E >= 0) & (token_E < drafted.vocab)
+    return token_E * is_token_E, is_token_E
 
 
 def store_draft(
-    drawn: DraftedTokens, state_EW: Tensor, ints_EI: Tensor, chain: DraftChain, tokens_SL: Tensor, ints_SI: Tensor
+    drafted: DraftedTokens, state_EW: Tensor, ints_EI: Tensor, chain: DraftChain, tokens_SL: Tensor, ints_SI: Tensor
 ) -> None:
-    """One more draft of each row, with the state behind it. ints_EI: the slots' integers, at the draft's position
-    (`build_inputs.ref`). Writes the tokens plane, the slots' number of drafts, which is column 7 of ints_SI, and what
-    `chain` holds.
+    """Stores one more draft of each row and the hidden state at it. ints_EI: the slots' integers at the draft's
+    position (`build_inputs.ref`). Writes the tokens plane, the slots' number of drafts, and the fields of `chain`.
     """
     slot_E, ahead_E = chain.slot_E, chain.ahead_E
     columns, most = tokens_SL.shape[1], chain.drafts_EK.shape[1]
-    token_E, is_one_E = valid_tokens(drawn)
-    place_E = slot_E * columns + torch.where(ints_EI[:, 2] > 0, ints_EI[:, 0], columns - 1)
+    token_E, is_token_E = valid_tokens(drafted)
+    place_E = slot_E * columns + torch.where(ints_EI[:, END] > 0, ints_EI[:, LENGTH], columns - 1)
     tokens_SL.view(-1).index_copy_(0, place_E, token_E.to(torch.int32))
     chain.drafts_EK.scatter_(1, ahead_E.clamp(max=most - 1).unsqueeze(1), token_E.unsqueeze(1))
-    sound_E = is_one_E & state_EW.isfinite().all(1) | ~chain.state_EW.isfinite().all(1)
-    chain.sound_E.copy_(sound_E & (chain.sound_E | (ahead_E == 0)))
+    is_valid_E = is_token_E & state_EW.isfinite().all(1) | ~chain.state_EW.isfinite().all(1)
+    chain.is_valid_E.copy_(is_valid_E & (chain.is_valid_E | (ahead_E == 0)))
     chain.state_EW.copy_(state_EW)
     ahead_E += 1
-    ints_SI[:, 7].index_copy_(0, slot_E, ahead_E)
+    ints_SI[:, NUM_DRAFTS].index_copy_(0, slot_E, ahead_E)

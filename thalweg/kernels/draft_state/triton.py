@@ -13,7 +13,7 @@ from triton.language import constexpr
 from thalweg.kernels.draft_state.ref import DraftChain, DraftedTokens, DraftRows, TokenPlaces
 from thalweg.kernels.launch import launch_options
 from thalweg.kernels.pdl import pdl_begin
-from thalweg.kernels.slot_columns import AT, DRAFTS, END, INT_COLUMNS, LENGTH
+from thalweg.kernels.slot_columns import END, INT_COLUMNS, LENGTH, NUM_COMPUTED, NUM_DRAFTS
 
 PART = constexpr(1024)  # numbers of a state that a program carries
 BLOCK = constexpr(2048)  # that one looks at together
@@ -31,7 +31,7 @@ def _carry(
         w_B = tl.program_id(1) * PART + tl.arange(0, PART)
         inside = w_B < W
         n = tl.load(rows.n_R + row)
-        moved = tl.load(ints_SI + slot * INT_COLUMNS + AT) - tl.load(places.position_T + first)
+        moved = tl.load(ints_SI + slot * INT_COLUMNS + NUM_COMPUTED) - tl.load(places.position_T + first)
         last = first + tl.maximum(tl.minimum(moved, n), 1) - 1
         before_B = tl.load(kept_SW + slot * W + w_B, mask=inside)
         for token in range(first, first + n):
@@ -69,17 +69,17 @@ def not_finite(x):
 
 @triton.jit
 def _conclude(
-    drawn, new_EW, ints_EI, chain, tokens_SL, ints_SI, D, stride_D, stride, L, W, K: constexpr, PDL: constexpr
+    drafted, new_EW, ints_EI, chain, tokens_SL, ints_SI, D, stride_D, stride, L, W, K: constexpr, PDL: constexpr
 ):  # fmt: skip
     pdl_begin(PDL)
     row = tl.program_id(0).to(tl.int64)
-    entry, slot, ahead = tl.load(drawn.entry_E + row), tl.load(chain.slot_E + row), tl.load(chain.ahead_E + row)
+    entry, slot, ahead = tl.load(drafted.entry_E + row), tl.load(chain.slot_E + row), tl.load(chain.ahead_E + row)
     there = (entry >= 0) & (entry < D)
-    logit = tl.load(drawn.logits_ED + row * stride_D + entry, mask=there, other=float("inf"))
+    logit = tl.load(drafted.logits_ED + row * stride_D + entry, mask=there, other=float("inf"))
     token = entry
-    if drawn.ids_D is not None:
-        token = tl.load(drawn.ids_D + entry, mask=there, other=0)
-    there &= (logit - logit == 0) & (token >= 0) & (token < drawn.vocab)
+    if drafted.ids_D is not None:
+        token = tl.load(drafted.ids_D + entry, mask=there, other=0)
+    there &= (logit - logit == 0) & (token >= 0) & (token < drafted.vocab)
     token = tl.where(there, token, 0)
     length, end = tl.load(ints_EI + row * INT_COLUMNS + LENGTH), tl.load(ints_EI + row * INT_COLUMNS + END)
     bad, worse = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
@@ -89,22 +89,22 @@ def _conclude(
         new_B = tl.load(new_EW + row * stride + w_B, mask=w_B < W, other=0.0)
         worse |= not_finite(new_B)
         tl.store(chain.state_EW + row * W + w_B, new_B, mask=w_B < W)
-    sound = there & (tl.max(worse, 0) == 0) | (tl.max(bad, 0) > 0)
-    sound &= (ahead == 0) | tl.load(chain.sound_E + row)
-    tl.store(chain.sound_E + row, sound)
+    is_valid = there & (tl.max(worse, 0) == 0) | (tl.max(bad, 0) > 0)
+    is_valid &= (ahead == 0) | tl.load(chain.is_valid_E + row)
+    tl.store(chain.is_valid_E + row, is_valid)
     tl.store(tokens_SL + slot * L + tl.where(end > 0, length, L - 1), token.to(tl.int32))
     tl.store(chain.drafts_EK + row * K + ahead, token, mask=ahead < K)
     tl.store(chain.ahead_E + row, ahead + 1)
-    tl.store(ints_SI + slot * INT_COLUMNS + DRAFTS, ahead + 1)
+    tl.store(ints_SI + slot * INT_COLUMNS + NUM_DRAFTS, ahead + 1)
 
 
 def store_draft(
-    drawn: DraftedTokens, state_EW: Tensor, ints_EI: Tensor, chain: DraftChain, tokens_SL: Tensor, ints_SI: Tensor
+    drafted: DraftedTokens, state_EW: Tensor, ints_EI: Tensor, chain: DraftChain, tokens_SL: Tensor, ints_SI: Tensor
 ) -> None:
     """See `ref.store_draft`."""
-    (rows, width), logits_ED = state_EW.shape, drawn.logits_ED
+    (rows, width), logits_ED = state_EW.shape, drafted.logits_ED
     assert state_EW.stride(1) == logits_ED.stride(1) == 1, "a head's states and logits lie number by number"
     _conclude[(rows,)](
-        drawn, state_EW, ints_EI, chain, tokens_SL, ints_SI, logits_ED.shape[1], logits_ED.stride(0),
+        drafted, state_EW, ints_EI, chain, tokens_SL, ints_SI, logits_ED.shape[1], logits_ED.stride(0),
         state_EW.stride(0), tokens_SL.shape[1], width, chain.drafts_EK.shape[1], num_warps=8, **launch_options(ints_SI),
     )  # fmt: skip

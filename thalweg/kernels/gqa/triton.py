@@ -61,7 +61,7 @@ def prefill_tiles(dim: int) -> TileConfig:
 
 
 def splits_for(tokens: int, heads: int, kv_heads: int, context: int, query: int = 1) -> int:
-    """How many parts `decode` cuts each context into. context: an upper bound of the longest, in tokens."""
+    """The number of parts that `decode` cuts each context into. context: an upper bound of the longest, in tokens."""
     rows = query * heads // kv_heads
     programs = tokens // query * kv_heads * -(-rows // decode_tiles(rows, 128).rows)
     return waves(programs, context)

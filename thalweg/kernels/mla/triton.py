@@ -62,7 +62,7 @@ def prefill_tiles() -> TileConfig:
 
 
 def splits_for(tokens: int, heads: int, context: int, query: int = 1) -> int:
-    """How many parts `decode` cuts each context into. context: an upper bound of the longest, in tokens."""
+    """The number of parts that `decode` cuts each context into. context: an upper bound of the longest, in tokens."""
     rows = query * heads
     return waves(tokens // query * -(-rows // decode_tiles(rows, False).rows), context)
 

@@ -39,8 +39,8 @@ class SortedPairs:
 
 
 def way_of(pairs: int) -> str:
-    """How programs of the sort learn of each other's pairs: "alone" there is one; the counts of "few" each program adds
-    up itself; of "many" a kernel of its own does. (288 pairs on an H100: 6.9 us, by one program 32.9.)
+    """The way the sort's programs share their counts. "alone": one program. "few": each program adds up all counts.
+    "many": a kernel of its own adds them up. (288 pairs on an H100: 6.9 us, by one program 32.9.)
     """
     return "alone" if pairs <= CHUNK else "few" if pairs <= 16 * CHUNK else "many"
 

@@ -1,1 +1,1 @@
-"""What penalties, biases, minimum lengths and grammars change in the logits."""
+"""Edits of the logits by penalties, biases, minimum lengths and grammars."""

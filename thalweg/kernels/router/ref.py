@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class RouterConfig:
-    """How a router chooses."""
+    """The rule by which a router chooses experts."""
 
     experts: int
     topk: int

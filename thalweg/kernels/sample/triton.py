@@ -21,11 +21,13 @@ from triton.language import constexpr
 from thalweg.kernels.build_inputs.ref import SlotTensors
 from thalweg.kernels.launch import launch_options
 from thalweg.kernels.pdl import pdl_begin
-from thalweg.kernels.slot_columns import AT, END, FLOAT_COLUMNS, INT_COLUMNS, LENGTH, SEED
+from thalweg.kernels.slot_columns import END, FLOAT_COLUMNS, INT_COLUMNS, LENGTH, NUM_COMPUTED, SEED
 
 PART = constexpr(4096)  # entries of a program
 
-Drawn = tuple[Tensor, Tensor, Tensor]  # token int64, done bool, live bool, [E] each: see `sampling.sample.Sampled`
+SampledTokens = tuple[
+    Tensor, Tensor, Tensor
+]  # token int64, done bool, live bool, [E] each: see `sampling.sample.Sampled`
 
 
 class SampledRows(NamedTuple):
@@ -114,7 +116,7 @@ def append_token(row, token, rows, slots, out, L, K: constexpr):
     state = slots.ints_SI + slot * INT_COLUMNS
     token_E, done_E, live_E = out
     tl.store(state + LENGTH, new)
-    tl.store(state + AT, new - 1)
+    tl.store(state + NUM_COMPUTED, new - 1)
     tl.store(state + END, tl.where(going, end, 0))
     tl.store(token_E + row, token)
     tl.store(done_E + row, going == 0)
@@ -137,7 +139,7 @@ def _best_of_parts(rows, top_EC, id_EC, RANDOM: constexpr, PDL: constexpr):
 
 
 @triton.jit
-def _settle(rows, top_EC, id_EC, slots, out, parts, L, K: constexpr, BLOCK_C: constexpr, PDL: constexpr):
+def _pick_token(rows, top_EC, id_EC, slots, out, parts, L, K: constexpr, BLOCK_C: constexpr, PDL: constexpr):
     pdl_begin(PDL)
     row = tl.program_id(0)
     c_B = tl.arange(0, BLOCK_C)
@@ -147,7 +149,7 @@ def _settle(rows, top_EC, id_EC, slots, out, parts, L, K: constexpr, BLOCK_C: co
     append_token(row, token, rows, slots, out, L, K)
 
 
-def draw(rows: SampledRows, slots: SlotTensors, is_random: bool, out: Drawn) -> None:
+def sample_tokens(rows: SampledRows, slots: SlotTensors, is_random: bool, out: SampledTokens) -> None:
     """Writes `out`, the tokens plane, and the first three columns of the slots' integers. is_random: whether any row
     has a temperature.
     """
@@ -155,7 +157,7 @@ def draw(rows: SampledRows, slots: SlotTensors, is_random: bool, out: Drawn) -> 
     top_EC = torch.empty(count, parts, device=rows.logits_EV.device)
     id_EC = torch.empty_like(top_EC, dtype=torch.int32)
     _best_of_parts[count, parts](rows, top_EC, id_EC, is_random, num_warps=8, **options)
-    _settle[(count,)](
+    _pick_token[(count,)](
         rows, top_EC, id_EC, slots, out, parts, slots.tokens_SL.shape[1], slots.stop_SK.shape[1],
         triton.next_power_of_2(parts), num_warps=1, **options,
     )  # fmt: skip

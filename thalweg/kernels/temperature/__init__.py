@@ -1,1 +1,1 @@
-"""What tokens are drawn from, as logits, by temperature and truncation; and Gumbel noise on scores."""
+"""Logits that tokens are sampled from, after temperature and truncation; and Gumbel noise on scores."""

@@ -10,10 +10,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from thalweg.kernels.build_inputs.ref import LENGTH, SEED, TOP_K
 from thalweg.kernels.case import KernelCase, size, with_triton
 from thalweg.kernels.temperature import ref
 from thalweg.kernels.topk_topp import case as topk_topp
-from thalweg.kernels.topk_topp.case import LENGTH, SEED, TOP_K
 
 
 def cases(generator: torch.Generator) -> Iterator[KernelCase]:
@@ -24,7 +24,7 @@ def cases(generator: torch.Generator) -> Iterator[KernelCase]:
 
 
 def with_best(left_EV: Tensor, noisy_EV: Tensor) -> tuple[Tensor, ...]:
-    """What is compared. Ids are below 10⁴ here: the tolerance takes none for another."""
+    """The values to compare. Ids are below 10⁴ here: the tolerance takes none for another."""
     return left_EV, *noisy_EV.max(-1)
 
 

@@ -9,9 +9,9 @@ from thalweg.kernels.topk_topp.ref import apply_topk_topp
 
 
 def apply_temperature(logits_EV: Tensor, floats_EF: Tensor, top_k_E: Tensor, truncated: bool) -> Tensor:
-    """What each row is drawn from: logits by temperature (a greedy row's as they are), -inf for what truncation
-    removes; of a greedy row that may be left. floats_EF: temperature, top_p, min_p, ….
+    """Logits divided by temperature, and -inf for tokens that truncation removes. Those of greedy rows are not divided,
+    and may be truncated. floats_EF: see FLOATS in `kernels.build_inputs.ref`.
     """
-    temperature_E, top_p_E, min_p_E = floats_EF[:, 0], floats_EF[:, 1], floats_EF[:, 2]
+    temperature_E, top_p_E, min_p_E, *_ = floats_EF.unbind(1)
     scaled_EV = logits_EV / torch.where(temperature_E == 0, 1.0, temperature_E)[:, None]
     return apply_topk_topp(scaled_EV, top_k_E, top_p_E, min_p_E) if truncated else scaled_EV

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from thalweg.kernels.build_inputs.ref import FLOATS, INTS, SlotTensors
+from thalweg.kernels.build_inputs.ref import FLOATS, INTS, LENGTH, SEED, TOP_K, SlotTensors
 from thalweg.kernels.case import KernelCase, normal, size, with_triton
 from thalweg.kernels.temperature.ref import apply_temperature
 
@@ -28,7 +28,6 @@ ROWS = (
     (1.0, 3000, 0.9013, 0.0),
     (0.5, OFF, 1.0, 1.0),
 )
-LENGTH, SEED, TOP_K = (INTS.index(name) for name in ("length", "seed", "top_k"))
 
 
 def cases(generator: torch.Generator) -> Iterator[KernelCase]:
@@ -106,7 +105,7 @@ def run_triton(logits_EV: Tensor, ints_EI: Tensor, floats_EF: Tensor) -> tuple[T
     stops, slot_E = torch.full((rows, 1), -1, device=device), torch.arange(rows, device=device)
     slots = SlotTensors(stops, tokens, ints_EI.clone(), tokens, None)
     out = torch.full((rows,), -1, device=device), *torch.zeros(2, rows, dtype=torch.bool, device=device)
-    triton.draw(SampledRows(logits_EV, vocab, vocab, slot_E, ints_EI, floats_EF), slots, out)
+    triton.sample_tokens(SampledRows(logits_EV, vocab, vocab, slot_E, ints_EI, floats_EF), slots, out)
     return (out[0],)
 
 

@@ -42,8 +42,8 @@ from thalweg.kernels.build_inputs.ref import SlotTensors
 from thalweg.kernels.launch import launch_options
 from thalweg.kernels.pdl import pdl_begin
 from thalweg.kernels.sample.triton import (
-    Drawn,
     SampledRows,
+    SampledTokens,
     append_token,
     load_logits,
     noisy,
@@ -73,7 +73,7 @@ DRAWN, MANY, WALK, CHOSEN = map(constexpr, range(4))  # kinds of rows
 
 
 class Fronts(NamedTuple):
-    """What passes between the launches. E rows, C parts, F and R ids of a part's and of a row's front."""
+    """Buffers between the launches. E rows, C parts, F and R ids of a part's and of a row's front."""
 
     # a value below which no kept id lies, largest value, Σ exp(value - largest), best score that the fronts do not show
     bounds_E4: Tensor
@@ -87,7 +87,7 @@ class Fronts(NamedTuple):
     count_ECR: Tensor  # int32: ids of a part before it
 
 
-def draw(rows: SampledRows, slots: SlotTensors, out: Drawn) -> None:
+def sample_tokens(rows: SampledRows, slots: SlotTensors, out: SampledTokens) -> None:
     """Writes `out`, the tokens plane, and the first three columns of the slots' integers."""
     scanned, options, count = scan(rows), launch_options(rows.logits_EV), len(rows.logits_EV)
     parts, front, records = scanned.parts, FRONT.value, RECORDS.value

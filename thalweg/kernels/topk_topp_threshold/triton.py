@@ -32,7 +32,7 @@ LEAST = constexpr(-0x7FFFFFFFFFFFFFFF)  # below every key
 
 
 class Scan(NamedTuple):
-    """What a scan leaves of E rows in C parts with G groups, and room for what its readers list."""
+    """Result of a scan of E rows in C parts with G groups, and buffers for its readers."""
 
     parts: int
     top_EC: Tensor  # largest value; +inf where a row to be sampled has a NaN

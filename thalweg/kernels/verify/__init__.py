@@ -1,1 +1,1 @@
-"""What a step that verifies trees needs of its slots, and what becomes of these."""
+"""Inputs of a step that verifies trees, and the update of its slots."""

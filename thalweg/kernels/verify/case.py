@@ -1,4 +1,4 @@
-"""Cases of steps that verify trees or chains: trees of every form, drawn to their leaves or anywhere before, stop ids,
+"""Cases of steps that verify trees or chains: trees of every form, accepted up to a leaf or less far, stop ids,
 ends and missing tokens on the way, nodes that were not made, nodes that are not verified, equal children, slots that
 had ended.
 """
@@ -28,7 +28,7 @@ class Tree(NamedTuple):
     parents: list[int]
     depths: list[int]
     tokens: list[int]  # the root's is any
-    drawn: list[int]  # mostly the token of a child
+    target_ids: list[int]  # mostly the token of a child
 
 
 def cases(generator: torch.Generator) -> Iterator[KernelCase]:
@@ -46,8 +46,8 @@ def _case(rows: int, query: int, deepest: int, generator: torch.Generator, is_ch
     for slot, tree in enumerate(trees):
         length = rng.randrange(1, CONTEXT)
         end = min(length + rng.choice((1, 2, 3, 2 * query)), CONTEXT) * rng.choice((0, 1, 1, 1))
-        made = rng.choice((query - 1, nodes - 1, rng.randrange(nodes)))
-        ints.append([length, length - 1, end, *(rng.randrange(1 << 40) for _ in range(4)), made])
+        num_drafts = rng.choice((query - 1, nodes - 1, rng.randrange(nodes)))
+        ints.append([length, length - 1, end, *(rng.randrange(1 << 40) for _ in range(4)), num_drafts])
         tokens_SL[slot, :length] = torch.randint(TOKENS, (length,), generator=generator)
         room = tokens_SL[slot, length : length + nodes - 1]
         room.copy_(torch.tensor(tree.tokens[1 : 1 + len(room)]))
@@ -61,12 +61,12 @@ def _case(rows: int, query: int, deepest: int, generator: torch.Generator, is_ch
         "nodes_SN3": torch.tensor(forms).transpose(1, 2).contiguous(),
     }
     slot_R = rng.sample(range(slots), rows)
-    drawn = [trees[slot].drawn[:query] for slot in slot_R]
+    target_ids = [trees[slot].target_ids[:query] for slot in slot_R]
     before = SlotTensors(**{name: tensor.clone() for name, tensor in fields.items()})
-    exact = _exact(slot_R, drawn, 1 + deepest, before, is_chain)
+    exact = _exact(slot_R, target_ids, 1 + deepest, before, is_chain)
     if is_chain:
         del fields["nodes_SN3"]
-    inputs = {"slot_R": torch.tensor(slot_R), "drawn_RQ": torch.tensor(drawn), "deepest": deepest, **fields}
+    inputs = {"slot_R": torch.tensor(slot_R), "target_ids_RQ": torch.tensor(target_ids), "deepest": deepest, **fields}
     name, size = f"{rows} {'chains' if is_chain else 'trees'} of {query}", rows * query
     return KernelCase(name, inputs, exact, tolerance=0.0, flops=size * STOPS, bytes=size * 150)
 
@@ -81,47 +81,47 @@ def _draft(query: int, deepest: int, rng: Random, is_chain: bool) -> Tree:
         siblings = [tokens[other] for other in range(1, node) if parents[other] == parents[-1]]
         alike = siblings and rng.random() < 0.2  # a walk that followed both would have two nodes of a depth
         tokens.append(rng.choice(siblings) if alike else rng.randrange(TOKENS))
-    drawn = list[int]()
+    target_ids = list[int]()
     for node in range(query):
         children = [tokens[child] for child in range(1, query) if parents[child] == node]
         other = rng.choice((rng.randrange(TOKENS), rng.randrange(-1, TOKENS)))
-        drawn.append(rng.choice(children) if children and rng.random() < 0.85 else other)
-    return Tree(parents, depths, tokens, drawn)
+        target_ids.append(rng.choice(children) if children and rng.random() < 0.85 else other)
+    return Tree(parents, depths, tokens, target_ids)
 
 
 def _exact(
-    slot_R: list[int], drawn_RQ: list[list[int]], most: int, slots: SlotTensors, is_chain: bool
+    slot_R: list[int], target_ids_RQ: list[list[int]], most: int, slots: SlotTensors, is_chain: bool
 ) -> tuple[Tensor, ...]:
     """Node by node: what `build_inputs` says of each, then what `verify` says of each path, and what the slots are."""
     assert slots.nodes_SN3 is not None, "also of chains"
     nodes, ints, rows, paths = (list[list[int]]() for _ in range(4))
-    for slot, drawn in zip(slot_R, drawn_RQ, strict=True):
-        length, at, end, *others, made = slots.ints_SI[slot].tolist()
-        table, forms = slots.table_SP[slot].tolist(), slots.nodes_SN3[slot, : len(drawn)].tolist()
+    for slot, target_ids in zip(slot_R, target_ids_RQ, strict=True):
+        length, num_computed, end, *others, num_drafts = slots.ints_SI[slot].tolist()
+        table, forms = slots.table_SP[slot].tolist(), slots.nodes_SN3[slot, : len(target_ids)].tolist()
         places, first = [table[column // PAGE] * PAGE + column % PAGE for column in range(CONTEXT)], len(nodes)
         tokens, stops = slots.tokens_SL[slot].tolist(), {-1, *slots.stop_SK[slot].tolist()}
         for node, (_, depth, mask) in enumerate(forms):
-            column, known = at + node, length + depth
-            if column < end and (is_chain or node <= made):
-                nodes.append([tokens[column], at + depth, column, mask, places[column], 1])
+            column, known = num_computed + node, length + depth
+            if column < end and (is_chain or node <= num_drafts):
+                nodes.append([tokens[column], num_computed + depth, column, mask, places[column], 1])
             else:
                 nodes.append([0, 0, 0, mask, 0, 0])
-            ints.append([min(known, CONTEXT), column, end if known < end else 0, *others, made])
+            ints.append([min(known, CONTEXT), column, end if known < end else 0, *others, num_drafts])
         path = [0] if end else []
-        while path and len(path) < end - length and drawn[path[-1]] not in stops:
-            children = [node for node in range(1, len(forms)) if node <= made and forms[node][0] == path[-1]]
-            wanted = [drawn[path[-1]], 1]
+        while path and len(path) < end - length and target_ids[path[-1]] not in stops:
+            children = [node for node in range(1, len(forms)) if node <= num_drafts and forms[node][0] == path[-1]]
+            wanted = [target_ids[path[-1]], 1]
             going = [node for node in children if [nodes[first + node][0], nodes[first + node][5]] == wanted]
             if not going:
                 break
             path.append(going[-1])  # of equal ones the last
         for ahead, node in enumerate(path):
-            slots.tokens_SL[slot, length + ahead] = max(drawn[node], 0)
+            slots.tokens_SL[slot, length + ahead] = max(target_ids[node], 0)
             id, position, _, _, place, _ = nodes[first + node]
-            paths.append([drawn[node], node, first + node, id, position, 1, place, places[at + ahead]])
+            paths.append([target_ids[node], node, first + node, id, position, 1, place, places[num_computed + ahead]])
         paths += [[0] * 8] * (most - len(path))
         new = length + len(path)
-        alive = bool(path) and new < end and drawn[path[-1]] not in stops
+        alive = bool(path) and new < end and target_ids[path[-1]] not in stops
         slots.ints_SI[slot, :3] = torch.tensor([new, new - 1, end * alive])
         rows.append([len(path), int(not alive)])
     numbers = (torch.tensor(x) for x in (nodes, ints, rows, paths))
@@ -129,10 +129,10 @@ def _exact(
 
 
 def _run(
-    kernels: Any, inputs: Any, slot_R: Tensor, drawn_RQ: Tensor, deepest: int, **fields: Any
+    kernels: Any, inputs: Any, slot_R: Tensor, target_ids_RQ: Tensor, deepest: int, **fields: Any
 ) -> tuple[Tensor, ...]:
     """kernels: has `verify`; inputs: has `build_inputs`. Without `nodes_SN3` drafts are chains."""
-    slots, (rows, query), most = SlotTensors(**{"nodes_SN3": None} | fields), drawn_RQ.shape, 1 + deepest
+    slots, (rows, query), most = SlotTensors(**{"nodes_SN3": None} | fields), target_ids_RQ.shape, 1 + deepest
     pages = slots.table_SP.shape[1]
     if slots.nodes_SN3 is None:
         ahead_N = torch.arange(query, device=slot_R.device).repeat(rows)
@@ -145,7 +145,7 @@ def _run(
     nodes_RD = new(rows, most)
     out = Verification(new(rows, most), nodes_RD, new(rows), new(rows, dtype=torch.bool))
     paths = AcceptedPaths(*(new(rows * most, dtype=kind) for kind in kinds))
-    kernels.verify(drawn_RQ.flatten(), step, slots, PAGE, out, paths)
+    kernels.verify(target_ids_RQ.flatten(), step, slots, PAGE, out, paths)
     nodes = torch.stack((step.ids_T, step.positions_T, step.columns_T, step.tree_mask_T, step.write_T, step.real_T), 1)
     on_M = paths.real_M.to(torch.int64)  # behind a path some of these may be any
     first = out.tokens_RD.flatten() * on_M, nodes_RD.flatten() * on_M, paths.token_M * on_M

@@ -10,13 +10,13 @@ from triton.language import constexpr
 from thalweg.kernels.build_inputs.ref import InputTensors, SlotTensors
 from thalweg.kernels.launch import launch_options
 from thalweg.kernels.pdl import pdl_begin
-from thalweg.kernels.slot_columns import AT, DRAFTS, END, INT_COLUMNS, LENGTH
+from thalweg.kernels.slot_columns import END, INT_COLUMNS, LENGTH, NUM_COMPUTED, NUM_DRAFTS
 from thalweg.kernels.verify.ref import AcceptedPaths, Verification
 
 
 @triton.jit
 def _verify_drafts(
-    drawn_N, step, slots, out, paths, L, P, Q, D,
+    target_ids_N, step, slots, out, paths, L, P, Q, D,
     NODES: constexpr, PAGE: constexpr, K: constexpr, BLOCK_Q: constexpr, BLOCK_D: constexpr, PDL: constexpr,
 ):  # fmt: skip
     pdl_begin(PDL)
@@ -25,8 +25,13 @@ def _verify_drafts(
     q_B, d_B, k_B = tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_D), tl.arange(0, triton.next_power_of_2(K))
     inside_Q, inside_D = q_B < Q, d_B < D
     slot, own = tl.load(step.slot_T + first), step.ints_TI + first * INT_COLUMNS
-    length, at, end, drafts = tl.load(own + LENGTH), tl.load(own + AT), tl.load(own + END), tl.load(own + DRAFTS)
-    drawn_B = tl.load(drawn_N + first + q_B, mask=inside_Q, other=-2)
+    length, at, end, drafts = (
+        tl.load(own + LENGTH),
+        tl.load(own + NUM_COMPUTED),
+        tl.load(own + END),
+        tl.load(own + NUM_DRAFTS),
+    )
+    target_id_B = tl.load(target_ids_N + first + q_B, mask=inside_Q, other=-2)
     draft_B = tl.load(step.ids_T + first + q_B, mask=inside_Q, other=-3)
     drafted_B = (tl.load(step.real_T + first + q_B, mask=inside_Q, other=0) != 0) & (q_B > 0) & (q_B <= drafts)
     if slots.nodes_SN3 is None:
@@ -34,13 +39,13 @@ def _verify_drafts(
     else:
         parent_B = tl.load(slots.nodes_SN3 + (slot * NODES + q_B) * 3, mask=inside_Q, other=-1)
     stop_K = tl.load(slots.stop_SK + slot * K + k_B, mask=k_B < K, other=-1)
-    stop_B = tl.sum((drawn_B[:, None] == stop_K[None, :]).to(tl.int32), 1) + (drawn_B < 0).to(tl.int32)
+    stop_B = tl.sum((target_id_B[:, None] == stop_K[None, :]).to(tl.int32), 1) + (target_id_B < 0).to(tl.int32)
     node, going = row * 0, row * 0 + 1
     node_D = tl.zeros([BLOCK_D], tl.int32)
     token_D = tl.zeros([BLOCK_D], tl.int64)
     stop_D = tl.zeros([BLOCK_D], tl.int32)
     for d in range(D):
-        token = tl.sum(tl.where(q_B == node, drawn_B, 0))
+        token = tl.sum(tl.where(q_B == node, target_id_B, 0))
         stop = tl.sum(tl.where(q_B == node, stop_B, 0))
         node_D = tl.where(d_B == d, node, node_D)
         token_D = tl.where(d_B == d, token, token_D)
@@ -57,7 +62,7 @@ def _verify_drafts(
     tl.store(slots.tokens_SL + slot * L + length + d_B, tl.maximum(token_D, 0).to(tl.int32), mask=on_D)
     state = slots.ints_SI + slot * INT_COLUMNS
     tl.store(state + LENGTH, new)
-    tl.store(state + AT, new - 1)
+    tl.store(state + NUM_COMPUTED, new - 1)
     tl.store(state + END, tl.where(alive, end, 0))
     tl.store(out.count_R + row, count)
     tl.store(out.done_R + row, alive == 0)
@@ -76,13 +81,18 @@ def _verify_drafts(
 
 
 def verify(
-    drawn_N: Tensor, step: InputTensors, slots: SlotTensors, page: int, out: Verification, paths: AcceptedPaths | None
+    target_ids_N: Tensor,
+    step: InputTensors,
+    slots: SlotTensors,
+    page: int,
+    out: Verification,
+    paths: AcceptedPaths | None,
 ) -> None:
     """See `ref.verify`."""
     rows, deepest = out.tokens_RD.shape
-    query, nodes = len(drawn_N) // rows, 1 if slots.nodes_SN3 is None else slots.nodes_SN3.shape[1]
+    query, nodes = len(target_ids_N) // rows, 1 if slots.nodes_SN3 is None else slots.nodes_SN3.shape[1]
     _verify_drafts[(rows,)](
-        drawn_N, step, slots, out, paths, slots.tokens_SL.shape[1], slots.table_SP.shape[1], query, deepest,
+        target_ids_N, step, slots, out, paths, slots.tokens_SL.shape[1], slots.table_SP.shape[1], query, deepest,
         nodes, page, slots.stop_SK.shape[1], triton.next_power_of_2(query), triton.next_power_of_2(deepest),
-        num_warps=1, **launch_options(drawn_N),
+        num_warps=1, **launch_options(target_ids_N),
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What the GPUs of a layout send each other in a step, and the least time that it takes when nothing else hides it. No
+"""Collectives of a step between the GPUs of a layout, and their least time when nothing else hides it. No
 torch.
 """
 

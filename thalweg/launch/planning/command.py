@@ -31,15 +31,15 @@ CONCURRENCY = 32  # where nothing is said
 CONTEXTS = (1024, 4096, 16384)
 EPILOG = f"""\
 examples:
-  thalweg plan models/tiny                                   what would be chosen here and why, memory, floors
+  thalweg plan models/tiny                                   what would be chosen here and why, memory, lower bounds
   thalweg plan org/name --machine h200x8                     the same for eight H200s, and the best layout
   thalweg plan config.json --machine h100x8 --request-rate 4 --input-len 4000 --output-len 500 --tpot-target 30
   thalweg plan org/name --machine b200x8 --tp-size 8 --dp-size 8 --ep-size 8 --concurrency 1024
   thalweg plan models/tiny --check                           compares the memory of an engine with the forecast
 
-MODEL may be a config.json alone. Machines: {", ".join(CHIPS)}, each with x and a number of GPUs. A floor is what no
-program can be faster than: every weight and the context read once, or every product at the data sheet's rate, whichever
-takes longer. docs/plan.md has the formulas."""
+MODEL may be a config.json alone. Machines: {", ".join(CHIPS)}, each with x and a number of GPUs. A lower
+bound is the least time of a step: every weight and the context read once, or every product at the data sheet's rate,
+whichever takes longer. docs/plan.md has the formulas."""
 
 
 def _number(kind: type, least: int) -> Callable[[str], Any]:
@@ -68,8 +68,8 @@ FLAGS: dict[str, tuple[str, Callable[[str], Any], Any, str]] = {  # metavar, typ
         "milliseconds that a token of an answer may take; alone: as many requests as it allows",
     ),
     "--ttft-target": ("MS", _amount, 0.0, "milliseconds that the first token of a prompt may take"),
-    "--batches": ("N", _count, (1, 8, 32, 128), "requests of the floors (default: 1 8 32 128)"),
-    "--contexts": ("N", _count, (), "tokens of the floors (default: 1024 4096 16384)"),
+    "--batches": ("N", _count, (1, 8, 32, 128), "requests in the tables of lower bounds (default: 1 8 32 128)"),
+    "--contexts": ("N", _count, (), "context lengths of these tables (default: 1024 4096 16384)"),
     "--expert-skew": (
         "X",
         _amount,
@@ -133,7 +133,7 @@ def _parser() -> OptionsParser:
         EPILOG,
         ENGINE,
     )
-    group = parser.add_argument_group("This command")
+    group = parser.own
     group.add_argument("--json", action="store_true", help="print one JSON object")
     group.add_argument(
         "--check", action="store_true", help="start an engine here and compare its memory with the forecast"
@@ -145,7 +145,7 @@ def _parser() -> OptionsParser:
 
 
 def _request(options: Options, asked: argparse.Namespace) -> PlanRequest:
-    """What the flags ask for. Raises UnsupportedConfig for a load or a layout that cannot be."""
+    """The plan that the flags request. Raises UnsupportedConfig for a load or a layout that cannot be."""
     from thalweg.launch.planning.forecast import PlanRequest
     from thalweg.launch.planning.search import Workload
 

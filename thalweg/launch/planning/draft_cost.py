@@ -1,5 +1,5 @@
-"""What drafts cost at best: a step verifies them, and each is a forward of the drafter's own weights, where it has
-any.
+"""Lower bound of the cost of drafts: a step verifies them, and each is a forward pass of the drafter's own weights,
+where it has any.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ class DrafterPlanner:
         return DRAFTERS[self.name].weights is DrafterWeights.CHECKPOINT
 
     def forward(self, model: PlannedModel, layout: ParallelLayout) -> tuple[RankModel, tuple[WeightGroup, ...]]:
-        """What each draft is multiplied by, and what the hidden states of a step are, once. Raises CheckpointError."""
+        """Weights that each draft reads, and those that a step's hidden states read once. Raises CheckpointError."""
         layout = layout if self.is_divided() else ONE
         target: Any = model.headed(layout)
         drafter = build_drafter(self.name, target, self.folder)
-        head: Any = (*drafter.modules(), *drafter.own())[0]
+        head: Any = (*drafter.modules(), *drafter.own_weight_modules())[0]
         facts: ModelFacts = head.facts
         schemes = None if facts is model.facts else Declared(facts.quantization_config)
         groups = model.groups(head, schemes=schemes)

@@ -39,7 +39,7 @@ WEIGHTS_SHARE = 0.85  # of all memory, that weights may be on a machine that is 
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """What a plan is made for."""
+    """The load and the machine to plan for."""
 
     load: Workload
     hardware: Hardware | None  # None: this machine
@@ -132,7 +132,7 @@ def forecast(options: Options, request: PlanRequest, folder: str) -> Forecast:
     if hardware is not None:
         report["machine"] |= asdict(hardware) | {"name": hardware.name}
     requests = outcomes[0].requests if outcomes else load.concurrency
-    report |= _floors(PlannedLayout(planning, layout, load), request, drafter_planner(facts, resolved), requests)
+    report |= _step_bounds(PlannedLayout(planning, layout, load), request, drafter_planner(facts, resolved), requests)
     return Forecast(report, resolved if alone or room is None else with_pages(resolved, room, ONE), room)
 
 
@@ -190,7 +190,7 @@ def _cache(
         "memory": None,
         "caches": layout.caches,
         "holds": [holding(length, resolved.pages // -(-length // PAGE) * layout.caches) for length in lengths],
-        "layout_of_floors": layout.name,
+        "bounds_layout": layout.name,
     }
     return report if gpu is None else report | {"memory": gpu.as_json(), "kv_bytes": round(resolved.pages * gpu.page)}
 
@@ -216,18 +216,20 @@ def _advice(outcome: LayoutForecast | None, options: Options) -> dict[str, Any] 
     return {"layout": layout.name, "not_yet": not_yet(layout), "command": command(options, layout, outcome.requests)}
 
 
-def _floors(on: PlannedLayout, request: PlanRequest, drafter: DrafterPlanner | None, requests: int) -> dict[str, Any]:
-    """Least times of decode steps, of prompts alone, and of decode steps with drafts. requests: of the last."""
-    floors: dict[str, Any] = {"decode_floors": [], "prefill_floors": [], "drafts": []}
+def _step_bounds(
+    on: PlannedLayout, request: PlanRequest, drafter: DrafterPlanner | None, requests: int
+) -> dict[str, Any]:
+    """Lower bounds of decode steps, of prompts alone and of decode steps with drafts. requests: of the last."""
+    bounds: dict[str, Any] = {"decode_bounds": [], "prefill_bounds": [], "drafts": []}
     if on.planning.top is not None:
         longest = on.facts.context
         contexts = [context for context in request.contexts if context <= longest] or [longest]
-        decode = (on.floor(batch, 1, context) for batch in request.batches for context in contexts)
-        floors["decode_floors"] = list(map(asdict, decode))
-        floors["prefill_floors"] = [asdict(on.floor(1, context, context)) for context in contexts]
+        decode = (on.step_bound(batch, 1, context) for batch in request.batches for context in contexts)
+        bounds["decode_bounds"] = list(map(asdict, decode))
+        bounds["prefill_bounds"] = [asdict(on.step_bound(1, context, context)) for context in contexts]
         if drafter is not None and requests:
-            floors["drafts"] = _drafts(on, requests, drafter)
-    return floors | {
+            bounds["drafts"] = _drafts(on, requests, drafter)
+    return bounds | {
         "drafts_by": "" if drafter is None else drafter.title,
         "drafts_asked": drafter is not None and drafter.is_asked,
     }

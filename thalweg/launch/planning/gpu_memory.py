@@ -1,4 +1,4 @@
-"""What is in the memory of a GPU once an engine has started there, and what that leaves for the KV cache."""
+"""Memory of a GPU after an engine's start, and the bytes left for the KV cache."""
 
 from __future__ import annotations
 

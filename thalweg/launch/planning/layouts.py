@@ -1,4 +1,4 @@
-"""How GPUs may share a model: tensor, data, expert and pipeline parallelism, and whole copies."""
+"""Ways to divide a model among GPUs: tensor, data, expert and pipeline parallelism, and whole copies."""
 
 from __future__ import annotations
 
@@ -88,8 +88,8 @@ def _divisors(number: int) -> list[int]:
 
 
 def command(options: Options, layout: ParallelLayout, requests: int) -> str:
-    """What starts a layout for so many requests at a time: one server, or one for each copy, on GPUs and ports of their
-    own. Settings that the user gave stay.
+    """Shell command that starts a layout for so many requests at a time: one server, or one for each copy, on GPUs and
+    ports of their own. Settings that the user gave stay.
     """
     words = ["thalweg", "serve", _folder(options.model.model), *layout.flags()]
     own = {
@@ -112,7 +112,7 @@ def command(options: Options, layout: ParallelLayout, requests: int) -> str:
 
 
 def _folder(model: str) -> str:
-    """What can be served: of a config.json its folder, of a configuration by another name nothing yet."""
+    """The model to serve: the folder of a config.json; a placeholder for a configuration by another name."""
     path = Path(model)
     if path.suffix != ".json":
         return model

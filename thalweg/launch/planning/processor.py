@@ -1,6 +1,4 @@
-"""What this machine's processor does at best, measured in a moment: a floor of a CPU has no data sheet. The one place
-where it is measured.
-"""
+"""Read bandwidth and matmul rate of this machine's CPU, measured in a moment: no data sheet has them."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ ORDER = ("join", "projections", "attention", "index", "mlp", "experts", "head") 
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """What a device does at best."""
+    """Peak rates of a device."""
 
     read: float  # bytes a second
     bf16: float  # FLOP/s of large products; on a CPU of float32

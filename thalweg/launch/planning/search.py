@@ -22,7 +22,7 @@ SENDING = "sending"
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What is to be served. Without concurrency and rate: as many requests as targets and memory allow."""
+    """The load to serve. Without concurrency and rate: as many requests as targets and memory allow."""
 
     input: int = 0  # tokens of a prompt; 0: usual ones
     output: int = 0
@@ -44,8 +44,8 @@ class PlanningInput:
 
 
 @dataclass(frozen=True, slots=True)
-class Floor:
-    """A step at best."""
+class StepBound:
+    """Lower bound of a step's time."""
 
     batch: int  # requests on the whole machine
     new: int  # tokens that each computes
@@ -76,7 +76,7 @@ class LayoutForecast:
 
 
 class PlannedLayout:
-    """The least times of steps on a layout. Raises UnsupportedConfig where the model cannot be divided so."""
+    """Lower bounds of step times on a layout. Raises UnsupportedConfig where the model cannot be divided so."""
 
     def __init__(self, planning: PlanningInput, layout: ParallelLayout, load: Workload) -> None:
         self.planning, self.layout, self.load = planning, layout, load
@@ -100,12 +100,12 @@ class PlannedLayout:
         """Seconds by kind of work of a step of each attention."""
         return self.times(phases(self.model, shape), collectives(self.facts, shape, self.layout))
 
-    def floor(self, requests: int, new: int, context: int) -> Floor:
+    def step_bound(self, requests: int, new: int, context: int) -> StepBound:
         shape = self.shape(requests, new, context)
         times, moe = self.step(shape), self.facts.moe
         seconds = sum(times.values())
         experts = 0.0 if moe is None else expected(moe, shape.tokens * shape.attentions, self.load.skew)
-        return Floor(requests, new, context, experts, times, seconds, requests * new / seconds)
+        return StepBound(requests, new, context, experts, times, seconds, requests * new / seconds)
 
     @cached_property
     def room(self) -> GpuMemory:
@@ -161,7 +161,7 @@ class PlannedLayout:
         return LayoutForecast(self.layout, self.room, trouble, requests, tpot, self.ttft, output, total, sent)
 
     def _requests(self) -> tuple[int, str]:
-        """How many at a time this load makes, and why a layout cannot have as many."""
+        """Concurrent requests of this load, and why the layout cannot have as many."""
         load, most = self.load, self.most
         if load.concurrency > most:
             return most, f"memory holds {most:,} requests"
@@ -194,8 +194,8 @@ def outcomes(
 
 
 def _rank(one: LayoutForecast, load: Workload) -> tuple[bool, bool, float, float]:
-    """What does not fit comes last, before it what misses a target. Of those that keep up with a rate, the one whose
-    tokens come fastest is the best, else the one that makes most of them.
+    """Sort key of layouts, best first. Those that do not fit come last, those that miss a target before them. With a
+    request rate the lowest TPOT wins, else the highest throughput.
     """
     keeps_up = bool(load.rate) and not one.trouble
     return not one.fits, bool(one.trouble), one.tpot if keeps_up else -one.output_throughput, one.ttft

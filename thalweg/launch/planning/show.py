@@ -35,31 +35,36 @@ def _if_served(cell: str, scale: float = 1.0) -> Callable[[Report], str]:
     return show
 
 
-def _mostly(floor: Report) -> str:
+def _milliseconds(seconds: float) -> str:
+    """With three significant digits below 1, two decimals above."""
+    return f"{1e3 * seconds:.3g}" if seconds < 1e-3 else f"{1e3 * seconds:,.2f}"
+
+
+def _mostly(bound: Report) -> str:
     """The two kinds of phase that take longest."""
-    top = sorted(floor["phases"].items(), key=lambda phase: -phase[1])[:2]
-    return ", ".join(f"{name} {seconds / floor['seconds']:.0%}" for name, seconds in top if seconds)
+    top = sorted(bound["phases"].items(), key=lambda phase: -phase[1])[:2]
+    return ", ".join(f"{name} {seconds / bound['seconds']:.0%}" for name, seconds in top if seconds)
 
 
 def _pays(cost: Report) -> str:
     if cost["ratio"] >= cost["most"]:
-        return f"pays never: a step brings a request {cost['most']} tokens at most"
-    return f"pays when a step brings a request more than {cost['ratio']:.2f} tokens"
+        return f"never pays off: a step gives a request {cost['most']} tokens at most"
+    return f"pays off when a step gives a request more than {cost['ratio']:.2f} tokens"
 
 
-FLOORS = {
+BOUNDS = {
     "requests": "{batch:,}",
     "tokens": "{new:,}",
     "context": "{context:,}",
     "experts read": "{experts:.0f}",
-    "ms": lambda floor: f"{1e3 * floor['seconds']:,.2f}",
+    "ms": lambda bound: _milliseconds(bound["seconds"]),
     "tokens/s": "{rate:,.0f}",
     "mostly": _mostly,
 }
 DRAFTS = {
     "drafts": "{drafts}",
-    "ms a step": lambda cost: f"{1e3 * cost['seconds']:.2f}",
-    "a plain step takes 1": "{ratio:.2f}",
+    "ms a step": lambda cost: _milliseconds(cost["seconds"]),
+    "step time / plain step": "{ratio:.2f}",
     "": _pays,
 }
 LAYOUTS = {
@@ -79,14 +84,13 @@ def show(report: Report, console: Console) -> None:
     """Prints it, the advice last."""
     name, load = report["machine"]["name"], _load(report["load"])
     resolver.show(report, console, _facts(report))
-    if report["decode_floors"]:
+    if report["decode_bounds"]:
         console.print(
             make_table(
-                f"\nFloors of decoding as {report['layout_of_floors']}", FLOORS, report["decode_floors"], notes=1
+                f"\nLower bounds of decode steps, {report['bounds_layout']}", BOUNDS, report["decode_bounds"], notes=1
             ),
-            make_table("\nFloors of a prompt alone", FLOORS, report["prefill_floors"], notes=1),
-            "No program is faster than a floor: each phase reads its weights and context once, or computes at the"
-            " machine's rate.",
+            make_table("\nLower bounds of a prompt alone", BOUNDS, report["prefill_bounds"], notes=1),
+            "No program is faster: each phase reads its weights and context once, or computes at the machine's rate.",
         )
     if report["drafts"]:
         asked = "" if report["drafts_asked"] else " (--speculative-algorithm NEXTN, which was not asked for)"
@@ -106,7 +110,7 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
         reason = report["why_not_one_device"]
         yield "one device", f"cannot: {reason}. The choices below go by all GPUs together"
     if memory := report["memory"]:
-        layout = report["layout_of_floors"]
+        layout = report["bounds_layout"]
         parts = " - ".join(f"{_bytes(memory[part])} {name}" for part, name in PARTS.items())
         where = f"each GPU of {layout}: " if layout != ONE_GPU else ""
         yield "memory", f"{where}{_bytes(memory['free'])} free - {parts} = {_bytes(memory['kv'])} for the KV cache"
@@ -119,7 +123,7 @@ def _bytes(count: float) -> str:
 def _machine(machine: Report) -> str:
     name, top = machine["name"], machine["ceilings"]
     if top is None:
-        return f"{name}: its rates are not known, so there are no floors; --machine plans for one that is"
+        return f"{name}: its rates are not known, so there are no lower bounds; --machine plans for a known one"
     if "chip" not in machine:
         rates = f"reads {top['read'] / 1e9:.0f} GB/s, multiplies {top['bf16'] / 1e9:.0f} GFLOP/s of float32"
         return f"{name}: {rates} (measured just now)"

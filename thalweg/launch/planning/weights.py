@@ -24,7 +24,7 @@ from thalweg.launch.planning.layouts import ONE, ParallelLayout
 from thalweg.layers.reference import ReferenceLayers
 from thalweg.memory.planes import PlaneSpec
 from thalweg.models import catalog
-from thalweg.models.stages import Stage
+from thalweg.models.stages import PipelineStage
 from thalweg.parallel.layout import Layout
 from thalweg.quant.catalog import Declared
 from thalweg.quant.scheme import Quantized, Take
@@ -144,7 +144,7 @@ class PlannedModel:
     def headed(self, layout: ParallelLayout = ONE) -> nn.Module:
         """Embedding and head without layers: the target of a drafter."""
         layers = self.facts.layers
-        return catalog.assemble(self.facts, self.factory(layout), Stage(layers, layers, layers))
+        return catalog.assemble(self.facts, self.factory(layout), PipelineStage(layers, layers, layers))
 
     def _count(self, layout: ParallelLayout) -> RankModel:
         """Layers of one kind are alike, so one of each is made."""
@@ -206,7 +206,7 @@ def kv_bytes(planes: Iterable[PlaneSpec], layers: int) -> KVBytes:
 
 
 def _layer_kinds(facts: ModelFacts) -> dict[tuple[bool, bool], int]:
-    """How many layers there are with and without experts, with and without an indexer."""
+    """Numbers of layers with and without experts, with and without an indexer."""
     kinds: Counter[tuple[bool, bool]] = Counter()
     for layer in range(facts.layers):
         is_sparse = facts.moe is not None and facts.moe.in_layer(layer)

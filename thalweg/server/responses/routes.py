@@ -81,8 +81,8 @@ def message_of(answer: ParsedAnswer) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": answer.content or ""}
     if answer.reasoning:
         message["reasoning_content"] = answer.reasoning
-    if answer.calls:
-        message["tool_calls"] = [tool_call(*call) for call in answer.calls]
+    if answer.has_calls:  # one that broke off was never made
+        message["tool_calls"] = [tool_call(c.id, c.name, c.arguments) for c in answer.calls if c.complete]
     return message
 
 
@@ -181,7 +181,7 @@ class ResponsesStreamEncoder(PartsEncoder):
         state, status = self.state, _STATUSES.get(piece.finish, "cancelled")
         state.status = status
         state.incomplete_details = IncompleteDetails() if status == "incomplete" else None
-        state.output = [self._item(part, "completed") for part in self.parser.parts]
+        state.output = [self._item(part) for part in self.parser.parts]
         if state.output and status != "completed":
             state.output[-1].status = "incomplete"
         state.usage = ResponsesUsage(
@@ -207,15 +207,17 @@ class ResponsesStreamEncoder(PartsEncoder):
         if event.type == "open":
             self._ids.append(_PREFIXES[part.kind] + uuid.uuid4().hex)
             item = self._item(part, "in_progress")
-            if not isinstance(item, OutputCall):
+            if isinstance(item, OutputCall):
+                item.arguments = ""
+            else:
                 item.content = []
             added = self._event("response.output_item.added", output_index=part.index, item=item)
             return added + self._content_event("response.content_part.added", part, "")
         is_call = part.kind is PartKind.CALL
         value = {"name": part.name, "arguments": part.text} if is_call else {"text": part.text, **logprobs}
-        done = self._inner_event(part, f"{name}.done", **value)
+        done = self._inner_event(part, f"{name}.done", **value) if part.complete else b""
         done += self._content_event("response.content_part.done", part, part.text)
-        item = self._item(part, "completed")
+        item = self._item(part)
         return done + self._event("response.output_item.done", output_index=part.index, item=item)
 
     def _content_event(self, name: str, part: Part, text: str) -> bytes:
@@ -229,8 +231,8 @@ class ResponsesStreamEncoder(PartsEncoder):
         place = {} if item.kind is PartKind.CALL else {"content_index": 0}
         return self._event(event, item_id=self._ids[item.index], output_index=item.index, **place, **fields)
 
-    def _item(self, part: Part, status: Status) -> ResponsesOutput:
-        id = self._ids[part.index]
+    def _item(self, part: Part, status: Status | None = None) -> ResponsesOutput:
+        id, status = self._ids[part.index], status or ("completed" if part.complete else "incomplete")
         match part.kind:
             case PartKind.TEXT:
                 return OutputMessage(id, [OutputText(part.text)], status)
