@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.seed import SEED
+
 NULL = Path(__file__).parent / "null"
 EXIT = 60  # seconds in which the interpreter must have ended
 WORKER = "PYTEST_XDIST_WORKER" in os.environ  # one of several processes
@@ -31,6 +33,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
             return "tests/gpu" if nodeid.startswith("tests/gpu/") else super()._split_scope(nodeid)
 
     return Files(config, log)
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """What a test draws from torch's own generator is the same alone, in any order and on any worker."""
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(SEED)
 
 
 def pytest_sessionstart() -> None:
