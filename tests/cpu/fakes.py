@@ -78,7 +78,7 @@ class FakeFront:
             1, CONTEXT, VOCAB, 100, 64, Report((Decision("attention_backend", "reference", AUTO, "cpu"),))
         )
         self.script, self.gap, self.chunk = script, gap, chunk
-        self.full, self.flushed, self.weight_version = False, 0, "default"
+        self.full, self.flushed, self.weight_version, self.weights_lost = False, 0, "default", ""
         self.controls: list[Control] = []
         self.refusal: Exception | None = None
         self.live: dict[object, str] = {}

@@ -5,6 +5,7 @@ draining.
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -13,16 +14,20 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import httpx
 import msgspec
 import pytest
 
 from tests.configs import config
+from tests.cpu.fakes import DEEPSEEK_V32
+from thalweg.config.server import ServerOptions
 from thalweg.core.errors import EngineDead, InvalidRequest, Overloaded
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine import client
 from thalweg.engine.client import EngineClient
 from thalweg.engine.local import LocalEngine
 from thalweg.engine.streams import Piece
+from thalweg.server.app import build
 from thalweg.text.tokenizer import Tokenizer
 
 MODEL = Path(__file__).resolve().parents[2] / "models" / "tiny"
@@ -144,11 +149,76 @@ def test_a_dead_engine_fails_its_requests_and_is_replaced() -> None:
             with pytest.raises(EngineDead, match="exit code -9"):
                 async for _ in stream:
                     pass
-            assert front.ready is None and front.state == "starting"
+            assert front.ready is None and front.state == "restarting"
             with pytest.raises(EngineDead):
                 await collect(front, [20, 21], GREEDY)
             await eventually(lambda: front.state == "ready", 60)
             assert (await collect(front, [20, 21], GREEDY))[-1].finish == "length"
+
+    run(test)
+
+
+def test_a_request_without_output_goes_to_one_more_engine() -> None:
+    """It is computed by the next engine, or aborted while none serves; the second engine that dies of it is the last."""
+
+    async def test() -> None:
+        async with serving() as front:
+            assert front.ready is not None
+            want = [token for piece in await collect(front, [20, 21], GREEDY) for token in piece.ids]
+            os.kill(front.ready.pid, signal.SIGSTOP)
+            waiting = asyncio.create_task(collect(front, [20, 21], GREEDY))
+            aborted = asyncio.create_task(aborted_request(front))
+            await eventually(lambda: front.running == 2)
+            os.kill(front.ready.pid, signal.SIGKILL)
+            await eventually(lambda: front.state == "restarting")
+            assert await front.abort("mine") == 1 and (await aborted)[-1].finish == "abort"
+            pieces = await waiting
+            assert [token for piece in pieces for token in piece.ids] == want and front.restarts == 1
+            send_all = front._send_all
+
+            def poisoned(request: client._LiveRequest) -> None:
+                assert front._socket is not None
+                front._socket.send(b"no message")
+                send_all(request)
+
+            front._send_all = poisoned  # type: ignore[method-assign]
+            with pytest.raises(EngineDead, match="ValidationError"):
+                await collect(front, [20, 21], GREEDY)
+            assert front.restarts == 3
+            front._send_all = send_all  # type: ignore[method-assign]
+            await eventually(lambda: front.state == "ready", 60)
+            assert (await collect(front, [20, 21], GREEDY))[-1].finish == "length"
+
+    async def aborted_request(front: EngineClient) -> list[Piece]:
+        return [piece async for piece in front.stream([20, 21], GREEDY, request_id="mine")]
+
+    run(test)
+
+
+def test_a_new_engine_that_does_not_serve_in_time_is_the_end() -> None:
+    async def test() -> None:
+        async with serving(restart_timeout=3.0) as front:
+            assert front.ready is not None
+            engine = front.ready.pid
+            waiting = asyncio.create_task(collect(front, [20, 21], GREEDY))
+            os.kill(engine, signal.SIGKILL)
+
+            def new() -> list[int]:
+                pids = [child.pid for child in multiprocessing.active_children() if child.name == "thalweg-engine"]
+                return [pid for pid in pids if pid not in (None, engine)]
+
+            await eventually(lambda: bool(new()))
+            os.kill(new()[0], signal.SIGSTOP)
+            app = build(front, ServerOptions(), DEEPSEEK_V32, path="models/tiny")
+            async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as api:
+                health, ready = await api.get("/health"), await api.get("/ready")
+                assert (health.status_code, ready.status_code) == (200, 503)
+                assert health.json() == {"status": "restarting", "reason": "the engine process ended with exit code -9"}
+                with pytest.raises(EngineDead, match="could not be started again: no new engine served within 3 s"):
+                    await front.ended()
+                assert (await api.get("/health")).status_code == 503 and front.state == "dead"
+            with pytest.raises(EngineDead, match="no new engine"):
+                await waiting
 
     run(test)
 

@@ -8,6 +8,7 @@ import json
 import os
 import queue
 import shlex
+import shutil
 import signal
 import socket
 import ssl
@@ -241,6 +242,20 @@ def test_a_server_from_start_to_drain() -> None:
         assert '"finish_reason":"length"' in rest and refused == 200
         assert server.process.wait(30) == 0
         assert "Traceback" not in "".join(server.log)
+
+
+def test_a_server_whose_engine_cannot_come_back_ends(tmp_path: Path) -> None:
+    """With an exit status that says so, and the port is free again."""
+    folder = tmp_path / "model"
+    shutil.copytree(ROOT / TINY, folder)
+    with serving(str(folder), "--restart-timeout", "2") as server:
+        (folder / "config.json").unlink()
+        engine = subprocess.check_output(["pgrep", "-P", str(server.process.pid), "-f", "spawn_main"], text=True)
+        os.kill(int(engine.split()[-1]), signal.SIGKILL)
+        assert server.process.wait(60) == 1
+        assert server.log[-1].startswith("thalweg: the engine could not be started again: "), server.log
+        with socket.create_server(("127.0.0.1", int(server.url.rpartition(":")[2]))):
+            pass
 
 
 def test_https_keys_names_and_a_yaml_file(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.cpu.fakes import FakeFront, eventually, fake_app, serving
+from tests.cpu.fakes import DEEPSEEK_V32, FakeFront, eventually, fake_app, serving
 from tests.cpu.test_client import SETTINGS, collect, run
 from tests.cpu.test_client import eventually as soon
 from tests.cpu.test_client import serving as engine_process
@@ -31,6 +31,7 @@ from thalweg.core.sampling import SamplingParams
 from thalweg.engine.local import LocalEngine
 from thalweg.engine.recording import read
 from thalweg.llm import LLM
+from thalweg.server.app import build
 
 MODEL = Path(__file__).resolve().parents[2] / "models" / "tiny"
 ROOT, USER = "sk-root", "sk-user"
@@ -377,6 +378,36 @@ def test_a_restarted_engine_has_the_updated_weights(other: Path, some: Path, wan
     run(test)
 
 
-def test_an_engine_does_not_restart_without_the_updated_weights(tmp_path: Path) -> None:
+def test_a_restarted_engine_without_the_updated_weights_has_the_starting_ones(
+    other: Path, want: dict[str, list[int]], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """/health, /server_info, a metric and the log say so, until weights are replaced again."""
+    folder = tmp_path / "gone"
+    shutil.copytree(other, folder)
+
+    async def test() -> None:
+        async with engine_process() as front:
+            app = build(front, ServerOptions(), DEEPSEEK_V32, path="models/tiny")
+            await front.control(UpdateWeights(0, str(folder), version="step 7"))
+            (folder / "model.safetensors").unlink()
+            assert front.ready is not None
+            os.kill(front.ready.pid, signal.SIGKILL)
+            await soon(lambda: front.restarts == 1 and front.state == "ready", 60)
+            pieces = await collect(front, PROMPT, GREEDY)
+            assert [token for piece in pieces for token in piece.ids] == want["tiny"]
+            assert front.config.weight_updates == ()
+            async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as api:
+                info, health, metrics = [await api.get(path) for path in ("/server_info", "/health", "/metrics")]
+                assert health.status_code == 200 and info.json()["weight_version"] == "default"
+                for says in (health.json()["reason"], info.json()["weights_lost"], capfd.readouterr().err):
+                    assert f"the starting weights serve: {folder}" in says
+                assert 'thalweg_weights_lost{model_name="tiny"} 1.0' in metrics.text
+                await front.control(UpdateWeights(0, str(other)))
+                assert (await api.get("/health")).json()["reason"] == ""
+
+    run(test)
+
+
+def test_an_engine_in_the_calling_thread_does_not_start_without_its_updated_weights(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is no folder"):
         LocalEngine(msgspec.structs.replace(SETTINGS, weight_updates=(str(tmp_path / "gone"),)))

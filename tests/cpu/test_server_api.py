@@ -636,7 +636,9 @@ def test_health() -> None:
         for state, health, ready in (
             ("ready", 200, 200),
             ("draining", 200, 503),
+            ("restarting", 200, 503),
             ("starting", 503, 503),
+            ("hung", 503, 503),
             ("dead", 503, 503),
         ):
             front.state, front.reason = state, f"because {state}"

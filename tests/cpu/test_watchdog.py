@@ -86,6 +86,30 @@ async def stopped(front: EngineClient, api: httpx.AsyncClient) -> None:
     assert pieces[-1].finish == "length" and sum(len(piece.ids) for piece in pieces) == LONG.max_tokens
 
 
+def test_a_hung_engine_is_replaced_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has output fails, what has none goes to the new engine; the recording of the hang is asked for first."""
+    monkeypatch.setattr("thalweg.engine.client.GRACE", 1.0)
+    fields = {"crash_dump_folder": str(tmp_path), "watchdog_timeout": TIMEOUT, "watchdog_action": "restart"}
+
+    async def test() -> None:
+        front = EngineClient(msgspec.structs.replace(SETTINGS, **fields), Tokenizer(MODEL))
+        await front.start()
+        try:
+            assert front.ready is not None
+            stream = front.stream(list(range(20, 50)), LONG)
+            await anext(stream)
+            os.kill(front.ready.pid, signal.SIGSTOP)
+            waiting = asyncio.create_task(collect(front, [20, 21], GREEDY))
+            with pytest.raises(EngineDead, match="made no step for 1 s"):
+                async for _ in stream:
+                    pass
+            assert (await waiting)[-1].finish in ("stop", "length") and front.restarts == 1
+        finally:
+            await front.close()
+
+    run(test)
+
+
 def test_without_a_folder_the_signal_is_answered_by_a_word(caplog: pytest.LogCaptureFixture) -> None:
     async def test() -> None:
         EngineClient(SETTINGS, Tokenizer(MODEL)).record()

@@ -125,6 +125,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Folder for recordings of the last steps; "" for none."""
     watchdog_timeout: float = 300.0
     """Seconds without a step, while requests wait, after which the engine counts as hung; 0: never."""
+    watchdog_action: str = "report"
+    """What the client does with a hung engine: "report" it, or "restart" it too."""
+    restart_timeout: float = 1800.0
+    """Seconds in which a new engine must serve after one has ended; 0: no limit."""
 
     report: Report = Report()
 

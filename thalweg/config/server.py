@@ -118,6 +118,21 @@ class ServerOptions(Section):
         least=0.0,
         most=86400.0,
     )
+    watchdog_action: str = setting(
+        "report",
+        "what is done with an engine that makes no step in that time. report: log it, record its last steps, say it at"
+        " /health; restart: kill it too and start a new one",
+        choices=("report", "restart"),
+        off="report",
+        on="restart",
+    )
+    restart_timeout: float = setting(
+        1800.0,
+        "seconds in which a new engine must serve after one has ended; beyond it the server exits with status 1. 0: no"
+        " limit",
+        least=0.0,
+        most=86400.0,
+    )
 
     @property
     def max_bodies_bytes(self) -> int:

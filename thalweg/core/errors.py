@@ -6,6 +6,7 @@ ThalwegError
 ├── UnsupportedConfig       the resolver refuses: names what does not fit and the nearest that does
 │   └── InsufficientMemory  memory is too small for it
 ├── CheckpointError         a checkpoint is missing, truncated, of the wrong shape, or unknown
+│   └── WeightUpdateError   the weights that replaced the starting ones cannot be loaded again
 ├── NumericalError          the model computed NaN for a request: becomes a 500
 └── EngineDead              the engine process is gone: becomes a 503
     └── EngineStarting      the engine does not serve yet
@@ -55,6 +56,10 @@ class CheckpointError(ThalwegError):
     """A checkpoint cannot be loaded; the message names the file or tensor and what was expected."""
 
 
+class WeightUpdateError(CheckpointError):
+    """The weights that replaced the starting ones cannot be loaded again."""
+
+
 class NumericalError(ThalwegError):
     """The model computed NaN for a sequence."""
 
@@ -76,4 +81,4 @@ class EngineStarting(EngineDead):
 
 def engine_unavailable(state: str, reason: str) -> EngineDead:
     """The error to raise while no engine serves. state, reason: of `engine.client.EngineClient`."""
-    return EngineStarting(reason) if state == "starting" else EngineDead(reason)
+    return EngineStarting(reason) if state in ("starting", "restarting") else EngineDead(reason)

@@ -183,6 +183,7 @@ class EngineReady(msgspec.Struct, tag=True, frozen=True):
     pages: int
     slots: int
     report: Report  # the decisions about its configuration
+    weights_lost: str = ""  # why it has the starting weights and not those that have replaced them
 
 
 class Fatal(msgspec.Struct, tag=True, frozen=True):

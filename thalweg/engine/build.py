@@ -20,7 +20,7 @@ from thalweg.cache.page_allocator import PageAllocator
 from thalweg.cache.radix import NoPrefixCache, RadixTree
 from thalweg.config.engine import EngineConfig
 from thalweg.config.model import ModelFacts
-from thalweg.core.errors import CheckpointError, InsufficientMemory, is_out_of_memory
+from thalweg.core.errors import CheckpointError, InsufficientMemory, WeightUpdateError, is_out_of_memory
 from thalweg.core.format import format_bytes
 from thalweg.core.kernels import TORCH_ATTENTION, KernelConfig
 from thalweg.core.plan import PAGE
@@ -298,13 +298,26 @@ def _allocate_planes(model: Model, drafter: Drafter, config: EngineConfig, devic
 
 
 def load_weights(model: Model, modules: Sequence[HasWeights], config: EngineConfig) -> None:
-    """Fills the model, and drafter modules in its checkpoint. Raises CheckpointError."""
+    """Fills the model, and drafter modules in its checkpoint. Raises CheckpointError, and WeightUpdateError for the
+    weights that replace these.
+    """
+    with _raise_as_weight_update_error():  # before minutes of loading
+        folders = [Path(folder) for folder in config.weight_updates]
+        updates = [(quantization_of(folder, model.facts, read_facts), Safetensors(folder)) for folder in folders]
     for module in (model, *modules):
         weights = _fill(module, model.facts, Path(config.model_path), config, "loading weights")
-        for folder in map(Path, config.weight_updates):
-            quantization = quantization_of(folder, model.facts, read_facts)
-            with _progress_bar("replacing weights", config.show_progress) as progress, Safetensors(folder) as stream:
+        for quantization, update in updates:
+            show = _progress_bar("replacing weights", config.show_progress)
+            with _raise_as_weight_update_error(), show as progress, update as stream:
                 load(weights, module.table(), stream, quantization, progress, is_partial=True)
+
+
+@contextlib.contextmanager
+def _raise_as_weight_update_error() -> Iterator[None]:
+    try:
+        yield
+    except (CheckpointError, OSError) as error:
+        raise WeightUpdateError(str(error)) from error
 
 
 def load_drafter(modules: Sequence[HasWeights], config: EngineConfig) -> None:

@@ -7,6 +7,7 @@ import atexit
 import contextlib
 import fcntl
 import logging
+import math
 import multiprocessing
 import os
 import shutil
@@ -16,7 +17,7 @@ import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Unpack
+from typing import Any, Literal, NamedTuple, Unpack
 
 import msgspec
 import zmq
@@ -36,6 +37,7 @@ from thalweg.core.messages import (
     Rejected,
     Stats,
     StepUpdate,
+    Submit,
     ToEngine,
     TokenDelta,
     UpdateWeights,
@@ -52,6 +54,8 @@ RESTARTS = 5  # failed starts in a row after which the client gives up
 SPAWN = multiprocessing.get_context("spawn")
 FOLDER = "thalweg-engine-"  # prefix of the folders with a socket
 GRACE = 5.0  # seconds that a process may take to end before it is killed
+# hung: it makes no step, and may yet; restarting: a new engine must serve before a deadline; dead: none will
+EngineState = Literal["starting", "ready", "hung", "restarting", "draining", "dead"]
 
 
 class PromptRequest(NamedTuple):
@@ -72,6 +76,8 @@ class _LiveRequest:
     """
 
     assemblers: dict[int, Assembler]  # by uid
+    # for the next engine, if this one ends before its first output was taken; []: the request fails then
+    submits: list[Submit] = field(default_factory=list)
     deltas: dict[int, tuple[TokenDelta, float]] = field(default_factory=dict)  # by uid, with the time of the first
     error: Exception | None = None
     news: asyncio.Event = field(default_factory=asyncio.Event)  # deltas or an error wait to be taken
@@ -91,7 +97,7 @@ class _LiveRequest:
         await self.news.wait()
         if self.error is not None and not self.deltas:
             raise self.error
-        deltas, self.deltas = list(self.deltas.values()), {}
+        deltas, self.deltas, self.submits = list(self.deltas.values()), {}, []
         if self.error is None:
             self.news.clear()
         return deltas
@@ -134,10 +140,11 @@ class EngineClient:
         self.tokenizer = tokenizer
         self.ready: EngineReady | None = None  # None unless the engine serves
         self.stats = Stats()  # the latest
-        self.state = "starting"  # or "ready", "hung" (it makes no step, and may yet), "draining", "dead"
+        self.state: EngineState = "starting"
         self.reason = "the engine is starting"  # why `state` is not "ready"
         self.restarts = 0
         self.weight_version = "default"  # name of the weights in use
+        self.weights_lost = ""  # why the engine serves its starting weights again, not the replaced ones
         self._by_uid: dict[int, _LiveRequest] = {}  # of sequences that the engine has not ended
         self._live: set[_LiveRequest] = set()
         self._next_uid = self._next_control = 0
@@ -168,6 +175,13 @@ class EngineClient:
         if self.state != "ready":
             raise EngineDead(self.reason)
 
+    async def ended(self) -> None:
+        """Waits until no engine will serve any more. Raises EngineDead unless the client was closed."""
+        assert self._runner is not None, "it was started"
+        await asyncio.wait({self._runner})
+        if self.state == "dead":
+            raise EngineDead(f"the engine could not be started again: {self.reason}")
+
     # ---- requests
 
     def check(self, prompt: Sequence[int], params: SamplingParams, grammar: Grammar = NO_GRAMMAR) -> None:
@@ -196,7 +210,8 @@ class EngineClient:
         """Submits the sequences of all prompts, or none, and yields their pieces. Closing the iterator aborts what is
         left.
 
-        Raises InvalidRequest, Overloaded, NumericalError, and EngineDead if the engine ends meanwhile.
+        If the engine ends before the first piece, the next engine computes the prompts, once. Raises InvalidRequest,
+        Overloaded, NumericalError, and EngineDead if the engine ends later, or the next one too.
         """
         for prompt in prompts:
             self.check(prompt.prompt, prompt.params)
@@ -234,22 +249,32 @@ class EngineClient:
                 place, is_sibling = len(request.assemblers), message.sibling >= 0
                 assembler = Assembler(place, message.prompt, params, self.tokenizer, request_id, is_sibling)
                 request.assemblers[message.uid] = assembler
+                request.submits.append(message)
                 self._by_uid[message.uid] = request
-                self._send(message, message.uid)
             self._next_uid += params.n
+        self._send_all(request)
         return request
+
+    def _send_all(self, request: _LiveRequest) -> None:
+        for message in request.submits:
+            self._send(message, message.uid)
 
     async def abort(self, request_id: str) -> int:
         """Aborts the sequences of the requests with this id ("": of all requests). Returns how many."""
-        uids = tuple(
-            uid
-            for request in self._live
-            for uid, assembler in request.assemblers.items()
-            if request_id in ("", assembler.request_id)
-        )
+        uids: list[int] = []
+        for request in self._live:
+            ids = {uid: assembler.request_id for uid, assembler in request.assemblers.items()}
+            if request_id and request_id not in ids.values():
+                continue
+            request.submits = []
+            if self.ready is None:  # all its sequences wait for an engine
+                for uid in ids:
+                    request.put(TokenDelta(uid, (), "abort"), time.time())
+                    self._by_uid.pop(uid, None)
+            uids += [uid for uid, id in ids.items() if request_id in ("", id)]
         if uids:
             log.info("aborted", extra=_log_fields(request_id or "all of them", sequences=len(uids)))
-            self._send(Abort(uids))
+            self._send(Abort(tuple(uids)))
         return len(uids)
 
     # ---- control
@@ -300,27 +325,29 @@ class EngineClient:
     # ---- the engine process
 
     async def _run(self) -> None:
-        """Runs engines until one cannot be started or the client closes."""
-        failures = 0
-        while failures < RESTARTS:
-            self._serving.clear()
-            try:
-                await self._run_engine()
-            finally:
-                self.ready = None
-                self._fail_all(EngineDead(self.reason))
-            has_served = self._serving.is_set()
-            if not has_served and self.restarts == 0 or self.state == "draining":
-                break  # the first start failed, so its error is the answer; or the client closes
-            failures = 1 if has_served else failures + 1
-            self.restarts += 1
-            self.state = "starting"
-            log.error("starting a new engine (%d): %s", self.restarts, self.reason)
-            await asyncio.sleep(min(0.1 * 2**failures, 5.0))
-        self.state = "dead"
+        """Runs engines until one cannot be started, or none serves in time, or the client closes."""
+        failures, deadline = 0, math.inf  # time.monotonic() by which the next engine must serve
+        try:
+            while failures < RESTARTS and time.monotonic() < deadline:
+                self._serving.clear()
+                await self._run_engine(deadline)
+                has_served = self._serving.is_set()
+                if not has_served and self.restarts == 0 or self.state == "draining":
+                    break  # the first start failed, so its error is the answer; or the client closes
+                self._fail_all(EngineDead(self.reason), will_restart=True)
+                if has_served:
+                    failures, deadline = 0, time.monotonic() + (self.config.restart_timeout or math.inf)
+                failures += 1
+                self.restarts += 1
+                log.error("starting a new engine (%d): %s", self.restarts, self.reason)
+                await asyncio.sleep(min(0.1 * 2**failures, 5.0))
+            self.state = "dead"
+        finally:
+            self.ready = None
+            self._fail_all(EngineDead(self.reason))
 
-    async def _run_engine(self) -> None:
-        """Runs one engine process and sets `reason` to why it ended."""
+    async def _run_engine(self, deadline: float) -> None:
+        """Runs one engine process and sets `reason` to why it ended. It ends if it does not serve by the deadline."""
         loop = asyncio.get_running_loop()
         with _socket_folder() as self._folder:
             address = f"ipc://{self._folder}/engine"
@@ -337,14 +364,23 @@ class EngineClient:
             loop.add_reader(arrivals, self._receive)
             loop.add_reader(child.sentinel, self._end, "")
             watching = loop.create_task(self._watch())
+            late = None if deadline == math.inf else loop.call_at(deadline, self._end_unready)
             try:
                 self._receive()
                 error = await self._ended
+                reason = self.reason
                 self._receive()  # messages sent before it ended
-                if not error and self.reason == "":
+                if error:
+                    self.reason = error
+                elif self.reason == reason:
                     await asyncio.to_thread(child.join, GRACE)
                     self.reason = f"the engine process ended with exit code {child.exitcode}"
+                if self.ready is not None and self.state != "draining":
+                    self.state = "restarting"
             finally:
+                self.ready = None
+                if late is not None:
+                    late.cancel()
                 watching.cancel()
                 loop.remove_reader(child.sentinel)
                 self._send(Abort(tuple(self._by_uid)))
@@ -380,6 +416,12 @@ class EngineClient:
             self.record(process.HANG)
             if self.state == "ready":
                 self.state, self.reason = "hung", reason
+            if self.config.watchdog_action == "restart":
+                self._end(reason)  # it has GRACE to write the recording, and is killed then
+
+    def _end_unready(self) -> None:
+        if self.ready is None:
+            self._end(f"no new engine served within {self.config.restart_timeout:g} s (--restart-timeout)")
 
     def _end(self, error: str) -> None:
         if error:
@@ -423,8 +465,16 @@ class EngineClient:
             case ControlReply():
                 self._handle_reply(message)
             case EngineReady():
-                self.ready, self.state, self.reason = message, "ready", ""
+                self.ready = message
+                if self.state != "draining":
+                    self.state, self.reason = "ready", ""
                 self._serving.set()
+                if message.weights_lost:
+                    self.weights_lost, self.weight_version = message.weights_lost, "default"
+                    self.config = msgspec.structs.replace(self.config, weight_updates=())
+                for request in self._live:  # those that the engine before has not answered
+                    self._send_all(request)
+                    request.submits = []
                 # both ends are connected; a client that is killed leaves no files
                 shutil.rmtree(self._folder, ignore_errors=True)
             case _:
@@ -434,7 +484,7 @@ class EngineClient:
         self._owed.discard(-reply.id)
         message, result = self._controls.pop(reply.id)
         if isinstance(message, UpdateWeights) and not reply.error:
-            self.weight_version = message.version or "default"
+            self.weight_version, self.weights_lost = message.version or "default", ""
             # a new engine must load these weights too
             earlier = () if reply.replaced_all else self.config.weight_updates
             updates = (*(path for path in earlier if path != message.path), message.path)
@@ -465,16 +515,25 @@ class EngineClient:
                 if delta.finish:
                     del self._by_uid[delta.uid]
 
-    def _fail_all(self, error: EngineDead) -> None:
+    def _fail_all(self, error: EngineDead, will_restart: bool = False) -> None:
+        """will_restart: requests without any output wait for the next engine instead."""
+        waiting = {request for request in self._live if request.submits and will_restart}
         for request in self._live:
+            ids = {assembler.request_id for assembler in request.assemblers.values()}
+            if request in waiting:
+                request.deltas.clear()
+                request.news.clear()
+                for id in ids:
+                    log.warning("waits for the next engine", extra=_log_fields(id, why=str(error)))
+                continue
             if request.error is None:
-                for id in {assembler.request_id for assembler in request.assemblers.values()}:
+                for id in ids:
                     log.error("failed", extra=_log_fields(id, why=str(error)))
             request.fail(error)
         for _, result in self._controls.values():
             if not result.done():  # cancelled
                 result.set_exception(error)
-        self._by_uid.clear()
+        self._by_uid = {uid: request for request in waiting for uid in request.assemblers}
         self._controls.clear()
         self._owed.clear()
         self._is_silent = False

@@ -12,13 +12,14 @@ import signal
 import threading
 
 import msgspec
+import torch
 import zmq
 
 from thalweg.config.engine import EngineConfig
 from thalweg.core import logs
-from thalweg.core.errors import ThalwegError
+from thalweg.core.errors import ThalwegError, WeightUpdateError
 from thalweg.core.messages import EngineReady, Fatal, FromEngine, ToEngine
-from thalweg.engine.build import build
+from thalweg.engine.build import Rank, build
 from thalweg.engine.recording import StepRecorder
 
 log = logging.getLogger("thalweg.engine")
@@ -65,15 +66,14 @@ def main(config: EngineConfig, address: str) -> None:
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     channel = ZmqChannel(address)
     try:
-        loop, _, facts, config = build(config, channel)
+        (loop, _, facts, config), weights_lost = _build(config, channel)
         gc.collect()
         gc.freeze()  # a full collection over loaded modules and weights would delay a step by hundreds of ms
         context = loop.scheduler.context
         if loop.recorder:
             _record_on_signal(loop.recorder)
-        channel.send(
-            EngineReady(os.getpid(), context, facts.vocab, config.num_pages, config.max_running_requests, config.report)
-        )
+        sizes = context, facts.vocab, config.num_pages, config.max_running_requests
+        channel.send(EngineReady(os.getpid(), *sizes, config.report, weights_lost))
         try:
             loop.run()
         except Exception as error:
@@ -88,6 +88,19 @@ def main(config: EngineConfig, address: str) -> None:
         channel.close()
         raise SystemExit(1) from error
     channel.close()
+
+
+def _build(config: EngineConfig, channel: ZmqChannel) -> tuple[Rank, str]:
+    """The rank, and why it has the starting weights; "": it has those that replaced them, or none did."""
+    try:
+        return build(config, channel), ""
+    except WeightUpdateError as error:
+        reason = f"the replaced weights cannot be loaded again, so the starting weights serve: {error}"
+        log.error("%s", reason)
+    # after the except block the error's frames, and the memory that they hold, are gone
+    gc.collect()
+    torch.cuda.empty_cache()
+    return build(msgspec.structs.replace(config, weight_updates=()), channel), reason
 
 
 def _exit_with_parent() -> None:

@@ -61,6 +61,8 @@ UNCHANGED = (
     "log_format",
     "crash_dump_folder",
     "watchdog_timeout",
+    "watchdog_action",
+    "restart_timeout",
 )
 GENERATION_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 

@@ -45,7 +45,7 @@ def serve(config: Options, make_server: MakeServer) -> int:
     application of a front, and `http`, what speaks HTTP on a socket.
 
     Raises UnsupportedConfig when the port is taken or a setting cannot be honoured, CheckpointError, and EngineDead
-    when it cannot start.
+    when the engine cannot start, or cannot be started again after it has ended.
     """
     logs.configure(config.server.log_level, config.server.log_format)
     if config.server.log_level != "debug":
@@ -114,13 +114,13 @@ async def _run(
         **tls,
     )
     server = _Server(settings, lambda: asyncio.create_task(front.drain(config.listen.drain_timeout)))
-    starting = asyncio.create_task(_start(front, server, config, resolved, sock))
+    running = asyncio.create_task(_run_engine(front, server, config, resolved, sock))
     await server.serve([sock])
     await front.close()
     try:
-        await starting
+        await running
     except EngineDead:
-        if server.draining is None:  # else a signal came before the engine was ready
+        if server.draining is None:  # else a signal came first
             raise
     return 0
 
@@ -129,15 +129,22 @@ def _hangup() -> None:
     log.info("SIGHUP: changes nothing, the keys file is read again whenever it changes")
 
 
-async def _start(
+async def _run_engine(
     front: EngineClient, server: _Server, config: Options, resolved: Resolved, sock: socket.socket
 ) -> None:
-    """Waits for the engine, then says where it is reached; /ready answers 503 meanwhile."""
+    """Starts the engine and says where it is reached; /ready answers 503 meanwhile. Ends the server when no engine
+    will serve any more, and raises EngineDead then.
+    """
     try:
         await front.start()
+        _announce(config, resolved, sock)
+        await front.ended()
     except EngineDead:
         server.should_exit = True
         raise
+
+
+def _announce(config: Options, resolved: Resolved, sock: socket.socket) -> None:
     gc.collect()
     gc.freeze()  # modules and tables stay: a full collection over them was seen to stop every stream for 0.4 s
     url = _url(config.listen, sock.getsockname()[1])

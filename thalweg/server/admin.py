@@ -8,16 +8,16 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
 import msgspec
-from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from thalweg import __version__
 from thalweg.core.errors import InvalidRequest
 from thalweg.core.messages import EngineReady, StartProfile, Stats, StopProfile, UpdateWeights
+from thalweg.engine.client import EngineState
 from thalweg.server.api_keys import ApiKey
 from thalweg.server.chat import render_text
 from thalweg.server.context import AppContext, reply
@@ -75,7 +75,7 @@ class FlushResponse(TypedDict):
 
 
 class ServerState(msgspec.Struct):
-    status: Annotated[str, Meta(extra_json_schema={"enum": ["starting", "ready", "hung", "draining", "dead"]})]
+    status: EngineState
     reason: str
 
 
@@ -106,6 +106,7 @@ class ServerInfoResponse(TypedDict):
     served_model_name: str
     context_length: int | None
     weight_version: str
+    weights_lost: str
     strip_thinking_cache: bool
     speculative_acceptance: dict[str, Any] | None
     slots: int | None
@@ -182,19 +183,20 @@ async def flush_cache(ctx: AppContext, request: Request) -> FlushResponse:
 
 
 async def health(ctx: AppContext, request: Request) -> Response:
-    """200 while the engine lives, draining included; 503 with the reason while it starts, makes no step although
-    requests wait, or is dead.
+    """200 while the engine lives, drains, or is being restarted; 503 with the reason while the first one starts, and
+    when it makes no step although requests wait, or is dead.
     """
-    return _state(ctx, ctx.front.state in ("ready", "draining"))
+    return _state(ctx, ctx.front.state in ("ready", "draining", "restarting"))
 
 
 async def ready(ctx: AppContext, request: Request) -> Response:
-    """200 while new requests are accepted; 503 while the engine starts, drains or is dead."""
+    """200 while new requests are accepted; 503 while the engine starts, hangs, drains or is dead."""
     return _state(ctx, ctx.front.state == "ready")
 
 
 def _state(ctx: AppContext, good: bool) -> Response:
-    response = reply(ServerState(ctx.front.state, ctx.front.reason), 200 if good else 503)
+    reason = ctx.front.reason or ctx.front.weights_lost
+    response = reply(ServerState(ctx.front.state, reason), 200 if good else 503)
     if not good:
         response.headers["Retry-After"] = str(ctx.options.retry_after)
     return response
@@ -207,7 +209,8 @@ async def resolved(ctx: AppContext, request: Request) -> dict[str, Any]:
 
 async def metrics(ctx: AppContext, request: Request) -> Response:
     front = ctx.front
-    snapshot = MetricsSnapshot(ctx.metrics, front.stats, front.state == "ready", front.ready, ctx.names[0])
+    serving, weights_lost = front.state == "ready", bool(front.weights_lost)
+    snapshot = MetricsSnapshot(ctx.metrics, front.stats, serving, front.ready, ctx.names[0], weights_lost)
     text = prometheus_text(snapshot, ctx.options.metrics_names)
     return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
@@ -269,6 +272,7 @@ async def server_info(ctx: AppContext, request: Request) -> ServerInfoResponse:
         "served_model_name": ctx.names[0],
         "context_length": ctx.context_len,
         "weight_version": front.weight_version,
+        "weights_lost": front.weights_lost,
         "strip_thinking_cache": ctx.retention.strips,
         "speculative_acceptance": _acceptance(front.ready, stats),
         "slots": None if front.ready is None else front.ready.slots,

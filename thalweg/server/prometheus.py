@@ -28,6 +28,7 @@ class MetricsSnapshot(NamedTuple):
     serving: bool  # the engine takes requests
     ready: EngineReady | None
     model: str
+    weights_lost: bool = False  # it has its starting weights again, not the replaced ones
 
     @property
     def derived(self) -> Mapping[str, Any]:
@@ -35,6 +36,7 @@ class MetricsSnapshot(NamedTuple):
         stats, rates = self.stats, self.metrics.rates()
         return {
             "serving": int(self.serving),
+            "weights_lost": int(self.weights_lost),
             "version": {__version__: 1},
             "slots": 0 if self.ready is None else self.ready.slots,
             "token_usage": token_usage(stats),
@@ -57,6 +59,7 @@ class MetricsSnapshot(NamedTuple):
 OWN = (
     ("thalweg_up", "1 while the engine serves", "serving"),
     ("thalweg_build_info", "1, with the version", "version"),
+    ("thalweg_weights_lost", "1 after a restart that could not load the replaced weights again", "weights_lost"),
     ("thalweg_requests_total", "answered requests", "metrics.requests"),
     ("thalweg_choices_total", "sequences that ended, by finish reason", "metrics.finished"),
     ("thalweg_running_requests", "sequences that hold a slot", "stats.running"),
