@@ -137,7 +137,7 @@ def computed(
         assert forwarded is not None and forwarded.draft_input is not None, "the step has a row"
         if row.samples:
             logits = runner.model.logits(forwarded.draft_input.hidden_TH[: row.n]).clone()
-        runner.sample(forwarded)
+        runner.draft(forwarded, runner.sample(forwarded), 0)
     return logits
 
 

@@ -101,7 +101,8 @@ def parts(engine: LocalEngine, width: int) -> Parts:
     assert forwarded is not None, "there are running requests"
     verify = alone(lambda: runner.forward(plan))
     with watching(engine) as calls:
-        runner.sample(replace(forwarded, graph=None), num_drafts=width)
+        eager = replace(forwarded, graph=None)
+        runner.draft(eager, runner.sample(eager), width)
     made = recorded if engine.config.device == "cuda" else together
     lists: list[list[Call]] = [calls.draft, calls.learn, [*calls.draws]]
     draft, learn, draws = (alone(made(some)) if some else 0.0 for some in lists)

@@ -9,10 +9,20 @@ import torch
 from torch import Tensor
 
 from thalweg.batch.batch import Batch, Group
-from thalweg.core.plan import PAGE
+from thalweg.core.agreement import AgreedStep
+from thalweg.core.plan import PAGE, Output, StepPlan
 from thalweg.memory.planes import Planes
 from thalweg.models.interface import Model
 from thalweg.models.traced import traced
+from thalweg.runner.runner import Runner
+
+
+def run_step(runner: Runner, plan: StepPlan, agreed: AgreedStep | None, num_drafts: int) -> tuple[Output, ...]:
+    """Both halves of a step, with drafts."""
+    forwarded = runner.forward(plan, agreed)
+    sampled = runner.sample(forwarded)
+    drafted = runner.draft(forwarded, sampled, num_drafts)
+    return tuple(runner.add_drafts(plan, runner.outputs(forwarded, sampled), drafted))
 
 
 class Bench:

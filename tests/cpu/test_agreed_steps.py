@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.cpu.batches import run_step
 from tests.cpu.test_speculation import engine, unrecorded
 from thalweg.core.agreement import AgreedStep, RanksDisagree, RankStep, coordinate_step, rank_step_of
 from thalweg.core.plan import Bind, PageAppend, Row, SamplingNeeds, StepPlan
@@ -72,7 +73,7 @@ class Rank:
     def run(self, plan: StepPlan, agreed: AgreedStep | None) -> None:
         runner = self.runner
         width = plan.num_drafts if agreed is None else agreed.num_drafts
-        outputs = runner.outputs(runner.sample(runner.forward(plan, agreed), None, width))
+        outputs = run_step(runner, plan, agreed, width)
         for row, output in zip(plan.rows, outputs, strict=True):
             self.outputs.append(output.tokens)
             self.running[row.slot] = [int(runner.slots.length[row.slot]), len(output.drafts), 0]

@@ -88,7 +88,7 @@ def test_a_drafters_forwards_are_kept_and_let_go_again() -> None:
     assert [(row.uid, row.n, row.num_drafts) for row in plan.rows] == [(uid, 3, 2)]
     forwarded = runner.forward(plan)
     with step_parts.watching(engine) as calls:
-        runner.sample(forwarded, num_drafts=2)
+        runner.draft(forwarded, runner.sample(forwarded), 2)
     assert len(calls.draft) == 4 and len(calls.learn) == 1, "two forwards and two heads; one look at the step"
     assert runner.graphs is graphs and "forward" not in vars(drafter.steps) and "logits" not in vars(drafter.head)
     found = step_parts.parts(engine, 2)

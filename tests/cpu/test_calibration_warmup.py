@@ -127,7 +127,7 @@ def test_one_layer_of_each_kind_runs_every_kind_of_step(monkeypatch: pytest.Monk
     runner = Runner(slim, slim, planes, slots)
     for plan in [*list(all_steps(4, 96, 128))[::9], *largest_steps(4, 96, 128)]:
         made = runner.sample(runner.forward(plan))
-        assert made is not None and made.sampled is not None or not any(row.samples for row in plan.rows)
+        assert made is not None or not any(row.samples for row in plan.rows)
     assert not slots.tokens_SL[:, :128].any(), "padding writes no token"
     assert len(set(layers_run)) == 2, "the other layers were left out"
     ways: list[int] = []

@@ -210,8 +210,8 @@ def at_work(
     rng, steps = random.Random(seed), list[tuple[Output, ...]]()
     widths = random.Random(seed + 1)
     made.loop.scheduler.draft_length.choose = lambda sampling, most: widths.choice(drafts)  # type: ignore[method-assign]
-    outputs = made.runner.outputs
-    made.runner.outputs = lambda published: steps.append(outputs(published)) or steps[-1]  # type: ignore[method-assign, func-returns-value]
+    add_drafts = made.runner.add_drafts
+    made.runner.add_drafts = lambda *made_of: steps.append(tuple(add_drafts(*made_of))) or steps[-1]  # type: ignore[method-assign, func-returns-value]
     waiting = [
         (prompt, SamplingParams(max_tokens=rng.randint(*lengths), ignore_eos=i % 6 > 0, **KINDS[i % len(KINDS)]), i)
         for i, prompt in enumerate(prompts(7, 80))

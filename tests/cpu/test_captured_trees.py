@@ -184,9 +184,9 @@ def among_trees(graphs: Any) -> LocalEngine:
 
 def published(made: LocalEngine) -> list[tuple[Output, ...]]:
     """Of steps with one to three drafts."""
-    steps, outputs, rng = list[tuple[Output, ...]](), made.runner.outputs, random.Random(2)
+    steps, outputs, rng = list[tuple[Output, ...]](), made.runner.add_drafts, random.Random(2)
     made.loop.scheduler.draft_length.choose = lambda sampling, most: rng.choice((1, 1, 2, 3))  # type: ignore[method-assign]
-    made.runner.outputs = lambda published: steps.append(outputs(published)) or steps[-1]  # type: ignore[method-assign, func-returns-value]
+    made.runner.add_drafts = lambda *made_of: steps.append(tuple(outputs(*made_of))) or steps[-1]  # type: ignore[method-assign, func-returns-value]
     for fields in ({"temperature": 0.0}, {"temperature": 0.9, "top_p": 0.9, "seed": 3}):
         run(made, prompts(4, 30), SamplingParams(max_tokens=12, ignore_eos=True, **fields))  # type: ignore[arg-type]
     assert made.loop.stats().accepted_tokens > 20 and not made.loop.stats().drafter_failures

@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import shutil
+import threading
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ from tests.cpu.test_speculation import GREEDY, Broken, breaking, engine, errors,
 from thalweg.config.machine import Machine
 from thalweg.config.tree import options_of
 from thalweg.core.errors import InsufficientMemory, UnsupportedConfig
+from thalweg.core.messages import StepUpdate
 from thalweg.core.plan import PAGE
 from thalweg.core.sampling import SamplingParams
 from thalweg.core.tree import CHAIN, TreeShape
@@ -320,3 +322,25 @@ def test_simulated_acceptance_serves_requests_only_if_allowed() -> None:
     allowed = resolve(options_of(model=MODEL, allow_simulated_acceptance=True, **wish), weights=False)
     for resolved in (allowed, resolve(options_of(model=MODEL, **wish), simulates=True)):
         assert resolved.engine.speculative_simulate_accept_length == 2.0
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_tokens_leave_before_the_drafts_of_their_step_are_made(depth: int) -> None:
+    made = engine(2, max_steps_in_flight=depth)
+    drafter, sent, in_time = made.runner.drafting.drafter, threading.Event(), list[bool]()
+    propose, send = drafter.propose, made.loop.channel.send
+
+    def slow(*args: Any) -> Any:
+        in_time.append(sent.wait(3))
+        sent.clear()
+        return propose(*args)
+
+    def sending(message: Any) -> None:
+        send(message)
+        if isinstance(message, StepUpdate) and any(delta.tokens for delta in message.deltas):
+            sent.set()
+
+    drafter.propose, made.loop.channel.send = slow, sending  # type: ignore[method-assign]
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    assert len(run(made, prompts(1), params)[0]) == 4
+    assert in_time[0] and in_time.count(False) < depth, "a step behind the end of its only request has no tokens"

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.cpu import reference_model
+from tests.cpu.batches import run_step
 from tests.cpu.ranks import PATIENCE, layouts, on_ranks
 from tests.cpu.test_sharded_models import BUGS, SHAPES, written
 from thalweg.batch.slots import Slots
@@ -89,21 +90,21 @@ def steps_of_one_rank(config: EngineConfig, prompts: list[list[int]]) -> list[St
     """Serves the prompts, the second half of them some steps later, and returns every step."""
     engine, steps = LocalEngine(config), list[Step]()
     runner: Any = engine.runner
-    forward, sample, outputs = runner.forward, runner.sample, runner.outputs
+    forward, draft, add_drafts = runner.forward, runner.draft, runner.add_drafts
 
     def recorded_forward(plan: StepPlan, agreed: Any = None) -> Any:
         steps.append(Step(plan))
         return forward(plan, agreed)
 
-    def recorded_sample(result: Any, masks: Any = None, num_drafts: int = 0) -> Any:
+    def recorded_draft(forwarded: Any, sampled: Any, num_drafts: int = 0) -> Any:
         steps[-1].num_drafts = num_drafts
-        return sample(result, masks, num_drafts)
+        return draft(forwarded, sampled, num_drafts)
 
-    def recorded_outputs(result: Any) -> tuple[Output, ...]:
-        steps[-1].outputs = outputs(result)
+    def recorded_outputs(plan: StepPlan, outputs: Any, drafted: Any) -> Any:
+        steps[-1].outputs = tuple(add_drafts(plan, outputs, drafted))
         return steps[-1].outputs
 
-    runner.forward, runner.sample, runner.outputs = recorded_forward, recorded_sample, recorded_outputs
+    runner.forward, runner.draft, runner.add_drafts = recorded_forward, recorded_draft, recorded_outputs
     for number, prompt in enumerate(prompts):
         if number == len(prompts) // 2:
             for _ in range(4):
@@ -134,7 +135,7 @@ def runner_of(config: EngineConfig, layout: Layout) -> Runner:
 
 def run_steps(runner: Runner, steps: list[Step]) -> list[tuple[Output, ...]]:
     """On one of the ranks that compute the same rows."""
-    return [runner.outputs(runner.sample(runner.forward(step.plan), None, step.num_drafts)) for step in steps]
+    return [run_step(runner, step.plan, None, step.num_drafts) for step in steps]
 
 
 def differences(got: list[tuple[Output, ...]], steps: list[Step]) -> list[str]:
@@ -213,8 +214,7 @@ def test_an_idle_data_parallel_rank_changes_no_output(name: str, tmp_path: Path)
         for step in steps:
             plan = step.plan if rank == 0 else StepPlan(step.plan.step, step.plan.published_step)
             agreed = coordinate_step(exchange(rank, runner.rank_step(plan)))
-            result = runner.sample(runner.forward(plan, agreed), None, agreed.num_drafts)
-            got.append(runner.outputs(result))
+            got.append(run_step(runner, plan, agreed, agreed.num_drafts))
         return got
 
     got = on_ranks(2, work)

@@ -44,6 +44,7 @@ def step(b: Scheduler, *outputs: Output, width: int = 2) -> None:
     plan = b.plan(width)
     b.mark_launched()
     b.commit(plan, outputs)
+    b.commit_drafts(plan, outputs)
 
 
 def test_a_request_reports_its_draft_counts_when_it_ends() -> None:

@@ -202,7 +202,7 @@ class Replayer:
         again = replace(plan, step=number, published_step=number - 1, waits_for_commit=False)
         self.worker.forward(again, None)
         self.worker.sample(again, masks, again.num_drafts)
-        return self.worker.output(again)
+        return self.worker.add_drafts(again, self.worker.output(again))
 
     def _state(self, slot: int) -> _SlotState:
         if slot not in self._states:

@@ -32,12 +32,12 @@ from thalweg.models.token_by_token import TokenByToken
 
 PROJECTIONS, ATTENTION, MLP, EXPERTS, HEAD = "projections", "attention", "mlp", "experts", "head"
 NORM, DRAFTING, COPIES = "norm", "drafting", "copies"
-REST = {"forward": "inputs", "sample": "sampling"}  # what no range has, by the half of the step
-WHOLE = {"forward": "forward", "sample": "sampling"}  # the same in a profile without ranges
+REST = {"forward": "inputs", "sample": "sampling", "draft": DRAFTING}  # what no range has, by the part of the step
+WHOLE = {"forward": "forward", "sample": "sampling", "draft": DRAFTING}  # the same in a profile without ranges
 RANGE = "operation "  # begins the name of a range
 METHODS = ("forward", "forward_", "add_", "add_to", "split", "swiglu", "write_kv", "logits")
 PREFETCHES = ("_prefetch_before", "_prefetch_after")  # of weights, on a CPU
-HALF = re.compile(r"(forward|sample) step (\d+) rows (\d+) tokens (\d+)")
+HALF = re.compile(r"(forward|sample|draft) step (\d+) rows (\d+) tokens (\d+)")
 ON_GPU = {"kernel", "gpu_memcpy", "gpu_memset"}
 LAUNCHES = {"cuda_runtime", "cuda_driver"}
 
@@ -78,7 +78,7 @@ class DeviceSpan(NamedTuple):
 class StepHalf(NamedTuple):
     """The forward pass or the sampling of a step on the engine's thread."""
 
-    which: str  # forward or sample
+    which: str  # forward, sample or draft
     step: int
     rows: int
     tokens: int

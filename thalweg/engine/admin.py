@@ -1,6 +1,7 @@
 """Operations on a rank between two steps: weight updates and profiles.
 
-A trace has two ranges for each step: "forward step 17 rows 8 tokens 8" and "sample step 17 …".
+A trace has ranges for each step: "forward step 17 rows 8 tokens 8", "sample step 17 …" and, with a drafter,
+"draft step 17 …".
 Without a profile the worker calls its runner directly.
 """
 
@@ -23,7 +24,9 @@ from thalweg.engine.recording import file_stamp, make_folder
 from thalweg.engine.worker import Worker
 from thalweg.models.catalog import read_facts
 from thalweg.models.token_by_token import TokenByToken
-from thalweg.runner.runner import ForwardResult, Runner, StepResult
+from thalweg.runner.runner import ForwardResult, Runner
+from thalweg.sampling.sample import Sampled
+from thalweg.spec.drafter import DraftOutput
 from thalweg.weights.loader import count_loadable, load, quantization_of
 from thalweg.weights.stream import Safetensors
 
@@ -40,11 +43,15 @@ class ProfiledRunner(Runner):
         with record_function(f"forward {_name(plan)}"):
             return super().forward(plan, agreed)
 
-    def sample(
-        self, forwarded: ForwardResult | None, masks: GrammarMasks | None = None, num_drafts: int = 0
-    ) -> StepResult | None:
+    def sample(self, forwarded: ForwardResult | None, masks: GrammarMasks | None = None) -> Sampled | None:
         with record_function(f"sample {_name(forwarded.plan)}" if forwarded else "sample"):
-            return super().sample(forwarded, masks, num_drafts)
+            return super().sample(forwarded, masks)
+
+    def draft(self, forwarded: ForwardResult | None, sampled: Sampled | None, num_drafts: int) -> DraftOutput | None:
+        if forwarded is None or self.drafting.is_off:
+            return super().draft(forwarded, sampled, num_drafts)
+        with record_function(f"draft {_name(forwarded.plan)}"):
+            return super().draft(forwarded, sampled, num_drafts)
 
 
 def _name(plan: StepPlan) -> str:

@@ -94,7 +94,8 @@ def planning_clock(config: EngineConfig) -> Callable[[], float]:
 
 def run_step(runner: Runner, plan: StepPlan, num_drafts: int = 0) -> None:
     """Runs a whole step. Its results stay on the device."""
-    runner.sample(runner.forward(plan), num_drafts=num_drafts)
+    forwarded = runner.forward(plan)
+    runner.draft(forwarded, runner.sample(forwarded), num_drafts)
 
 
 class Calibrator:

@@ -8,8 +8,7 @@ from typing import Any, Callable, TypeVar
 import torch
 from torch import Tensor
 
-from thalweg.core.plan import Output
-from thalweg.engine.worker import InlineStream, Read, Sample
+from thalweg.engine.worker import Draft, InlineStream, Sample, Sampling
 from thalweg.sampling.sample import Sampled
 from thalweg.spec.drafter import DraftOutput
 
@@ -23,23 +22,25 @@ class CudaStream(InlineStream):
         self.side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
-    def submit_sampling(self, work: Sample, read: Read) -> Callable[[], tuple[Output, ...]]:
+    def submit_sampling(self, sample: Sample, draft: Draft) -> Sampling:
         torch.cuda.current_stream().wait_event(self.copied)  # sampling may write the buffers of the copy before
-        published = work()
+        sampled = sample()
+        tokens = self._copy(sampled)
+        return tokens, self._copy(draft(sampled))
+
+    def _copy(self, tensors: Tensors) -> Callable[[], Tensors]:
+        """Copies results of the work so far; the current stream does not wait for it."""
         self.side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.side):
-            if published is not None:
-                published = replace(
-                    published, sampled=_to_host(published.sampled), draft_output=_to_host(published.draft_output)
-                )
+            on_host = _to_host(tensors)
             copied = self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             copied.record(self.side)
 
-        def outputs() -> tuple[Output, ...]:
+        def wait() -> Tensors:
             copied.synchronize()
-            return read(published)
+            return on_host
 
-        return outputs
+        return wait
 
 
 def _to_host(tensors: Tensors) -> Tensors:

@@ -1,6 +1,6 @@
 """The engine's only loop. Its depth is the number of steps whose results the host may not know yet: 1 is synchronous, 2
 is overlapped, p + 1 is a pipeline of p stages. A step has two parts: forward (inputs → model → logits) and sample
-(masks → accept → propose drafts → copy results to the host).
+(masks → accept → copy tokens to the host → propose drafts). Clients get tokens before drafts are made.
 """
 
 from __future__ import annotations
@@ -89,8 +89,7 @@ class Loop:
 
     def launch_and_commit(self, plan: StepPlan, agreed: AgreedStep | None) -> None:
         """agreed: the step of all DP ranks; None: there is one rank, whose plan decides."""
-        num_drafts = agreed.num_drafts if agreed else plan.num_drafts
-        is_launched = bool(agreed.rows if agreed else plan.rows)
+        num_drafts, is_launched = (agreed or plan).num_drafts, bool(agreed.rows if agreed else plan.rows)
         if is_launched:
             if not self.inflight:
                 self.busy_since = time.monotonic()
@@ -114,13 +113,15 @@ class Loop:
             plan = self.inflight.popleft()
             outputs = self.worker.output(plan)
             self.scheduler.commit(plan, outputs)
-            if self.recorder:
-                self.recorder.add_outputs(plan, outputs)
             if not self.inflight:
                 self.busy_seconds += time.monotonic() - self.busy_since
+            self._send_update()
+            outputs = self.worker.add_drafts(plan, outputs)
+            self.scheduler.commit_drafts(plan, outputs)
+            if self.recorder:
+                self.recorder.add_outputs(plan, outputs)
 
     # ---- messages
-
     def receive(self) -> None:
         """Handles all messages in their order."""
         messages: list[ToEngine] = []
@@ -161,7 +162,6 @@ class Loop:
         return self.scheduler.stats(self.busy_seconds)
 
     # ---- control messages: between two steps, with none in flight
-
     def _control(self, message: Control) -> Replies:
         if self.admin is None:
             return [ControlReply(message.id, error="weight updates and profiles are not available in this engine")]

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -45,16 +45,6 @@ class ForwardResult:
     draft_input: DraftExtendInput | None = None
     graph: CapturedStep | None = None  # the replayed graph, if the second half can be replayed as well
     agreed: AgreedStep | None = None  # with several ranks
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """Output of the sampling half of a step, on the device."""
-
-    forwarded: ForwardResult
-    sampled: Sampled | None  # None if no row samples
-    draft_output: DraftOutput | None = None  # None if nothing was drafted
-    drafter_failed: bool = False
 
 
 class CapturedSteps:
@@ -103,8 +93,7 @@ class Runner:
         """The first half. agreed: by all ranks; None is one rank, whose own plan decides. The sizes of all passes
         follow from `agreed`: smaller ranks are padded. None for a step without rows on any rank.
         """
-        if agreed is not None and agreed.ranks == 1:
-            agreed = None
+        agreed = None if agreed is not None and agreed.ranks == 1 else agreed
         if not (plan.rows if agreed is None else agreed.tokens):
             return None
         if agreed is not None or not self.drafting.is_off:
@@ -135,42 +124,45 @@ class Runner:
         return ForwardResult(plan, logits_NV, inputs.slot_E, inputs.ints_EI, prompt_logprobs, draft_input, None, agreed)
 
     @torch.inference_mode()
-    def sample(
-        self, forwarded: ForwardResult | None, masks: GrammarMasks | None = None, num_drafts: int = 0
-    ) -> StepResult | None:
-        """The second half. masks: of the rows with a grammar. num_drafts: drafts to make for the next step."""
+    def sample(self, forwarded: ForwardResult | None, masks: GrammarMasks | None = None) -> Sampled | None:
+        """The second half. masks: of the rows with a grammar. None if no row samples."""
+        if forwarded is None or forwarded.logits_NV is None or not len(forwarded.logits_NV):
+            return None
+        plan, graph, sampler = forwarded.plan, forwarded.graph, self.sampler
+        captured = None if graph is None else partial(graph.sample, len(plan.rows), sampler=sampler)
+        slots = self.slots, forwarded.slot_E, forwarded.ints_EI
+        return accept(forwarded.logits_NV, *slots, plan.needs, plan.max_kv_len, masks, sampler, captured)
+
+    @torch.inference_mode()
+    def draft(self, forwarded: ForwardResult | None, sampled: Sampled | None, num_drafts: int) -> DraftOutput | None:
+        """After `sample`: moves the KV of accepted drafts, extends the drafter and proposes drafts for the next step.
+        None if nothing was drafted.
+        """
         if forwarded is None:
             return None
-        plan, logits_NV, graph, sampled = forwarded.plan, forwarded.logits_NV, forwarded.graph, None
-        if logits_NV is not None and len(logits_NV):
-            slots, sampler = (self.slots, forwarded.slot_E, forwarded.ints_EI), self.sampler
-            captured = None if graph is None else partial(graph.sample, len(plan.rows), sampler=sampler)
-            sampled = accept(logits_NV, *slots, plan.needs, plan.max_kv_len, masks, sampler, captured)
-        draft_input, agreed = forwarded.draft_input, forwarded.agreed
-        if (
-            graph is not None
-            and not plan.rows
-            and graph.sample(0, plan.needs, self.sampler)
-            and draft_input is not None
-        ):
-            draft_input = draft_input.compacted or draft_input  # an idle rank: the replay makes it padding
-        request = None if sampled is None else DraftRequest(forwarded.slot_E, plan.max_kv_len, plan.needs)
-        if draft_input is not None and sampled is not None and sampled.nodes_EQ is not None:
-            paths = forwarded.slot_E, forwarded.ints_EI, sampled.nodes_EQ, sampled.count_E
-            draft_input = (
-                draft_input.compacted
-                if sampled.kv_is_compacted
-                else compact_accepted_path(draft_input, *paths, self.slots, self.compact_kv)
-            )
+        draft_input, request, agreed = self._draft_input(forwarded, sampled), None, forwarded.agreed
         if agreed is None and self.drafting.is_off:
-            return StepResult(forwarded, sampled, None, self.drafting.drafter_failed)
-        draft_output = self.drafting.draft(draft_input, request, num_drafts, self.graphs.drafts, agreed)
-        return StepResult(forwarded, sampled, draft_output, self.drafting.drafter_failed)
+            return None
+        if sampled is not None:
+            request = DraftRequest(forwarded.slot_E, forwarded.plan.max_kv_len, forwarded.plan.needs)
+        return self.drafting.draft(draft_input, request, num_drafts, self.graphs.drafts, agreed)
+
+    def _draft_input(self, forwarded: ForwardResult, sampled: Sampled | None) -> DraftExtendInput | None:
+        """Of the accepted tokens alone."""
+        plan, graph, draft_input = forwarded.plan, forwarded.graph, forwarded.draft_input
+        if draft_input is None:
+            return None
+        if sampled is None:  # on an idle rank the replay makes it padding
+            is_idle = graph is not None and not plan.rows and graph.sample(0, plan.needs, self.sampler)
+            return draft_input.compacted or draft_input if is_idle else draft_input
+        if sampled.nodes_EQ is None or sampled.kv_is_compacted:
+            return draft_input if sampled.nodes_EQ is None else draft_input.compacted
+        paths = forwarded.slot_E, forwarded.ints_EI, sampled.nodes_EQ, sampled.count_E
+        return compact_accepted_path(draft_input, *paths, self.slots, self.compact_kv)
 
     def _logits(self, hidden_NH: Tensor, rows: int) -> Tensor | None:
         """Logits of hidden states. rows: of the head pass, if that is more."""
-        own = len(hidden_NH)
-        if own < rows:
+        if (own := len(hidden_NH)) < rows:
             hidden_NH = torch.cat((hidden_NH, hidden_NH.new_zeros(rows - own, hidden_NH.shape[1])))
         return self.model.logits(hidden_NH)[:own] if len(hidden_NH) else None
 
@@ -194,65 +186,64 @@ class Runner:
     def _prompt_logprobs_chunk(
         self, row: Row, hidden_NH: Tensor, start: int, agreed: AgreedStep | None
     ) -> list[TokenLogprob]:
-        stop = min(start + PROMPT_LOGPROBS_CHUNK, row.prompt_logprobs_stop)
-        logits_NV = self._logits(
-            hidden_NH[start - row.start : stop - row.start], PROMPT_LOGPROBS_CHUNK if agreed else 0
+        stop, padded = (
+            min(start + PROMPT_LOGPROBS_CHUNK, row.prompt_logprobs_stop),
+            PROMPT_LOGPROBS_CHUNK if agreed else 0,
         )
+        logits_NV = self._logits(hidden_NH[start - row.start : stop - row.start], padded)
         assert logits_NV is not None, "a chunk has positions"
         next_N = self.slots.tokens_SL[row.slot, start + 1 : stop + 1].to(torch.int64)
         return _token_logprobs(*self.sampler.logprobs(logits_NV, next_N, row.prompt_logprobs_top_k))
 
-    def outputs(self, result: StepResult | None) -> tuple[Output, ...]:
-        """One Output for each row of the plan. Waits for what is still on a device. A drafter whose output turns out
-        to be NaN is switched off here.
-        """
-        if result is None:
+    def outputs(self, forwarded: ForwardResult | None, sampled: Sampled | None) -> tuple[Output, ...]:
+        """One Output for each row of the plan, without drafts. Waits for what is still on a device."""
+        if forwarded is None:
             return ()
-        if result.draft_output is not None and not result.draft_output.is_valid.all():
-            self.drafting.reject_output()
-            result = replace(result, drafter_failed=True)
-        return _outputs(result)
-
-
-def _outputs(result: StepResult) -> tuple[Output, ...]:
-    forwarded, sampled, drafter_failed, outputs, e = (
-        result.forwarded,
-        result.sampled,
-        result.drafter_failed,
-        list[Output](),
-        0,
-    )
-    if sampled is not None:
-        tokens, count, done = sampled.tokens_EQ.tolist(), sampled.count_E.tolist(), sampled.done_E.tolist()
-        logprobs = _token_logprobs(sampled.logprob_N, sampled.top_ids_NK, sampled.top_logprobs_NK)
-        nodes: list[list[int]] = [] if sampled.nodes_EQ is None else sampled.nodes_EQ.tolist()
-        drafts, query = _row_drafts(result.draft_output, len(tokens)), len(tokens[0])
-    for i, row in enumerate(forwarded.plan.rows):
-        prompt_logprobs, is_sampled, n = forwarded.prompt_logprobs.get(i, ()), row.samples and sampled is not None, 0
-        is_nan = any(math.isnan(entry.logprob) for entry in prompt_logprobs)
-        if is_sampled:
-            n = int(count[e])
-            is_nan = is_nan or n > 0 and tokens[e][n - 1] == NO_TOKEN
-        if is_nan:
-            outputs.append(Output(done=is_sampled, drafter_failed=drafter_failed, is_nan=True))
-        elif not is_sampled:
-            outputs.append(Output(prompt_logprobs=prompt_logprobs, drafter_failed=drafter_failed))
-        else:
-            draft_output, parents = NO_DRAFTS if done[e] else drafts[e]
-            path = sum(1 << node - 1 for node in nodes[e][1:n]) if nodes else (1 << max(n - 1, 0)) - 1
-            own = tuple(logprobs[e * query : e * query + n])
-            outputs.append(
-                Output(tuple(tokens[e][:n]), draft_output, done[e], own, prompt_logprobs, drafter_failed, parents, path)
+        outputs, e = list[Output](), 0
+        if sampled is not None:
+            tokens, count, done = sampled.tokens_EQ.tolist(), sampled.count_E.tolist(), sampled.done_E.tolist()
+            logprobs = _token_logprobs(sampled.logprob_N, sampled.top_ids_NK, sampled.top_logprobs_NK)
+            nodes: list[list[int]] = [] if sampled.nodes_EQ is None else sampled.nodes_EQ.tolist()
+            query = len(tokens[0])
+        for i, row in enumerate(forwarded.plan.rows):
+            is_sampled, n, prompt_logprobs = (
+                row.samples and sampled is not None,
+                0,
+                forwarded.prompt_logprobs.get(i, ()),
             )
-        e += is_sampled
-    return tuple(outputs)
+            is_nan = any(math.isnan(entry.logprob) for entry in prompt_logprobs)
+            if is_sampled:
+                n = int(count[e])
+                is_nan = is_nan or n > 0 and tokens[e][n - 1] == NO_TOKEN
+            if is_nan:
+                outputs.append(Output(done=is_sampled, is_nan=True))
+            elif not is_sampled:
+                outputs.append(Output(prompt_logprobs=prompt_logprobs))
+            else:
+                path = sum(1 << node - 1 for node in nodes[e][1:n]) if nodes else (1 << max(n - 1, 0)) - 1
+                own = tuple(logprobs[e * query : e * query + n])
+                outputs.append(Output(tuple(tokens[e][:n]), (), done[e], own, prompt_logprobs, accepted_mask=path))
+            e += is_sampled
+        return tuple(outputs)
+
+    def add_drafts(self, plan: StepPlan, outputs: Sequence[Output], drafted: DraftOutput | None) -> Sequence[Output]:
+        """The outputs with the drafts of their rows, and whether the drafter has failed. A drafter whose output turns
+        out to be NaN is switched off here.
+        """
+        if drafted is not None and not drafted.is_valid.all():
+            self.drafting.reject_output()
+        failed = self.drafting.drafter_failed
+        if drafted is None and not failed:
+            return outputs
+        sampled = iter([] if drafted is None else _row_drafts(drafted))
+        made = (next(sampled, NO_DRAFTS) if row.samples else NO_DRAFTS for row in plan.rows)
+        rows = ((o, NO_DRAFTS if o.done else drafts) for o, drafts in zip(outputs, made, strict=True))
+        return [output._replace(drafts=d, parents=p, drafter_failed=failed) for output, (d, p) in rows]
 
 
-def _row_drafts(draft_output: DraftOutput | None, rows: int) -> list[RowDrafts]:
-    if draft_output is None:
-        return [NO_DRAFTS] * rows
-    drafts, counts = draft_output.drafts_EK.tolist(), draft_output.num_drafts_E.tolist()
-    parents = [[]] * rows if draft_output.parents_EK is None else draft_output.parents_EK.tolist()
+def _row_drafts(drafted: DraftOutput) -> list[RowDrafts]:
+    drafts, counts = drafted.drafts_EK.tolist(), drafted.num_drafts_E.tolist()
+    parents = [[]] * len(drafts) if drafted.parents_EK is None else drafted.parents_EK.tolist()
     return [(tuple(d[:n]), tuple(p[:n])) for d, p, n in zip(drafts, parents, counts, strict=True)]
 
 

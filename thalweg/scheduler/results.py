@@ -37,7 +37,6 @@ class StepResultProcessor:
             self.kv_cache.append_tokens(r, tokens)
             if r.has_grammar:
                 self.grammars.advance(r.uid, tokens)
-            r.drafts, r.parents = output.drafts, output.parents
             self.counters.decode_tokens += len(tokens)
             final = len(r.prompt) + len(r.output_ids) - 1
             if final % page_size < len(tokens):  # a page has become full
@@ -71,9 +70,10 @@ class StepResultProcessor:
 
     def add_verification(self, r: Request, output: Output) -> None:
         """Counts the drafts that `output` verified."""
-        accepted, num_drafts, r.drafts = len(output.tokens) - 1, len(r.drafts), ()
+        accepted, num_drafts, parents = len(output.tokens) - 1, len(r.drafts), r.parents
+        r.drafts, r.parents = (), ()
         if num_drafts:  # the plan allowed drafts, but there may have been none
-            deepest = self._tree_depth(r.parents) if r.parents else num_drafts
+            deepest = self._tree_depth(parents) if parents else num_drafts
             if r.acceptance is None:
                 r.acceptance = AcceptanceCounter()
             for counter in (self.drafts, r.acceptance):

@@ -277,9 +277,9 @@ class Scheduler:
             return True
         first = r.sibling
         if first is not None:
-            if first.state in (RequestState.QUEUED, RequestState.LOADING) or first in builder.prefilling:
-                return True
-            if first.state is RUNNING and first.num_computed_tokens < len(first.prompt):
+            is_prefilling = first.state is RUNNING and first.num_computed_tokens < len(first.prompt)
+            is_waiting = first.state in (RequestState.QUEUED, RequestState.LOADING)
+            if is_waiting or is_prefilling or first in builder.prefilling:
                 return True
             r.sibling = None  # its prompt is launched, or it is gone
         return self.kv_cache.is_computed_by_others(r, missing_pages)
@@ -389,12 +389,9 @@ class Scheduler:
         self.step += 1
 
     def commit(self, plan: StepPlan, outputs: Sequence[Output]) -> None:
-        """Applies the outputs of a retired step, one for each row."""
+        """Applies the outputs of a retired step, one for each row. Their drafts follow in `commit_drafts`."""
         self.last_committed_step = plan.step
         self._changed = True
-        if outputs and outputs[0].drafter_failed and self.draft_length.max_drafts:
-            self.draft_length.disable()
-            self.counters.drafter_failures += 1
         verified: list[VerifiedDrafts] = []
         for row, output in zip(plan.rows, outputs, strict=True):
             r = self.requests[row.uid]
@@ -408,14 +405,26 @@ class Scheduler:
                         self.results.add_verification(r, output)
                         if not output.done:  # a policy does not learn from drafts beyond the end of the sequence
                             verified.append(VerifiedDrafts(r, row.num_drafts, output.accepted_mask))
-            if r.release_reason in ENDED:
-                self.counters.wasted_drafts += len(output.drafts)
-            else:  # a preempted request keeps the tokens that were in flight
+            if r.release_reason not in ENDED:  # a preempted request keeps the tokens that were in flight
                 self.results.process(r, output)
             if r.release_reason is not ReleaseReason.NONE and not r.rows_in_flight and r.slot >= 0:
                 self._release(r)
         if verified:
             self.draft_length.observe(verified)
+
+    def commit_drafts(self, plan: StepPlan, outputs: Sequence[Output]) -> None:
+        """Applies the drafts of the step that was committed last."""
+        if not self.draft_length.max_drafts:
+            return
+        if outputs and outputs[0].drafter_failed:
+            self.draft_length.disable()
+            self.counters.drafter_failures += 1
+        for row, output in zip(plan.rows, outputs, strict=True):
+            r = self.live.get(row.uid)
+            if r is None or r.release_reason in ENDED:
+                self.counters.wasted_drafts += len(output.drafts)
+            elif output.tokens:
+                r.drafts, r.parents = output.drafts, output.parents
 
     def take_deltas(self) -> tuple[TokenDelta, ...]:
         """New tokens and endings since the last call, in order."""
