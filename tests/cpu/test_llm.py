@@ -81,6 +81,16 @@ def test_prompt_logprobs_survive_chunks_and_prefix_hits() -> None:
     assert hit.cached_tokens == (len(prompt) - 1) // 64 * 64
 
 
+def test_prompt_logprobs_of_a_cached_prompt() -> None:
+    alone, shared = (LLM(MODEL, context_length=1024, disable_radix_cache=off) for off in (True, False))
+    prompt = alone.texts.ids(TEXT * 6)
+    shared.score([prompt[:-20] + prompt[:5]], top=2)
+    got = shared.generate(prompt, msgspec.structs.replace(GREEDY, prompt_logprobs=1, max_tokens=4))[0]
+    assert 64 <= got.cached_tokens < len(prompt) - 20
+    for a, b in zip(alone.score(prompt, top=1)[0], got.prompt_logprobs, strict=True):
+        assert math.isclose(a.logprob, b.logprob, abs_tol=1e-3) and a.top_ids == b.top_ids
+
+
 def test_stop_strings_ids_and_minimum(llm: LLM) -> None:
     base = llm.generate(TEXT, GREEDY)[0].outputs[0]
     stop = base.text[5:8]

@@ -302,6 +302,62 @@ def test_a_request_waits_for_a_page_that_another_computes():
     assert uids(step(b)) == [1, 3]
 
 
+def score(b: Scheduler, uid: int, prompt: tuple[int, ...], top_k: int = 0) -> tuple[int, tuple[TokenLogprob, ...]]:
+    """Where the request begins to compute, and its log-probabilities. That of a token is minus the token, and says
+    which request computed it.
+    """
+    b.handle([submit(uid, prompt, prompt_logprobs=top_k, max_tokens=0)])
+    computed = -1
+    while not b.is_idle:
+        plan = b.plan(0)
+        b.mark_launched()
+        computed = plan.binds[0].computed if plan.binds else computed
+        outputs = []
+        for row in plan.rows:
+            tokens = prompt[row.prompt_logprobs_start + 1 : row.prompt_logprobs_stop + 1]
+            entries = (TokenLogprob(-token, (uid,) * top_k, (0.0,) * top_k) for token in tokens)
+            outputs.append(Output(prompt_logprobs=tuple(entries)))
+        b.commit(plan, outputs)
+    (delta,) = b.take_deltas()
+    assert [entry.logprob for entry in delta.prompt_logprobs] == [-token for token in prompt[1:]]
+    return computed, delta.prompt_logprobs
+
+
+def test_prompt_logprobs_that_are_kept_need_not_be_computed():
+    b = make_scheduler(pages=30, budget=7)
+    prompt = tuple(range(1, 19))
+    assert score(b, 1, prompt, 2)[0] == 0
+    computed, found = score(b, 2, (*prompt[:11], 50, 51))
+    assert computed == 4, "the token after a page depends on what the page's last token computes"
+    assert all(entry.top_ids == () for entry in found)
+    computed, found = score(b, 3, (*prompt, 52), 1)
+    assert computed == 12 and {entry.top_ids for entry in found[:15]} == {(1,)}, "from the first request"
+    assert score(b, 4, prompt, 3)[0] == 0, "fewer alternatives were kept"
+    assert score(b, 5, prompt, 3)[0] == 12
+    b.kv_cache.prompt_logprobs.drop()
+    assert score(b, 6, prompt)[0] == 0, "other weights"
+    b.allocator.flush()
+    assert score(b, 7, prompt)[0] == 0
+
+
+def test_log_probabilities_of_two_sets_of_weights_are_not_kept():
+    b = make_scheduler(pages=30, budget=7)
+    prompt = tuple(range(1, 19))
+    b.handle([submit(1, prompt, prompt_logprobs=0, max_tokens=0)])
+    for _ in range(3):
+        plan = b.plan(0)
+        b.mark_launched()
+        row = plan.rows[0]
+        b.commit(
+            plan,
+            [Output(prompt_logprobs=(TokenLogprob(-1.0),) * (row.prompt_logprobs_stop - row.prompt_logprobs_start))],
+        )
+        if row.start == 0:
+            b.kv_cache.prompt_logprobs.drop()
+    assert len(b.take_deltas()[0].prompt_logprobs) == 17
+    assert score(b, 2, prompt)[0] == 0
+
+
 # ---- pages
 
 

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from typing import Iterable, Sequence
+from typing import Iterable, Iterator, Sequence
 
-from thalweg.core.plan import NULL_PAGE
+from thalweg.core.plan import NULL_PAGE, TokenLogprob
 
 DETACHED = -1  # page of a node that has left the tree
 
@@ -25,13 +25,14 @@ MissingPage = tuple[object, bytes]  # (node or root key, tokens of the next page
 class PageNode:
     """One cached page."""
 
-    __slots__ = ("children", "key", "page", "parent")
+    __slots__ = ("children", "key", "logprobs", "page", "parent")
 
     def __init__(self, parent: PageNode | None, key: bytes, page: int) -> None:
         self.parent = parent
         self.key = key
         self.page = page  # NULL_PAGE: a root; DETACHED: it has left the tree
         self.children: dict[bytes, PageNode] = {}
+        self.logprobs: tuple[TokenLogprob, ...] = ()  # see `PromptLogprobs`
 
 
 class PrefixCursor:
@@ -93,6 +94,13 @@ class RadixTree:
         pages.reverse()
         return pages
 
+    def cached(self, cursor: PrefixCursor) -> Iterator[PageNode]:
+        """All cached pages of the sequence, the first one first. The cursor stays."""
+        node, depth = self._top.children.get(self._root_key(cursor)), 0
+        while node is not None and (node := node.children.get(self._key(cursor, depth))) is not None:
+            yield node
+            depth += 1
+
     def insert(self, cursor: PrefixCursor, pages: Sequence[int], count: int) -> None:
         """Caches the first `count` pages of a sequence that uses `pages`."""
         if not count or cursor.epoch != self.epoch:  # computed before a flush: nobody may hit it
@@ -117,6 +125,10 @@ class RadixTree:
         if (depth + 1) * self.page_size > len(cursor.tokens):
             return None
         return node or self._root_key(cursor), self._key(cursor, depth)
+
+    def drop_logprobs(self) -> None:
+        for node in self._nodes.values():
+            node.logprobs = ()
 
     def mark_evictable(self, page: int) -> bool:
         """The last reference to `page` was dropped. Returns False if the page is not cached."""

@@ -124,8 +124,7 @@ class Loop:
     # ---- messages
     def receive(self) -> None:
         """Handles all messages in their order."""
-        messages: list[ToEngine] = []
-        replies: Replies = []
+        messages, replies = list[ToEngine](), Replies()
         for message in self.channel.receive(self._timeout()):
             if isinstance(message, Control):
                 replies += self._handle(messages)
@@ -165,16 +164,15 @@ class Loop:
     def _control(self, message: Control) -> Replies:
         if self.admin is None:
             return [ControlReply(message.id, error="weight updates and profiles are not available in this engine")]
+        self.commit_until(0)
         try:
             match message:
                 case UpdateWeights():
                     return self._update_weights(message, self.admin)
                 case StartProfile():
-                    self.commit_until(0)
                     result = self.admin.start_profile(message)
                     self.profile_end = self.scheduler.step + message.steps if message.steps else NEVER
                 case StopProfile():
-                    self.commit_until(0)
                     self.profile_end = NEVER
                     result = self.admin.stop_profile()
         except InvalidRequest as error:
@@ -182,13 +180,13 @@ class Loop:
         return [ControlReply(message.id, result)]
 
     def _update_weights(self, message: UpdateWeights, admin: AdminOperations) -> Replies:
-        """Running requests continue with the new weights and their old KV. After a flush that KV is never cached: it
-        belongs to an earlier epoch of the prefix cache. Raises InvalidRequest before anything is changed.
+        """Running requests continue with the new weights and their old KV, which after a flush is never cached. Raises
+        InvalidRequest before anything is changed.
         """
         write = admin.update_weights(message, self.alive)
-        self.commit_until(0)
         replies = self._handle([Abort(tuple(self.scheduler.requests))]) if message.abort else []
         replaced, total = write()
+        self.scheduler.kv_cache.prompt_logprobs.drop()
         if message.flush:
             self.scheduler.allocator.flush()
         reply = ControlReply(message.id, f"{replaced} of {total} tensors replaced", replaced == total)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Sequence
 
 from thalweg.cache.page_allocator import PageAllocator
+from thalweg.cache.prompt_logprobs import PromptLogprobs
 from thalweg.cache.radix import MissingPage, PrefixCursor
 from thalweg.core.request import ReleaseReason, Request
 from thalweg.core.ticket import Ticket, TicketState, Tier
@@ -28,6 +29,7 @@ class KVCacheManager:
     def __init__(self, slots: int, allocator: PageAllocator, tier: Tier) -> None:
         self.allocator, self.tree, self.tier = allocator, allocator.tree, tier
         self.page_size = allocator.page_size
+        self.prompt_logprobs = PromptLogprobs(self.tree)
         self.free_slots = list(range(slots - 1, -1, -1))
         self.cursors: dict[int, PrefixCursor] = {}  # by uid
         self.to_trim: set[int] = set()  # uids of requests that have cached more than may stay when they end
@@ -38,6 +40,7 @@ class KVCacheManager:
     def remove(self, r: Request) -> None:
         """Forgets an ended request. Cached pages that only a resumed request could use are evicted."""
         cursor = self.cursors.pop(r.uid)
+        self.prompt_logprobs.computing.discard(r.uid)
         if r.uid in self.to_trim:
             self.to_trim.remove(r.uid)
             self.allocator.evict_tail(cursor, self.num_retained_tokens(r) // self.page_size)
@@ -78,6 +81,8 @@ class KVCacheManager:
         Returns None, and changes nothing, if fewer than `reserve` pages would be left for running requests.
         """
         num_hits = self.num_hit_pages(r)
+        if r.params.prompt_logprobs is not None:
+            num_hits = self._find_prompt_logprobs(r, r.params.prompt_logprobs)
         num_new = -(-num_tokens // self.page_size) - num_hits
         if num_new + reserve > self.allocator.num_available():
             return None
@@ -92,6 +97,16 @@ class KVCacheManager:
         last = self.max_hit_pages(r)
         tokens = self.cursors[r.uid].tokens[: last * self.page_size]
         return self.tier.load(tokens, r.salt, num_hits, r.pages[num_hits:last])
+
+    def _find_prompt_logprobs(self, r: Request, top_k: int) -> int:
+        """Takes log-probabilities that are kept with cached pages. Returns the number of pages that `r` can use now."""
+        if not r.prompt_logprobs:  # a preempted request has some, of which weights it does not know
+            r.prompt_logprobs = self.prompt_logprobs.find(r.uid, self.cursors[r.uid], top_k)[: len(r.prompt) - 1]
+        return self.num_hit_pages(r)
+
+    def keep_prompt_logprobs(self, r: Request) -> None:
+        """Keeps the log-probabilities of a prompt with its cached pages."""
+        self.prompt_logprobs.keep(r.uid, self.cursors[r.uid], r.prompt_logprobs)
 
     def append_pages(self, r: Request, count: int) -> tuple[int, ...]:
         """Allocates `count` more pages at the end of the page table."""

@@ -50,6 +50,8 @@ class StepResultProcessor:
             self.counters.finished += 1
         logprobs = requested_logprobs(output.logprobs, r.needs.logprobs) if output.logprobs else ()
         cached, prompt_logprobs = (r.num_cached_tokens, tuple(r.prompt_logprobs)) if is_first else (0, ())
+        if prompt_logprobs:
+            self.kv_cache.keep_prompt_logprobs(r)
         counts = r.acceptance.counts if r.acceptance and (r.finish or r.params.stop) else None
         self._deltas.append(
             TokenDelta(

@@ -231,7 +231,8 @@ class Mix:
             if first is None or flushed or first.finish == "abort" or case.finish == "abort":
                 continue
             size = len(case.submit.prompt)
-            most = 0 if case.submit.params.prompt_logprobs is not None else (size - 1) // PAGE * PAGE
+            scored = case.submit.params.prompt_logprobs is not None  # it uses what is kept, if the first kept as much
+            most = 0 if scored else (size - 1) // PAGE * PAGE
             assert case.deltas[0].cached >= most, (
                 f"sibling {case.submit.uid} computed again what {first.submit.uid} had"
             )
