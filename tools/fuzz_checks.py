@@ -1,7 +1,7 @@
 """What must hold of every answer that a parser reads and every prompt that an encoder writes, on requests made of
 bytes.
 
-`tools.fuzz_parsers` runs it under a fuzzer, the tests on a few random inputs. Both checks raise AssertionError with the
+`tools.fuzz.parsers` runs it under a fuzzer, the tests on a few random inputs. Both checks raise AssertionError with the
 reason.
 """
 

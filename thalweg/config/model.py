@@ -9,7 +9,6 @@ may change the mathematics.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,10 +19,16 @@ import msgspec
 from msgspec import Meta
 
 from thalweg.core.errors import CheckpointError
+from thalweg.core.jsonfile import read_object
 
 NO_FIELDS: Mapping[str, Any] = MappingProxyType({})
-Size = Annotated[int, Meta(ge=1)]
-Count = Annotated[int, Meta(ge=0)]
+# Limits bound the work of reading a file, and tensors stay below 2**63 bytes.
+Size = Annotated[int, Meta(ge=1, le=1 << 20)]
+Count = Annotated[int, Meta(ge=0, le=1 << 20)]
+Context = Annotated[int, Meta(ge=1, le=1 << 30)]
+Layers = Annotated[int, Meta(ge=1, le=1024)]
+Heads = Annotated[int, Meta(ge=1, le=4096)]
+Experts = Annotated[int, Meta(ge=1, le=4096)]
 Positive = Annotated[float, Meta(gt=0, le=1e300)]
 Finite = Annotated[float, Meta(ge=-1e300, le=1e300)]
 R = TypeVar("R", bound=msgspec.Struct)
@@ -41,7 +46,7 @@ class RopeFacts(
     theta: Positive = 10000.0  # base
     kind: Literal["default", "linear", "yarn", "llama3"] = "default"
     factor: Positive = 1.0
-    original: Count = 0  # context of pre-training
+    original: Annotated[int, Meta(ge=0, le=1 << 30)] = 0  # context of pre-training
     beta_fast: Positive = 32.0
     beta_slow: Positive = 1.0
     mscale: Finite = 0.0  # 0: absent
@@ -86,7 +91,7 @@ class IndexerFacts(
 ):
     """DSA's lightning indexer."""
 
-    heads: Size
+    heads: Heads
     dim: Size
     topk: Size
     interleaved: bool  # the published weights rotate neighbouring dims (GLM-5), not halves (V3.2)
@@ -111,7 +116,7 @@ class MoeFacts(
 ):
     """Mixture of experts."""
 
-    experts: Size
+    experts: Experts
     shared: Count = 0
     topk: Size
     intermediate: Size
@@ -152,13 +157,13 @@ class ModelFacts(
     architecture: str
     vocab: Size
     hidden: Size
-    layers: Size
-    heads: Size
-    kv_heads: Size  # of dense attention, as `head_dim`
+    layers: Layers
+    heads: Heads
+    kv_heads: Heads  # of dense attention, as `head_dim`
     head_dim: Count
     intermediate: Size
     norm_eps: Positive = 1e-6
-    context: Size  # longest sequence in tokens
+    context: Context  # longest sequence in tokens
     rope: RopeFacts
     tied: bool = False
     qkv_bias: bool
@@ -167,7 +172,7 @@ class ModelFacts(
     mla: MlaFacts | None
     indexer: IndexerFacts | None
     moe: MoeFacts | None
-    nextn: Count = 0  # NextN layers stored after the main layers
+    nextn: Annotated[int, Meta(ge=0, le=16)] = 0  # NextN layers stored after the main layers
     quantization_config: dict[str, Any] = {}  # as published, see `quant.catalog`; empty: none
     dtype: str  # as published ("bfloat16")
     bos: Count | None
@@ -180,12 +185,12 @@ class OtherFields(msgspec.Struct, frozen=True, kw_only=True):
 
     hidden_act: Literal["silu"] = "silu"
     use_sliding_window: bool = False
-    sliding_window: Count = 0
-    max_window_layers: Count = 0  # the first layer with a window, without `layer_types`
+    sliding_window: Annotated[int, Meta(ge=0)] = 0
+    max_window_layers: Annotated[int, Meta(ge=0)] = 0  # the first layer with a window, without `layer_types`
     layer_types: list[Literal["full_attention", "sliding_attention", "indexed_attention"]] = []
     rope_interleave: bool = True  # of MLA: neighbouring dims rotate, not halves
     model_type: str = ""
-    num_hidden_layers: Size
+    num_hidden_layers: Layers
     scoring_func: str = ""
     # layers with an indexer of their own (IndexCache, arXiv 2603.12201): a list or pattern, else every `freq`-th layer
     # from `offset` on
@@ -223,16 +228,11 @@ def read_config(folder: Path, whose: str) -> dict[str, Any]:
     """
     path = folder / "config.json"
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        return read_object(path)
     except FileNotFoundError:
         raise CheckpointError(
             f"{path} is missing: the folder of {whose} holds config.json beside its *.safetensors"
         ) from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"{path} is not JSON ({error}): download it again") from None
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{path} must hold a JSON object, got {type(config).__name__}")
-    return config
 
 
 def architecture_of(config: Mapping[str, Any], where: str) -> str:

@@ -52,8 +52,16 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, InsufficientMemory | MemoryError)
 
 
+MAX_LINE = 1000  # characters
+
+
 class CheckpointError(ThalwegError):
     """A checkpoint cannot be loaded; the message names the file or tensor and what was expected."""
+
+    def __init__(self, message: str) -> None:
+        """message: becomes one line; a long value of a file that it shows is cut."""
+        line = " ".join(message.split("\n"))
+        super().__init__(line if len(line) <= MAX_LINE else f"{line[:MAX_LINE]} … ({len(line)} characters)")
 
 
 class WeightUpdateError(CheckpointError):

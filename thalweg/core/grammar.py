@@ -34,10 +34,14 @@ class Grammar(msgspec.Struct, frozen=True):
     def is_set(self) -> bool:
         return bool(self.kind)
 
-    def check(self, params: SamplingParams) -> None:
-        """Raises InvalidRequest for an unknown kind, and for parameters that contradict a grammar."""
+    def check(self, params: SamplingParams, vocab: int) -> None:
+        """Raises InvalidRequest for an unknown kind, for parameters that contradict a grammar, and for token ids that
+        the vocabulary does not have.
+        """
         if self.is_set and self.kind not in KINDS:
             raise InvalidRequest(self.field, f"kind {self.kind!r} is unknown; there is {', '.join(KINDS)}")
+        if not all(-1 <= token < vocab for token in (self.think_start_id, self.think_end_id)):
+            raise InvalidRequest(self.field, f"the token ids of a thought are outside the vocabulary of {vocab}")
         if self.is_set and params.ignore_eos:
             raise InvalidRequest("ignore_eos", f"contradicts {self.field}: what is complete ends with an end token")
 

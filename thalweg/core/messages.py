@@ -195,3 +195,4 @@ class Fatal(msgspec.Struct, tag=True, frozen=True):
 Control = UpdateWeights | StartProfile | StopProfile  # carried out between two steps, with none in flight
 ToEngine = Submit | Abort | FlushCache | Control | Drain
 FromEngine = StepUpdate | Rejected | ControlReply | EngineReady | Fatal
+UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # what decoding such messages raises

@@ -130,4 +130,4 @@ def check_request(
             raise InvalidRequest("prompt", f"token id {token} is outside the vocabulary of {vocab}")
     params.check(vocab)
     if grammar.kind:
-        grammar.check(params)
+        grammar.check(params, vocab)

@@ -27,6 +27,7 @@ from thalweg.core import logs
 from thalweg.core.errors import EngineDead, InvalidRequest, NumericalError, Overloaded, engine_unavailable
 from thalweg.core.grammar import NO_GRAMMAR, Grammar
 from thalweg.core.messages import (
+    UNREADABLE,
     Abort,
     Control,
     ControlReply,
@@ -444,7 +445,11 @@ class EngineClient:
         too.
         """
         while self._socket is not None and int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            self._handle(self._decode(self._socket.recv(zmq.NOBLOCK)))
+            try:
+                message = self._decode(self._socket.recv(zmq.NOBLOCK))
+            except UNREADABLE as error:  # tokens may be lost
+                return self._end(f"the engine sent a message that cannot be read: {error}")
+            self._handle(message)
 
     def _handle(self, message: FromEngine) -> None:
         self._last_message = time.monotonic()
@@ -482,6 +487,8 @@ class EngineClient:
 
     def _handle_reply(self, reply: ControlReply) -> None:
         self._owed.discard(-reply.id)
+        if reply.id not in self._controls:
+            return log.error("the engine answers control message %d, which was not sent", reply.id)
         message, result = self._controls.pop(reply.id)
         if isinstance(message, UpdateWeights) and not reply.error:
             self.weight_version, self.weights_lost = message.version or "default", ""

@@ -4,6 +4,7 @@ fails.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import multiprocessing
@@ -18,7 +19,7 @@ import zmq
 from thalweg.config.engine import EngineConfig
 from thalweg.core import logs
 from thalweg.core.errors import ThalwegError, WeightUpdateError
-from thalweg.core.messages import EngineReady, Fatal, FromEngine, ToEngine
+from thalweg.core.messages import UNREADABLE, ControlReply, EngineReady, Fatal, FromEngine, Rejected, ToEngine
 from thalweg.engine.build import Rank, build
 from thalweg.engine.recording import StepRecorder
 
@@ -27,8 +28,18 @@ RECORD = signal.SIGUSR1  # asks for a recording
 HANG = signal.SIGUSR2  # the same, because the client misses replies
 
 
+class _Sender(msgspec.Struct):
+    """The part of a message that says which answer it needs."""
+
+    uid: int | None = None  # a `Rejected`
+    id: int | None = None  # a `ControlReply`
+
+
 class ZmqChannel:
-    """The engine's end of a PAIR socket with msgpack messages. Raises zmq.ZMQError if the address is unreachable."""
+    """The engine's end of a PAIR socket with msgpack messages. A message that cannot be decoded is refused.
+
+    Raises zmq.ZMQError if the address is unreachable.
+    """
 
     def __init__(self, address: str) -> None:
         self.context = zmq.Context(1)
@@ -44,9 +55,24 @@ class ZmqChannel:
         messages: list[ToEngine] = []
         while True:
             try:
-                messages.append(self.decode(self.socket.recv(zmq.NOBLOCK)))
+                data = self.socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return messages
+            try:
+                messages.append(self.decode(data))
+            except UNREADABLE as error:
+                self._refuse(data, str(error))
+
+    def _refuse(self, data: bytes, error: str) -> None:
+        """Logs a message that cannot be decoded, and answers it if it says whose it is."""
+        log.error("refused a message of %d bytes: %s", len(data), error)
+        with contextlib.suppress(*UNREADABLE):
+            sender = msgspec.msgpack.decode(data, type=_Sender)
+            what, _, where = error.partition(" - at `$.")
+            if sender.uid is not None:
+                self.send(Rejected(sender.uid, where.rstrip("`"), what))
+            if sender.id is not None:
+                self.send(ControlReply(sender.id, error=what, field=where.rstrip("`")))
 
     def send(self, message: FromEngine) -> None:
         self.socket.send(self.encode(message), zmq.NOBLOCK)

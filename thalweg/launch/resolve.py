@@ -5,7 +5,6 @@ and decides everything that the user left open.
 from __future__ import annotations
 
 import functools
-import json
 import logging
 from collections.abc import Collection
 from dataclasses import replace
@@ -19,6 +18,7 @@ from thalweg.config.model import ModelFacts
 from thalweg.config.options import Options
 from thalweg.config.tree import non_defaults
 from thalweg.core.errors import CheckpointError, InsufficientMemory, InvalidRequest, UnsupportedConfig
+from thalweg.core.jsonfile import read_object
 from thalweg.core.report import AUTO, USER
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.build import LEFT_OUT
@@ -160,7 +160,7 @@ def _chat(options: Options, folder: Path, tokenizer: Tokenizer | None, decisions
     """
     model = options.model
     special_tokens = {} if tokenizer is None else tokenizer.special_tokens
-    raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    raw = read_object(folder / "config.json")
     chat = choose_chat(folder, raw, ChatOptions(model.chat_template or "auto", special_tokens), model.model)
     decisions.add("chat_template", chat.encoder.name, USER if model.chat_template else AUTO, chat.reason)
     reasoning = _parser(
@@ -199,10 +199,10 @@ def _sampling(folder: Path) -> SamplingParams:
     if not path.is_file():
         return SamplingParams()
     try:
-        given = json.loads(path.read_text(encoding="utf-8"))
+        given = read_object(path)
         fields = {name: given[name] for name in GENERATION_FIELDS if given.get(name) is not None}
         params = msgspec.convert(fields, SamplingParams)
         params.check(1)
-    except (ValueError, TypeError, AttributeError, msgspec.ValidationError, InvalidRequest) as error:
+    except (msgspec.ValidationError, InvalidRequest) as error:
         raise CheckpointError(f"{path}: {error}; correct it, or use --sampling-defaults openai") from error
     return params

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from thalweg.core.errors import InvalidRequest, UnsupportedConfig
+from thalweg.core.errors import CheckpointError, InvalidRequest, UnsupportedConfig
 from thalweg.text.messages import Message, read_messages, read_tools
 from thalweg.text.template import Template, read_templates
 from thalweg.text.tokenizer import read_json_object
@@ -168,7 +168,10 @@ def choose_chat(
         sources, reason = {"default": path.read_text(encoding="utf-8")}, f"the template {path.name} set by the user"
     if sources:
         sources.setdefault("default", next(iter(sources.values())))
-        templates = {name: Template(source, options.special_tokens) for name, source in sources.items()}
+        try:
+            templates = {name: Template(source, options.special_tokens) for name, source in sources.items()}
+        except CheckpointError as error:
+            raise CheckpointError(f"{folder if options.template == 'auto' else options.template}: {error}") from error
         encoder = ChatEncoder("jinja", templates, any("tools" in source for source in sources.values()))
         return ChatFormat(
             encoder, formats_of("".join(sources.values())), reason, builtin=_with_tools(folder, config, name)

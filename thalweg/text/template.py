@@ -15,6 +15,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from thalweg.core.errors import CheckpointError, InvalidRequest
+from thalweg.core.jsonfile import read_object
 from thalweg.text.messages import Message, ToolCall
 
 _PROBE = "thalweg_probe"
@@ -95,21 +96,28 @@ def read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     Looks at chat_template.jinja and additional_chat_templates/*.jinja, then chat_template.json, then `config`
     (tokenizer_config.json): transformers' order. Raises CheckpointError for a broken one.
     """
-    templates = _by_name(config.get("chat_template"), "tokenizer_config.json")
+    templates = _by_name(config.get("chat_template"), folder / "tokenizer_config.json")
     single = folder / "chat_template.json"
     if single.is_file():
         try:
-            templates |= _by_name(json.loads(single.read_text(encoding="utf-8"))["chat_template"], single.name)
-        except (ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{single}: expected a JSON object with chat_template ({error!r})") from error
+            templates |= _by_name(read_object(single)["chat_template"], single)
+        except KeyError:
+            raise CheckpointError(f"{single} has no chat_template") from None
     for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
-        templates[path.stem] = path.read_text(encoding="utf-8")
+        templates[path.stem] = _text_of(path)
     if (folder / "chat_template.jinja").is_file():
-        templates["default"] = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+        templates["default"] = _text_of(folder / "chat_template.jinja")
     return templates
 
 
-def _by_name(value: Any, file: str) -> dict[str, str]:
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} is no UTF-8 text ({error}): download it again") from None
+
+
+def _by_name(value: Any, file: Path) -> dict[str, str]:
     if value is None:
         return {}
     if isinstance(value, str):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from tokenizers import AddedToken, decoders
 from tokenizers import Tokenizer as Library
 
 from thalweg.core.errors import CheckpointError, InvalidRequest
+from thalweg.core.jsonfile import read_object
 from thalweg.text import tiktoken
 from thalweg.text.detokenize import ByteDetokenizer, Detokenizer, WindowDetokenizer, byte_pieces
 
@@ -152,25 +152,21 @@ def _load(folder: Path) -> Library:
 
 
 def _declared_tokens(folder: Path) -> dict[int, AddedToken]:
-    """The added tokens of tokenizer_config.json by their ids, ascending."""
+    """The added tokens of tokenizer_config.json by their ids, ascending. Raises CheckpointError."""
     declared = read_json_object(folder / "tokenizer_config.json").get("added_tokens_decoder") or {}
-    return {
-        int(key): AddedToken(declared[key]["content"], **{name: bool(declared[key].get(name)) for name in _FLAGS})
-        for key in sorted(declared, key=int)
-    }
+    try:
+        return {
+            int(key): AddedToken(declared[key]["content"], **{name: bool(declared[key].get(name)) for name in _FLAGS})
+            for key in sorted(declared, key=int)
+        }
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        message = "added_tokens_decoder must be an object of token ids, each with its content"
+        raise CheckpointError(f"{folder / 'tokenizer_config.json'}: {message} ({error!r})") from None
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
     """{} for a file that does not exist. Raises CheckpointError for a broken one."""
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{path}: not JSON ({error}); download it again") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: expected a JSON object")
-    return value
+    return read_object(path) if path.is_file() else {}
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:

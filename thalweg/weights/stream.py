@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from thalweg.core.errors import CheckpointError
+from thalweg.core.jsonfile import read_object
 from thalweg.quant.catalog import Declared, Schemes, Stored
 from thalweg.quant.scheme import Read, TensorSpec
 from thalweg.weights.pump import FileSlice, pump
@@ -94,7 +96,7 @@ def _tensors_of_shards(folder: Path, index: Path) -> dict[str, FileSlice]:
     """Location of each tensor of the shards, in the order of the files."""
     file_of = _weight_map(index)
     files = sorted(set(file_of.values()))
-    missing = [file for file in files if not (folder / file).exists()]
+    missing = [file for file in files if not os.path.exists(folder / file)]  # False for a name that no file can have
     if missing:
         raise CheckpointError(
             f"{folder}: {len(missing)} shards named in {INDEX} are missing: {', '.join(missing[:5])}; download them"
@@ -138,9 +140,9 @@ def _tensors_in(path: Path) -> dict[str, FileSlice]:
 
 def _weight_map(index: Path) -> dict[str, str]:
     try:
-        where = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{index} is no safetensors index ({error!r}): download it again") from None
+        where = read_object(index)["weight_map"]
+    except KeyError:
+        raise CheckpointError(f"{index} has no weight_map: download it again") from None
     if not isinstance(where, dict) or not all(isinstance(file, str) for file in where.values()):
         raise CheckpointError(f"{index}: weight_map must be an object of file names")
     elsewhere = [file for file in where.values() if Path(file).name != file]

@@ -1,0 +1,1 @@
+"""Fuzzers: `python -m tools.fuzz TARGET --minutes 60 --seed N`. CONTRIBUTING.md tells what each target checks."""
