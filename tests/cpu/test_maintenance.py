@@ -22,6 +22,7 @@ from tests.cpu.fakes import DEEPSEEK_V32, FakeFront, eventually, fake_app, servi
 from tests.cpu.test_client import SETTINGS, collect, run
 from tests.cpu.test_client import eventually as soon
 from tests.cpu.test_client import serving as engine_process
+from tests.cpu.test_nonsense import at_once
 from tests.cpu.test_serve import Served
 from thalweg.bench import replay
 from thalweg.config.server import ServerOptions
@@ -133,7 +134,8 @@ def test_a_failed_weight_update_is_rolled_back(tmp_path: Path, want: dict[str, l
     """NaN in the pages of one request would reach the next that gets them: a masked place counts 0 times what it
     holds.
     """
-    broken = {"model.embed_tokens.weight": torch.full_like(tensors()["model.embed_tokens.weight"], torch.nan)}
+    name = "model.layers.0.input_layernorm.weight"
+    broken = {name: torch.full_like(tensors()[name], 3e38)}
     llm = LLM(str(MODEL), radix_cache=False, deterministic_inference=True)
     llm.update_weights_from_disk(str(save(tmp_path / "broken", broken)))
     assert answer(llm) != want["tiny"]
@@ -192,6 +194,73 @@ def test_a_folder_that_does_not_fit_leaves_every_bit_as_it_was(tiny: LLM, tmp_pa
     elsewhere = save(tmp_path / "elsewhere", changed)
     (elsewhere / "config.json").write_text(json.dumps(config | {"rope_theta": 12345.0}))
     refused(elsewhere, "of another model: rope differ")
+    norms = [name for name in changed if name.endswith(".input_layernorm.weight")]
+    for value in (torch.nan, torch.inf, -torch.inf):
+        broken = changed | {norms[0]: changed[norms[0]].index_fill(0, torch.tensor(3), value)}
+        refused(save(tmp_path / "not finite", broken), f"{norms[0]} holds values that are not finite")
+    nan = changed[FP8].view(torch.uint8).clone()
+    nan[0, 5] = 0x7F
+    refused(save(tmp_path / "nan fp8", changed | {FP8: nan.view(changed[FP8].dtype)}), f"{FP8} holds values")
+    scales = torch.full_like(changed[f"{FP8}_scale_inv"], torch.nan)
+    refused(save(tmp_path / "nan scale", changed | {f"{FP8}_scale_inv": scales}), "_scale_inv holds values")
+
+
+def test_a_folder_of_strange_files_is_refused_at_once(tiny: LLM, tmp_path: Path) -> None:
+    """Nothing waits for a FIFO, is read without end, or is parsed without bounds."""
+    llm = tiny
+    before = answer(llm)
+    good = save(tmp_path / "good", tensors()) / "model.safetensors"
+    data = good.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+
+    def header(change: Callable[[dict[str, Any]], object]) -> bytes:
+        content = json.loads(data[8 : 8 + length])
+        change(content)
+        text = json.dumps(content).encode()
+        return len(text).to_bytes(8, "little") + text + data[8 + length :]
+
+    name = "model.norm.weight"
+    deep, digits = "[" * 100_000 + "]" * 100_000, "9" * 5000
+    contents: dict[str, tuple[str, bytes | Callable[[Path], object]]] = {
+        "fifo": ("model.safetensors", os.mkfifo),
+        "device": ("model.safetensors", lambda path: path.symlink_to("/dev/zero")),
+        "loop": ("model.safetensors", lambda path: path.symlink_to(path.name)),
+        "folder": ("model.safetensors", Path.mkdir),
+        "long header": ("model.safetensors", (2**63).to_bytes(8, "little") + data[8:]),
+        "deep header": ("model.safetensors", len(deep).to_bytes(8, "little") + deep.encode()),
+        "overlap": ("model.safetensors", header(lambda h: h[name].update(data_offsets=[0, 1024]))),
+        "beyond": ("model.safetensors", header(lambda h: h[name].update(data_offsets=[2**62, 2**62 + 1024]))),
+        "negative": ("model.safetensors", header(lambda h: h[name].update(data_offsets=[-1024, 0]))),
+        "huge shape": ("model.safetensors", header(lambda h: h[name].update(shape=[2**62, 2**62]))),
+        "dtype": ("model.safetensors", header(lambda h: h[name].update(dtype=["F32"]))),
+        "config fifo": ("config.json", os.mkfifo),
+        "config deep": ("config.json", deep.encode()),
+        "config digits": (
+            "config.json",
+            f'{{"architectures": ["DeepseekV32ForCausalLM"], "vocab_size": {digits}}}'.encode(),
+        ),
+        "config nan": (
+            "config.json",
+            (MODEL / "config.json").read_bytes().replace(b'"rms_norm_eps": 1e-06', b'"rms_norm_eps": NaN'),
+        ),
+        "index fifo": ("model.safetensors.index.json", os.mkfifo),
+        "index deep": ("model.safetensors.index.json", deep.encode()),
+        "index digits": ("model.safetensors.index.json", f'{{"weight_map": {digits}}}'.encode()),
+    }
+    for label, (file, content) in contents.items():
+        folder = tmp_path / label
+        shutil.copytree(good.parent, folder)
+        (folder / file).unlink(missing_ok=True)
+        if callable(content):
+            content(folder / file)
+        else:
+            (folder / file).write_bytes(content)
+        with at_once(), pytest.raises(InvalidRequest, match=f"{file}.*nothing was changed") as error:
+            llm.update_weights_from_disk(str(folder))
+        assert error.value.field == "model_path" and "\n" not in str(error.value) and len(str(error.value)) < 1000, (
+            label
+        )
+    assert answer(llm) == before
 
 
 def test_what_a_profile_needs_and_leaves(tiny: LLM, tmp_path: Path) -> None:
@@ -294,12 +363,14 @@ def test_weights_over_http(server: Target, other: Path, tmp_path: Path, want: di
     nothing.
     """
     assert server.generate()["output_ids"] == want["tiny"] and server.generate()["meta_info"]["cached_tokens"] == 128
+    (loop := tmp_path / "loop").symlink_to("loop")
     refused = server.post("/update_weights_from_disk", {"model_path": str(tmp_path)})
     assert refused.status_code == 400 and error(refused)["param"] == "model_path"
     for field, value in (
         ("load_format", "pt"),
         ("keep_pause", True),
         ("model_path", ""),
+        ("model_path", str(loop)),
         ("weight_version", "x" * 300),
     ):
         refused = server.post("/update_weights_from_disk", {"model_path": str(other), field: value})

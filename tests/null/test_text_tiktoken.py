@@ -67,5 +67,5 @@ def test_ids_and_texts_are_those_of_the_library(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", [b"", b"YQ== 0\n", b"no base64! 0\n", b"YQ==\n", b"\xff\n"])
 def test_a_broken_vocabulary_is_named(tmp_path: Path, content: bytes) -> None:
     (tmp_path / tiktoken.FILE).write_bytes(content)
-    with pytest.raises(CheckpointError, match="tiktoken.model: not a vocabulary of tiktoken"):
+    with pytest.raises(CheckpointError, match="tiktoken.model.*(not a vocabulary of tiktoken|not UTF-8)"):
         Tokenizer(tmp_path)

@@ -105,7 +105,7 @@ def test_tokens_that_only_the_config_declares(tmp_path: Path) -> None:
     ("tokenizer.json", None, "missing"),
     ("tokenizer.json", "{", "not a tokenizer"),
     ("tokenizer_config.json", "{", "not JSON"),
-    ("tokenizer_config.json", "[]", "expected a JSON object"),
+    ("tokenizer_config.json", "[]", "must hold a JSON object"),
     ("generation_config.json", '{"eos_token_id": "x"}', "eos_token_id"),
 ])  # fmt: skip
 def test_broken_files_are_named(folder: Path, tmp_path: Path, name: str, text: str | None, said: str) -> None:

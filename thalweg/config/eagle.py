@@ -15,6 +15,7 @@ import msgspec
 
 from thalweg.config.model import ModelFacts, Size, facts_of, read_config, record
 from thalweg.core.errors import CheckpointError
+from thalweg.core.files import check_regular, read_object
 
 WATCHED = 3  # residual streams that an EAGLE-3 head reads where it names none
 STREAMS = "eagle_aux_hidden_state_layer_ids"
@@ -83,10 +84,10 @@ def algorithm_of(folder: Path) -> str:
 def tensor_names(folder: Path) -> frozenset[str]:
     """Names of the tensors in this folder, by its index or their headers. Files that cannot be read are left out."""
     try:
-        index = folder / "model.safetensors.index.json"
-        if index.is_file():
-            return frozenset(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-    except (OSError, ValueError, KeyError, TypeError):
+        return frozenset(read_object(folder / "model.safetensors.index.json")["weight_map"])
+    except FileNotFoundError:
+        pass
+    except (CheckpointError, KeyError, TypeError):
         return frozenset()
     return frozenset(tensor_shapes(folder))
 
@@ -96,11 +97,12 @@ def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     found: dict[str, tuple[int, ...]] = {}
     try:
         for path in sorted(folder.glob("*.safetensors")):
+            check_regular(path)
             with path.open("rb") as file:
                 length = int.from_bytes(file.read(8), "little")
                 header = json.loads(file.read(length)) if length <= HEADER else {}
             found |= {name: tuple(one["shape"]) for name, one in header.items() if name != "__metadata__"}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (CheckpointError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return found
     return found
 

@@ -10,6 +10,7 @@ may change the mathematics.
 from __future__ import annotations
 
 import re
+import reprlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -19,18 +20,17 @@ import msgspec
 from msgspec import Meta
 
 from thalweg.core.errors import CheckpointError
-from thalweg.core.jsonfile import read_object
+from thalweg.core.files import read_object
 
 NO_FIELDS: Mapping[str, Any] = MappingProxyType({})
-# Limits bound the work of reading a file, and tensors stay below 2**63 bytes.
+# far above every published model, and low enough that no product of sizes overflows
 Size = Annotated[int, Meta(ge=1, le=1 << 20)]
+Units = Annotated[int, Meta(ge=1, le=4096)]  # layers, heads, experts
+Context = Annotated[int, Meta(ge=1, le=1 << 24)]
 Count = Annotated[int, Meta(ge=0, le=1 << 20)]
-Context = Annotated[int, Meta(ge=1, le=1 << 30)]
-Layers = Annotated[int, Meta(ge=1, le=1024)]
-Heads = Annotated[int, Meta(ge=1, le=4096)]
-Experts = Annotated[int, Meta(ge=1, le=4096)]
-Positive = Annotated[float, Meta(gt=0, le=1e300)]
-Finite = Annotated[float, Meta(ge=-1e300, le=1e300)]
+Place = Annotated[int, Meta(ge=0)]  # beyond the end: nowhere
+Positive = Annotated[float, Meta(gt=0, le=1e15)]
+Finite = Annotated[float, Meta(ge=-1e15, le=1e15)]
 R = TypeVar("R", bound=msgspec.Struct)
 
 
@@ -43,10 +43,10 @@ class RopeFacts(
     """Rotary embedding. YaRN: arXiv 2309.00071."""
 
     dim: int  # dims of a head that rotate
-    theta: Positive = 10000.0  # base
+    theta: Annotated[float, Meta(gt=1, le=1e15)] = 10000.0  # base
     kind: Literal["default", "linear", "yarn", "llama3"] = "default"
     factor: Positive = 1.0
-    original: Annotated[int, Meta(ge=0, le=1 << 30)] = 0  # context of pre-training
+    original: Annotated[int, Meta(ge=0, le=1 << 24)] = 0  # context of pre-training
     beta_fast: Positive = 32.0
     beta_slow: Positive = 1.0
     mscale: Finite = 0.0  # 0: absent
@@ -91,7 +91,7 @@ class IndexerFacts(
 ):
     """DSA's lightning indexer."""
 
-    heads: Heads
+    heads: Units
     dim: Size
     topk: Size
     interleaved: bool  # the published weights rotate neighbouring dims (GLM-5), not halves (V3.2)
@@ -116,13 +116,13 @@ class MoeFacts(
 ):
     """Mixture of experts."""
 
-    experts: Experts
-    shared: Count = 0
-    topk: Size
+    experts: Units
+    shared: Annotated[int, Meta(ge=0, le=4096)] = 0
+    topk: Units
     intermediate: Size
     method: Literal["greedy", "group_limited_greedy", "noaux_tc"]  # softmax scores; the last: sigmoid and a bias
-    groups: Size = 1
-    topk_groups: Size = 1
+    groups: Units = 1
+    topk_groups: Units = 1
     renormalize: bool
     scale: Positive = 1.0
     sparse: tuple[bool, ...]  # which layers have experts
@@ -157,12 +157,12 @@ class ModelFacts(
     architecture: str
     vocab: Size
     hidden: Size
-    layers: Layers
-    heads: Heads
-    kv_heads: Heads  # of dense attention, as `head_dim`
+    layers: Units
+    heads: Units
+    kv_heads: Units  # of dense attention, as `head_dim`
     head_dim: Count
     intermediate: Size
-    norm_eps: Positive = 1e-6
+    norm_eps: Annotated[float, Meta(gt=0, le=1)] = 1e-6
     context: Context  # longest sequence in tokens
     rope: RopeFacts
     tied: bool = False
@@ -172,11 +172,11 @@ class ModelFacts(
     mla: MlaFacts | None
     indexer: IndexerFacts | None
     moe: MoeFacts | None
-    nextn: Annotated[int, Meta(ge=0, le=16)] = 0  # NextN layers stored after the main layers
+    nextn: Annotated[int, Meta(ge=0, le=64)] = 0  # NextN layers stored after the main layers
     quantization_config: dict[str, Any] = {}  # as published, see `quant.catalog`; empty: none
     dtype: str  # as published ("bfloat16")
-    bos: Count | None
-    eos: tuple[Count, ...]  # ids that end a generation by default
+    bos: Place | None
+    eos: tuple[Place, ...]  # ids that end a generation by default
     family_fields: dict[str, Any] = {}  # as published: what the layers of this family alone read
 
 
@@ -185,24 +185,24 @@ class OtherFields(msgspec.Struct, frozen=True, kw_only=True):
 
     hidden_act: Literal["silu"] = "silu"
     use_sliding_window: bool = False
-    sliding_window: Annotated[int, Meta(ge=0)] = 0
-    max_window_layers: Annotated[int, Meta(ge=0)] = 0  # the first layer with a window, without `layer_types`
+    sliding_window: Place = 0
+    max_window_layers: Place = 0  # the first layer with a window, without `layer_types`
     layer_types: list[Literal["full_attention", "sliding_attention", "indexed_attention"]] = []
     rope_interleave: bool = True  # of MLA: neighbouring dims rotate, not halves
     model_type: str = ""
-    num_hidden_layers: Layers
+    num_hidden_layers: Units
     scoring_func: str = ""
     # layers with an indexer of their own (IndexCache, arXiv 2603.12201): a list or pattern, else every `freq`-th layer
     # from `offset` on
     indexer_types: list[str] = []
     index_topk_pattern: str = ""
-    index_topk_freq: Count = 1
-    index_skip_topk_offset: Count = 2
+    index_topk_freq: Place = 1
+    index_skip_topk_offset: Place = 2
     # layers with experts. DeepSeek: every `freq`-th from `first` on, or a list; Qwen: every `step`-th, without a list
     mlp_layer_types: list[Literal["dense", "sparse"]] = []
-    first_k_dense_replace: Count = 0
-    moe_layer_freq: Count = 1
-    decoder_sparse_step: Count = 1
+    first_k_dense_replace: Place = 0
+    moe_layer_freq: Place = 1
+    decoder_sparse_step: Place = 1
     mlp_only_layers: list[int] = []
 
 
@@ -239,7 +239,9 @@ def architecture_of(config: Mapping[str, Any], where: str) -> str:
     """The name of the class that computes the model. Raises CheckpointError."""
     architectures = config.get("architectures")
     if not isinstance(architectures, list) or not architectures or not isinstance(architectures[0], str):
-        raise CheckpointError(f"{where}: architectures must be a list with a class name first, got {architectures!r}")
+        raise CheckpointError(
+            f"{where}: architectures must be a list with a class name first, got {_short(architectures)}"
+        )
     return architectures[0]
 
 
@@ -286,8 +288,13 @@ def facts_of(
     facts = record(ModelFacts, given, where)
     for is_wrong, field, message in _conditions(facts, other):
         if is_wrong:
-            raise CheckpointError(f"{where}: {field} {message}, got {given.get(field)!r}")
+            raise CheckpointError(f"{where}: {field} {message}, got {_short(given.get(field))}")
     return facts
+
+
+def _short(value: Any) -> str:
+    """A value in an error, on a part of a line."""
+    return reprlib.repr(value)
 
 
 def check_read(given: Mapping[str, Any], read: set[str], where: str) -> None:
@@ -296,8 +303,8 @@ def check_read(given: Mapping[str, Any], read: set[str], where: str) -> None:
         is_off = value in (None, False, "", [], {}) or (name, value) == ("partial_rotary_factor", 1.0)
         if name not in read and not WITHOUT_EFFECT.fullmatch(name) and not is_off:
             raise CheckpointError(
-                f"{where}: {name} is {value!r}, which is not supported and may change what the model computes; if it"
-                " does not, delete it from the file"
+                f"{where}: {name} is {_short(value)}, which is not supported and may change what the model computes; if"
+                " it does not, delete it from the file"
             )
 
 
@@ -310,13 +317,13 @@ def record(kind: type[R], given: Mapping[str, Any], where: str) -> R:
             raise CheckpointError(f"{where}: {missing[1]} is missing") from None
         message, _, place = str(error).partition(" - at ")
         name = re.findall(r"\w+", place)[0]
-        raise CheckpointError(f"{where}: {name}: {message}; it is {given.get(name)!r}") from None
+        raise CheckpointError(f"{where}: {name}: {message}; it is {_short(given.get(name))}") from None
 
 
 def _rope(given: Mapping[str, Any], dim: int, where: str) -> RopeFacts:
     parameters = given.get("rope_parameters") or given.get("rope_scaling") or {}
     if not isinstance(parameters, dict):
-        raise CheckpointError(f"{where}: rope_scaling must be an object, got {parameters!r}")
+        raise CheckpointError(f"{where}: rope_scaling must be an object, got {_short(parameters)}")
     where = f"{where}: rope_scaling"
     parameters = {name: value for name, value in parameters.items() if value is not None}
     kind = parameters.get("rope_type", parameters.get("type", "default"))
@@ -327,7 +334,10 @@ def _rope(given: Mapping[str, Any], dim: int, where: str) -> RopeFacts:
     if "factor" not in parameters:
         raise CheckpointError(f"{where}: factor is missing")
     context = {"original_max_position_embeddings": given.get("max_position_embeddings", 0)}
-    return record(RopeFacts, context | basis, where)
+    rope = record(RopeFacts, context | basis, where)
+    if kind != "linear" and not rope.original:
+        raise CheckpointError(f"{where}: original_max_position_embeddings must be at least 1, got 0")
+    return rope
 
 
 def _indexer(given: Mapping[str, Any], other: OtherFields, where: str) -> IndexerFacts:
@@ -339,7 +349,7 @@ def _indexer(given: Mapping[str, Any], other: OtherFields, where: str) -> Indexe
         if len(full) != layers or not full[0]:
             raise CheckpointError(
                 f"{where}: indexer_types must name a kind for each of {layers} layers, the first one full, got"
-                f" {kinds!r}"
+                f" {_short(kinds)}"
             )
     return record(IndexerFacts, {**given, "full": full}, where)
 
@@ -370,7 +380,7 @@ def _sparse_layers(other: OtherFields, where: str) -> list[bool]:
     if kinds:
         if len(kinds) != layers:
             raise CheckpointError(
-                f"{where}: mlp_layer_types must have a kind for each of {layers} layers, got {kinds!r}"
+                f"{where}: mlp_layer_types must have a kind for each of {layers} layers, got {_short(kinds)}"
             )
         return [kind == "sparse" for kind in kinds]
     every, step = other.moe_layer_freq or 1, other.decoder_sparse_step or 1
@@ -386,6 +396,8 @@ def _sparse_layers(other: OtherFields, where: str) -> list[bool]:
 def _conditions(facts: ModelFacts, other: OtherFields) -> Iterator[tuple[object, str, str]]:
     """Constraints between fields: (whether one is violated, the wrong field, the rule)."""
     mla, moe, indexer = facts.mla, facts.moe, facts.indexer
+    for field, ids in {"eos_token_id": facts.eos, "bos_token_id": () if facts.bos is None else (facts.bos,)}.items():
+        yield max(ids, default=0) >= facts.vocab, field, f"must be below vocab_size ({facts.vocab})"
     yield facts.heads % facts.kv_heads, "num_key_value_heads", f"must divide num_attention_heads ({facts.heads})"
     yield facts.rope.dim % 2, "qk_rope_head_dim" if mla else "head_dim", "must be even to rotate"
     has_window = other.use_sliding_window and 0 < other.sliding_window < facts.context

@@ -27,7 +27,7 @@ from thalweg.models.token_by_token import TokenByToken
 from thalweg.runner.runner import ForwardResult, Runner
 from thalweg.sampling.sample import Sampled
 from thalweg.spec.drafter import DraftOutput
-from thalweg.weights.loader import count_loadable, load, quantization_of
+from thalweg.weights.loader import check_loadable, load, quantization_of
 from thalweg.weights.stream import Safetensors
 
 log = logging.getLogger("thalweg.engine")
@@ -68,25 +68,27 @@ class AdminOperations:
         self._running: tuple[profile, Runner, Path] | None = None  # profiler, the runner to put back, folder
 
     def update_weights(self, wish: UpdateWeights, alive: Callable[[], None]) -> Callable[[], tuple[int, int]]:
-        """Reads all headers. The returned function writes the tensors: (replaced, total). Raises InvalidRequest.
+        """Reads and checks everything. The returned function writes the tensors: (replaced, total). Raises
+        InvalidRequest.
 
-        alive: called often while tensors are written.
+        alive: called often while tensors are read and written.
         """
         models, folder = (self.model, *self.drafting.drafter.modules()), Path(wish.path)
         try:
             quantization = quantization_of(folder, self.model.facts, read_facts)
             stream = Safetensors(folder)
-            counts = [
-                count_loadable(_module(model), model.table(), stream, quantization, model is self.model)
-                for model in models
-            ]
+            given = stream, quantization, lambda *_: alive()
+            with stream:
+                counts = [
+                    check_loadable(_module(model), model.table(), *given, model is self.model) for model in models
+                ]
         except (CheckpointError, OSError) as error:
             raise InvalidRequest("model_path", f"{error}; nothing was changed") from error
         replaced, total = (sum(count) for count in zip(*counts, strict=True))
 
         def write() -> tuple[int, int]:
             for model in models:
-                load(_module(model), model.table(), stream, quantization, lambda *_: alive(), is_partial=True)
+                load(_module(model), model.table(), *given, is_partial=True)
             log.info("%d of %d tensors replaced, from %s", replaced, total, folder)
             return replaced, total
 

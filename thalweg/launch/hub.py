@@ -8,16 +8,15 @@ fetch, called again, skips the files that were complete.
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from thalweg.core.errors import CheckpointError
+from thalweg.weights.stream import INDEX, read_weight_map
 
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*\Z")
 TEXTS = ("*.json", "*.jinja", "tiktoken.model")
-INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +72,10 @@ def missing_weights(folder: Path) -> list[str]:
 
 def _weight_files(folder: Path) -> tuple[str, ...]:
     """Names or patterns of the weight files: what the index names, else all safetensors files."""
-    index = folder / INDEX
-    if not index.is_file():
-        return ("*.safetensors",)
     try:
-        return tuple(sorted(set(json.loads(index.read_text())["weight_map"].values())))
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise CheckpointError(f"{index}: not an index of safetensors files: {error!r}") from error
+        return tuple(sorted(set(read_weight_map(folder / INDEX).values())))
+    except FileNotFoundError:
+        return ("*.safetensors",)
 
 
 def _fetch(repo: str, revision: str | None, token: str | None, patterns: tuple[str, ...]) -> Path:

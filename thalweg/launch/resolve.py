@@ -14,11 +14,10 @@ import msgspec
 
 from thalweg.config.drafters import NO_DRAFTER
 from thalweg.config.machine import Machine
-from thalweg.config.model import ModelFacts
+from thalweg.config.model import ModelFacts, read_config
 from thalweg.config.options import Options
 from thalweg.config.tree import non_defaults
 from thalweg.core.errors import CheckpointError, InsufficientMemory, InvalidRequest, UnsupportedConfig
-from thalweg.core.jsonfile import read_object
 from thalweg.core.report import AUTO, USER
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.build import LEFT_OUT
@@ -33,7 +32,7 @@ from thalweg.models.catalog import read_facts
 from thalweg.text.chat import ChatFormat, ChatOptions, ParserNames, choose_chat
 from thalweg.text.parser import REASONING_FORMATS, TOOL_FORMATS
 from thalweg.text.retention import ThinkingRetention
-from thalweg.text.tokenizer import Tokenizer, has_tokenizer
+from thalweg.text.tokenizer import Tokenizer, has_tokenizer, read_json_object
 
 log = logging.getLogger("thalweg.launch")
 
@@ -160,8 +159,9 @@ def _chat(options: Options, folder: Path, tokenizer: Tokenizer | None, decisions
     """
     model = options.model
     special_tokens = {} if tokenizer is None else tokenizer.special_tokens
-    raw = read_object(folder / "config.json")
-    chat = choose_chat(folder, raw, ChatOptions(model.chat_template or "auto", special_tokens), model.model)
+    chat = choose_chat(
+        folder, read_config(folder, "a model"), ChatOptions(model.chat_template or "auto", special_tokens), model.model
+    )
     decisions.add("chat_template", chat.encoder.name, USER if model.chat_template else AUTO, chat.reason)
     reasoning = _parser(
         "reasoning_parser", model.reasoning_parser, REASONING_FORMATS, chat.formats.reasoning, decisions
@@ -196,10 +196,8 @@ def _parser(name: str, asked: str | None, known: Collection[str], auto: str | No
 def _sampling(folder: Path) -> SamplingParams:
     """Sampling defaults of generation_config.json; parameters that it leaves out are off. Raises CheckpointError."""
     path = folder / "generation_config.json"
-    if not path.is_file():
-        return SamplingParams()
+    given = read_json_object(path)
     try:
-        given = read_object(path)
         fields = {name: given[name] for name in GENERATION_FIELDS if given.get(name) is not None}
         params = msgspec.convert(fields, SamplingParams)
         params.check(1)

@@ -307,7 +307,11 @@ async def update_weights_from_disk(
     if len(version) > MAX_VERSION:
         raise InvalidRequest("weight_version", f"has {len(version)} characters; at most {MAX_VERSION}")
     # links are resolved now: an engine that restarts must not follow them to another folder
-    path, flush = str(Path(body.model_path).resolve()), body.flush_cache is not False
+    try:
+        path = str(await ctx.on_thread(Path(body.model_path).resolve))  # a network file system may not answer
+    except (OSError, RuntimeError) as error:  # a loop of links
+        raise InvalidRequest("model_path", f"is not a path: {error}") from None
+    flush = body.flush_cache is not False
     message = await ctx.front.control(UpdateWeights(0, path, flush, bool(body.abort_all_requests), version))
     return {"success": True, "message": message, "num_paused_requests": 0}
 

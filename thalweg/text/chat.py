@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from thalweg.core.errors import CheckpointError, InvalidRequest, UnsupportedConfig
+from thalweg.core.files import read_text
 from thalweg.text.messages import Message, read_messages, read_tools
 from thalweg.text.template import Template, read_templates
 from thalweg.text.tokenizer import read_json_object
@@ -165,7 +166,7 @@ def choose_chat(
         if not path.is_file():
             known = ", ".join(("auto", *BUILTIN_ENCODERS))
             raise UnsupportedConfig(f"--chat-template {options.template}: no such file, nor one of {known}")
-        sources, reason = {"default": path.read_text(encoding="utf-8")}, f"the template {path.name} set by the user"
+        sources, reason = {"default": read_text(path)}, f"the template {path.name} set by the user"
     if sources:
         sources.setdefault("default", next(iter(sources.values())))
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from thalweg.core.errors import CheckpointError, InvalidRequest
-from thalweg.core.jsonfile import read_object
+from thalweg.core.files import read_object, read_text
 from thalweg.text.messages import Message, ToolCall
 
 _PROBE = "thalweg_probe"
@@ -98,23 +99,16 @@ def read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """
     templates = _by_name(config.get("chat_template"), folder / "tokenizer_config.json")
     single = folder / "chat_template.json"
-    if single.is_file():
-        try:
-            templates |= _by_name(read_object(single)["chat_template"], single)
-        except KeyError:
-            raise CheckpointError(f"{single} has no chat_template") from None
+    with suppress(FileNotFoundError):
+        content = read_object(single)
+        if "chat_template" not in content:
+            raise CheckpointError(f"{single}: chat_template is missing")
+        templates |= _by_name(content["chat_template"], single)
     for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
-        templates[path.stem] = _text_of(path)
-    if (folder / "chat_template.jinja").is_file():
-        templates["default"] = _text_of(folder / "chat_template.jinja")
+        templates[path.stem] = read_text(path)
+    with suppress(FileNotFoundError):
+        templates["default"] = read_text(folder / "chat_template.jinja")
     return templates
-
-
-def _text_of(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path} is no UTF-8 text ({error}): download it again") from None
 
 
 def _by_name(value: Any, file: Path) -> dict[str, str]:

@@ -14,6 +14,7 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Library
 
 from thalweg.core.errors import CheckpointError
+from thalweg.core.files import read_text
 from thalweg.text.detokenize import BYTE_CHARACTERS
 
 FILE = "tiktoken.model"
@@ -40,7 +41,7 @@ def load(path: Path, declared: Mapping[int, AddedToken]) -> Library:
     Raises CheckpointError.
     """
     try:
-        entries = (line.split() for line in path.read_bytes().splitlines() if line)
+        entries = (line.split() for line in read_text(path).splitlines() if line)
         ranks = {base64.b64decode(token): int(rank) for token, rank in entries}
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: not a vocabulary of tiktoken ({error}); download it again") from error

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,11 +12,13 @@ from tokenizers import AddedToken, decoders
 from tokenizers import Tokenizer as Library
 
 from thalweg.core.errors import CheckpointError, InvalidRequest
-from thalweg.core.jsonfile import read_object
+from thalweg.core.files import read_object, read_text
+from thalweg.core.sampling import MAX_EOS_IDS
 from thalweg.text import tiktoken
 from thalweg.text.detokenize import ByteDetokenizer, Detokenizer, WindowDetokenizer, byte_pieces
 
 FILE = "tokenizer.json"
+MAX_VOCAB = 1 << 24
 PROBE = 1 << 16  # characters; the beginning of a text that is tokenized to judge the whole
 MARGIN = 64  # tokens that the cut end of a beginning may have too many, beside an eighth
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")  # of an added token
@@ -39,6 +43,8 @@ class Tokenizer:
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         vocabulary = self._library.get_vocab(with_added_tokens=True)
         self.vocab_size = 1 + max(vocabulary.values(), default=-1)
+        if self.vocab_size > MAX_VOCAB:
+            raise CheckpointError(f"{folder / FILE}: its largest id is {self.vocab_size - 1}; at most {MAX_VOCAB - 1}")
         self._texts = {i: token for token, i in vocabulary.items()}
         is_byte_level = isinstance(self._library.decoder, decoders.ByteLevel)
         self._bytes = byte_pieces(self._texts, {i: t.content for i, t in added.items()}) if is_byte_level else {}
@@ -115,14 +121,19 @@ def _declared_ids(folder: Path) -> tuple[int | None, set[int]]:
     """The bos id and the eos ids that config.json and generation_config.json name."""
     bos_id: int | None = None
     eos_ids: set[int] = set()
+    size = read_json_object(folder / "config.json").get("vocab_size")
+    vocab = size if type(size) is int else MAX_VOCAB
     for name in ("config.json", "generation_config.json"):
         config = read_json_object(folder / name)
-        value = config.get("eos_token_id")
-        ids = value if isinstance(value, list) else [] if value is None else [value]
-        if not all(type(i) is int and i >= 0 for i in ids):
-            raise CheckpointError(f"{folder / name}: eos_token_id is {value!r}; expected a token id or a list of them")
-        eos_ids |= set(ids)
-        bos_id = config["bos_token_id"] if isinstance(config.get("bos_token_id"), int) else bos_id
+        lists: dict[str, list[int]] = {}
+        for field in ("bos_token_id", "eos_token_id"):
+            value = config.get(field)
+            lists[field] = ids = value if isinstance(value, list) else [] if value is None else [value]
+            if len(ids) > MAX_EOS_IDS or not all(type(id) is int and 0 <= id < vocab for id in ids):
+                rule = f"must be a token id below {vocab}, or a list of at most {MAX_EOS_IDS}"
+                raise CheckpointError(f"{folder / name}: {field} {rule}; it is {reprlib.repr(value)}")
+        eos_ids |= set(lists["eos_token_id"])
+        bos_id = next(iter(lists["bos_token_id"]), bos_id)
     return bos_id, eos_ids
 
 
@@ -132,41 +143,48 @@ def vocabulary(folder: Path) -> dict[str, int]:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in (FILE, tiktoken.FILE))
+    return any(os.path.lexists(folder / name) for name in (FILE, tiktoken.FILE))
 
 
 def _load(folder: Path) -> Library:
     """The library's tokenizer, with the tokens that only tokenizer_config.json declares, as transformers adds them."""
     path, declared = folder / FILE, _declared_tokens(folder)
-    if not path.is_file() and (folder / tiktoken.FILE).is_file():
+    if not os.path.lexists(path) and (folder / tiktoken.FILE).is_file():
         return tiktoken.load(folder / tiktoken.FILE, declared)
-    if not path.is_file():
-        message = "missing; a checkpoint needs tokenizer.json beside its weights (save_pretrained of a fast tokenizer)"
-        raise CheckpointError(f"{path}: {message}")
     try:
-        library = Library.from_str(path.read_text(encoding="utf-8"))
+        library = Library.from_str(read_text(path))
+    except FileNotFoundError:
+        message = "missing; a checkpoint needs tokenizer.json beside its weights (save_pretrained of a fast tokenizer)"
+        raise CheckpointError(f"{path}: {message}") from None
+    except CheckpointError:
+        raise
     except Exception as error:  # the library raises nothing more precise
         raise CheckpointError(f"{path}: not a tokenizer ({error}); download it again") from error
+    library.no_padding()  # a saved setting of training would pad prompts, or cut them
+    library.no_truncation()
     library.add_tokens([token for token in declared.values() if library.token_to_id(token.content) is None])
     return library
 
 
 def _declared_tokens(folder: Path) -> dict[int, AddedToken]:
-    """The added tokens of tokenizer_config.json by their ids, ascending. Raises CheckpointError."""
-    declared = read_json_object(folder / "tokenizer_config.json").get("added_tokens_decoder") or {}
+    """The added tokens of tokenizer_config.json by their ids, ascending."""
+    path = folder / "tokenizer_config.json"
+    declared = read_json_object(path).get("added_tokens_decoder") or {}
     try:
         return {
             int(key): AddedToken(declared[key]["content"], **{name: bool(declared[key].get(name)) for name in _FLAGS})
             for key in sorted(declared, key=int)
         }
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
-        message = "added_tokens_decoder must be an object of token ids, each with its content"
-        raise CheckpointError(f"{folder / 'tokenizer_config.json'}: {message} ({error!r})") from None
+    except (ValueError, TypeError, LookupError, AttributeError):
+        raise CheckpointError(f"{path}: added_tokens_decoder must map token ids to objects with content") from None
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
     """{} for a file that does not exist. Raises CheckpointError for a broken one."""
-    return read_object(path) if path.is_file() else {}
+    try:
+        return read_object(path)
+    except FileNotFoundError:
+        return {}
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:

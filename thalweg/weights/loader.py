@@ -103,21 +103,30 @@ def quantization_of(folder: Path, facts: ModelFacts, read: Callable[[Path], Mode
     return theirs.quantization_config
 
 
-def count_loadable(
+def check_loadable(
     module: nn.Module,
     table: WeightTable,
     stream: Stream,
     quantization_config: Mapping[str, Any],
+    progress: Progress = no_progress,
     is_required: bool = True,
 ) -> tuple[int, int]:
-    """Checks by headers alone that `load` with `is_partial` would accept the stream; nothing is written.
+    """Checks that `load` with `is_partial` would accept the stream, and reads the values; nothing is written.
 
     Returns how many of the model's published tensors the stream has, and how many there are. Raises CheckpointError as
-    `load`, and if the stream has none of them, unless `is_required` is False.
+    `load`, for values that are NaN or infinite, and if the stream has no tensor of the model, unless `is_required` is
+    False.
     """
-    loads = plan_loads(dict(module.named_parameters()), table, stream, quantization_config, True)
+    parameters = dict(module.named_parameters())
+    loads = plan_loads(parameters, table, stream, quantization_config, True)
     if is_required and not loads:
         raise CheckpointError("it holds none of the model's tensors")
+    reads = [read for load in loads for read in load.reads]
+    tensors = stream.deliver(reads, next(iter(parameters.values())).device)
+    for done, (read, tensor) in enumerate(zip(reads, tensors, strict=True), 1):
+        if not _is_finite(tensor):
+            raise CheckpointError(f"{read.name} holds values that are not finite numbers")
+        progress(done, len(reads))
     return len({load.source.name for load in loads}), len(table.by_source())
 
 
@@ -240,6 +249,13 @@ def _check_filled(parameters: dict[str, nn.Parameter], written: dict[str, int]) 
     ]
     if wrong:
         raise CheckpointError(f"parameters that the checkpoint does not fill exactly once: {_list(wrong)}")
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    if not tensor.dtype.is_floating_point or not tensor.numel():
+        return True
+    wide = tensor.to(torch.bfloat16) if tensor.dtype.itemsize == 1 else tensor
+    return all(bool(end.isfinite()) for end in torch.aminmax(wide))  # NaN is both ends
 
 
 def _list(names: list[str]) -> str:

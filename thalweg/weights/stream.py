@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from thalweg.core.errors import CheckpointError
-from thalweg.core.jsonfile import read_object
+from thalweg.core.files import check_regular, read_object
 from thalweg.quant.catalog import Declared, Schemes, Stored
 from thalweg.quant.scheme import Read, TensorSpec
 from thalweg.weights.pump import FileSlice, pump
@@ -54,8 +54,10 @@ class Safetensors:
 
     def __init__(self, folder: Path) -> None:
         self._mapped: dict[Path, Tensor] = {}  # bytes of files that the CPU reads
-        index = folder / INDEX
-        self._slices = _tensors_of_shards(folder, index) if index.exists() else _tensors_in(folder / SINGLE)
+        try:
+            self._slices = _tensors_of_shards(folder, read_weight_map(folder / INDEX))
+        except FileNotFoundError:
+            self._slices = _tensors_in(folder / SINGLE)
         self.specs: Mapping[str, TensorSpec] = {
             name: TensorSpec(name, place.shape, place.dtype) for name, place in self._slices.items()
         }
@@ -92,9 +94,8 @@ def schemes_in(folder: Path, quantization_config: Mapping[str, Any]) -> Schemes:
         return Stored(stream.specs, quantization_config)
 
 
-def _tensors_of_shards(folder: Path, index: Path) -> dict[str, FileSlice]:
+def _tensors_of_shards(folder: Path, file_of: Mapping[str, str]) -> dict[str, FileSlice]:
     """Location of each tensor of the shards, in the order of the files."""
-    file_of = _weight_map(index)
     files = sorted(set(file_of.values()))
     missing = [file for file in files if not os.path.exists(folder / file)]  # False for a name that no file can have
     if missing:
@@ -119,6 +120,7 @@ def _tensors_in(path: Path) -> dict[str, FileSlice]:
     offsets count from.
     """
     try:
+        check_regular(path)
         with safe_open(path, framework="pt"):
             pass  # the library checks the header against the size of the file
     except FileNotFoundError:
@@ -138,11 +140,9 @@ def _tensors_in(path: Path) -> dict[str, FileSlice]:
     }
 
 
-def _weight_map(index: Path) -> dict[str, str]:
-    try:
-        where = read_object(index)["weight_map"]
-    except KeyError:
-        raise CheckpointError(f"{index} has no weight_map: download it again") from None
+def read_weight_map(index: Path) -> dict[str, str]:
+    """The file of each tensor, by an index. Raises FileNotFoundError, and CheckpointError for a broken one."""
+    where = read_object(index).get("weight_map")
     if not isinstance(where, dict) or not all(isinstance(file, str) for file in where.values()):
         raise CheckpointError(f"{index}: weight_map must be an object of file names")
     elsewhere = [file for file in where.values() if Path(file).name != file]
