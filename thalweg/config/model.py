@@ -30,7 +30,8 @@ Context = Annotated[int, Meta(ge=1, le=1 << 24)]
 Count = Annotated[int, Meta(ge=0, le=1 << 20)]
 Place = Annotated[int, Meta(ge=0)]  # beyond the end: nowhere
 Positive = Annotated[float, Meta(gt=0, le=1e15)]
-Finite = Annotated[float, Meta(ge=-1e15, le=1e15)]
+Factor = Annotated[float, Meta(ge=1e-6, le=1e6)]
+Amplitude = Annotated[float, Meta(ge=0, le=100)]
 R = TypeVar("R", bound=msgspec.Struct)
 
 
@@ -45,16 +46,16 @@ class RopeFacts(
     dim: int  # dims of a head that rotate
     theta: Annotated[float, Meta(gt=1, le=1e15)] = 10000.0  # base
     kind: Literal["default", "linear", "yarn", "llama3"] = "default"
-    factor: Positive = 1.0
+    factor: Factor = 1.0
     original: Annotated[int, Meta(ge=0, le=1 << 24)] = 0  # context of pre-training
-    beta_fast: Positive = 32.0
-    beta_slow: Positive = 1.0
-    mscale: Finite = 0.0  # 0: absent
-    mscale_all_dim: Finite = 0.0
-    attention_factor: Finite = 0.0  # multiplies cos and sin; 0: derived
+    beta_fast: Factor = 32.0
+    beta_slow: Factor = 1.0
+    mscale: Amplitude = 0.0  # 0: absent
+    mscale_all_dim: Amplitude = 0.0
+    attention_factor: Amplitude = 0.0  # multiplies cos and sin; 0: derived
     truncate: bool = True
-    low_freq_factor: Positive = 1.0  # of llama3
-    high_freq_factor: Positive = 4.0
+    low_freq_factor: Factor = 1.0  # of llama3
+    high_freq_factor: Factor = 4.0
 
 
 class MlaFacts(
@@ -400,6 +401,10 @@ def _conditions(facts: ModelFacts, other: OtherFields) -> Iterator[tuple[object,
         yield max(ids, default=0) >= facts.vocab, field, f"must be below vocab_size ({facts.vocab})"
     yield facts.heads % facts.kv_heads, "num_key_value_heads", f"must divide num_attention_heads ({facts.heads})"
     yield facts.rope.dim % 2, "qk_rope_head_dim" if mla else "head_dim", "must be even to rotate"
+    is_bare = facts.rope.kind in ("yarn", "llama3") and not facts.rope.original
+    yield is_bare, "original_max_position_embeddings", f"must be at least 1 with {facts.rope.kind}"
+    has_ramp = facts.rope.low_freq_factor < facts.rope.high_freq_factor
+    yield facts.rope.kind == "llama3" and not has_ramp, "high_freq_factor", "must be above low_freq_factor"
     has_window = other.use_sliding_window and 0 < other.sliding_window < facts.context
     kinds = "sliding_attention" in other.layer_types if other.layer_types else other.max_window_layers < facts.layers
     rule = f"is not supported: a layer uses it, and the context is {facts.context}"

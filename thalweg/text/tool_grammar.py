@@ -140,7 +140,7 @@ def _parameters(tools: ToolGrammarSpec, i: int, function: Function, parameter: M
     members = schema.get("properties", {})
     required = schema.get("required", ())
     apart = schema.keys() <= _APART and isinstance(members, dict) and isinstance(required, list | tuple)
-    apart = apart and set(required) <= members.keys() and all(map(_KEY.fullmatch, members))
+    apart = apart and all(name in list(members) for name in required) and all(map(_KEY.fullmatch, members))
     if parameter is _glm_parameter:  # a string is written as it is, so no rule of JSON can hold it to more
         apart = apart and not any(_is_constrained_string(member) for member in members.values())
     if not apart or '"$ref": "#"' in json.dumps(schema):
@@ -157,16 +157,23 @@ def _parameter(tools: ToolGrammarSpec, rule: str, name: str, member: Any, shared
     """The rule of one parameter: a string as it is, anything else as JSON."""
     ending = tools.mark("｜DSML｜parameter>\n")
     extra: list[str] = []
-    texts = member.get("enum") if isinstance(member, dict) else None
+    texts = _texts(member)
     if isinstance(member, dict) and member.keys() <= _NOTES | {"type"} and member.get("type") == "string":
         string, value = "true", "text"
-    elif texts and all(isinstance(text, str) and text and "<" not in text for text in texts):
+    elif texts:
         string, value = "true", "(" + " | ".join(map(literal, texts)) + ') "</"'
     else:
         schema = {**member, **shared} if isinstance(member, dict) else member
         string, value, extra = "false", f'{rule}v "</"', [f"{rule}v: {json_rule(schema)}"]
     head = tools.mark(f'<｜DSML｜parameter name="{name}" string="{string}">')
     return [f"{rule}: {head} {value} {ending}", *extra]
+
+
+def _texts(member: Any) -> list[str]:
+    """The values of an enumeration, if all are texts that can be written as they are."""
+    texts = member.get("enum") if isinstance(member, dict) else None
+    are_plain = isinstance(texts, list) and all(isinstance(text, str) and text and "<" not in text for text in texts)
+    return texts if texts and are_plain else []
 
 
 def _is_constrained_string(member: Any) -> bool:
@@ -182,8 +189,7 @@ def _glm_parameter(tools: ToolGrammarSpec, rule: str, name: str, member: Any, sh
     if not isinstance(member, dict) or member.get("type") != "string":
         schema = {**member, **shared} if isinstance(member, dict) else member
         return [f'{rule}: {head} {rule}v {end} "\\n"?', f"{rule}v: {json_rule(schema)}"]
-    texts = member.get("enum")
-    if texts and all(isinstance(text, str) and text and "<" not in text for text in texts):
+    if texts := _texts(member):
         return [f'{rule}: {head} ({" | ".join(map(literal, texts))}) {end} "\\n"?']
     return [f'{rule}: {head} TEXT_VALUE {end} "\\n"?']
 
