@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from thalweg.bench import ablate, ablation_cell
@@ -137,6 +138,14 @@ def test_modes(probe: SettingsProbe) -> None:
     assert [bool(cell.reason) for cell in ladder] == [False, False, True, False]
 
 
+def test_triples_change_up_to_three_columns(probe: SettingsProbe) -> None:
+    made = columns(["overlap", "nextn", "radix", "mla"], probe)
+    found = [len(cell.wishes) for cell in cells("triples", made, probe)]
+    assert found == [0] + [1] * 4 + [2] * 6 + [3] * 4
+    of_values = columns(["chunked_prefill_size=64,128", "radix"], probe)
+    assert len(cells("pairs", of_values, probe)) == 1 + 3 + 2, "two values of one setting are no pair"
+
+
 # ---- the load ----
 
 
@@ -195,10 +204,12 @@ def _order(model: Path) -> CellOrder:
     return CellOrder(settings=base, work=SMALL, accuracy=EvalSettings())
 
 
-def test_an_ablation_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("client", ["in-process", "http"])
+def test_an_ablation_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str], client: str) -> None:
     out = tmp_path / "a.json"
     flags = ["--columns", "radix", "tp", "--input-len", "12", "--output-len", "6", "--concurrency", "2", "--waves", "2"]
     flags += ["--tasks", "sums", "--items", "2", "--output-file", str(out)]
+    flags += ["--query", "Count to 3.", "--expected", "", "--client", client]
     assert ablate.main([str(TINY), "--threads", "1", "--dtype", "float32", *flags]) == 0
     saved = json.loads(out.read_text())
     base, without, refused = saved["cells"]
@@ -210,14 +221,34 @@ def test_an_ablation_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert batch["requests"] == 4 and batch["cached_tokens"] == 0
         assert batch["throughput"] == pytest.approx((batch["input_tokens"] + batch["output_tokens"]) / batch["seconds"])
         assert cell["single"]["decode_tokens_per_s"] == pytest.approx(5 / cell["single"]["decode_seconds"])
+        assert cell["query"]["answer"] and cell["query"]["right"], "every text has the empty one"
+        assert cell["ran"]["decisions"]["radix_cache"] == cell["decisions"]["radix_cache"]
         assert cell["accuracy"][0]["total"] == 2 and cell["accuracy"][0]["low_95"] < cell["accuracy"][0]["share"] + 1e-9
     assert (
         saved["workload"]["concurrency"] == [2] and saved["commit"] is not None and saved["configuration"]["decisions"]
     )
     shown = capsys.readouterr().out
     assert "| radix off |" in shown and "- tp on: not runnable: tp_size: this version" in shown
-    assert "**One round: the noise is unknown" in shown and max(map(len, shown.splitlines()[2:12])) < 110
+    assert "**One round: the noise is unknown" in shown and "| ❌ tp_size: this version" in shown
     assert out.with_suffix(".md").read_text() == shown and out.with_suffix(".svg").read_text().startswith("<?xml")
+
+
+def test_a_cell_whose_engine_is_another_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "a.json"
+    flags = ["--columns", "radix", "--input-len", "12", "--output-len", "6", "--concurrency", "2", "--tasks", "none"]
+    real = ablate.run_cell
+
+    def of_the_base(order: CellOrder, limit: float) -> Any:
+        settings = {name: value for name, value in order.settings.items() if name != "radix_cache"}
+        return real(msgspec.structs.replace(order, settings=settings), limit)
+
+    monkeypatch.setattr(ablate, "run_cell", of_the_base)
+    assert ablate.main([str(TINY), "--threads", "1", "--output-file", str(out), *flags]) == 1
+    base, without = json.loads(out.read_text())["cells"]
+    assert base["status"] == "done" and without["status"] == "failed"
+    assert without["reason"] == "the engine ran radix_cache True, not False"
 
 
 def test_a_cell_that_takes_too_long_is_ended(tmp_path: Path) -> None:

@@ -9,27 +9,43 @@ from xml.etree import ElementTree
 
 import pytest
 
-from thalweg.bench.ablation_tables import cell_table, digest, effects, figure, markdown, save_plot
+from thalweg.bench.ablation_tables import cell_table, digest, effects, figure, markdown, save_plot, sglang_table
 from thalweg.bench.plots import Bars
 
 
 def round_of(rate: float, **more: Any) -> dict[str, Any]:
-    batch = {"concurrency": 8, "throughput": 100 * rate, "decode_per_request": rate / 2}
+    batch = {"concurrency": 8, "requests": 16, "throughput": 100 * rate, "decode_per_request": rate / 2}
     return {"single": {"decode_tokens_per_s": rate}, "batches": [batch], **more}
 
 
 def made() -> dict[str, Any]:
     """A matrix of two columns, one round."""
     names = [
-        {"name": name, "base": "on", "levels": ["off", "on"], "values": ["off", "on"]} for name in ("graph", "radix")
+        {"name": name, "setting": setting, "base": "on", "levels": ["off", "on"], "values": ["off", "on"]}
+        for name, setting in (("graph", "cuda_graph_mode"), ("radix", "radix_cache"))
     ]
     rows = []
     for graph, radix, rate in (("on", "on", 80.0), ("on", "off", 40.0), ("off", "on", 10.0), ("off", "off", 20.0)):
-        row = {"columns": {"graph": graph, "radix": radix}, "status": "done", "reason": "", "accuracy": []}
+        row: dict[str, Any] = {
+            "columns": {"graph": graph, "radix": radix},
+            "status": "done",
+            "reason": "",
+            "accuracy": [],
+        }
+        row |= {"decisions": {}, "wishes": {"cuda_graph_mode": "full" if graph == "on" else "none"}}
+        row["wishes"] |= {"radix_cache": radix == "on"}
         rows.append(row | round_of(rate))
     work = {"input_len": 760, "output_len": 460, "spread": 0.5, "waves": 2, "shared_prefix": 0, "concurrency": [8]}
     device = {"gpus": ["H100"], "cores": 2, "cpu": "x"}
-    return {"checkpoint": "m", "mode": "matrix", "columns": names, "cells": rows, "workload": work, "device": device}
+    settings = {
+        "cuda_graph_mode": "full",
+        "radix_cache": True,
+        "speculative_algorithm": "NONE",
+        "max_running_requests": 8,
+    }
+    report = {"decisions": {name: {"value": value} for name, value in settings.items()}}
+    head = {"checkpoint": "m", "mode": "matrix", "columns": names, "configuration": report}
+    return head | {"cells": rows, "workload": work, "device": device}
 
 
 def alone(without: list[float], with_it: list[float]) -> dict[str, Any]:
@@ -39,6 +55,7 @@ def alone(without: list[float], with_it: list[float]) -> dict[str, Any]:
     result["cells"] = []
     for label, rates in (("on", with_it), ("off", without)):
         row = {"columns": {"graph": label}, "status": "done", "reason": "", "accuracy": [], **round_of(rates[0])}
+        row |= {"decisions": {}, "wishes": {"cuda_graph_mode": "full" if label == "on" else "none"}}
         row["again"] = [round_of(rate, round=turn) for turn, rate in enumerate(rates[1:], 1)]
         result["cells"].append(row)
     return result
@@ -92,7 +109,8 @@ def test_a_round_counts_only_if_all_pairs_have_it() -> None:
 
 def test_an_unmeasured_cell_shows_its_reason_and_is_not_averaged() -> None:
     result = made()
-    gone = {"columns": result["cells"][3]["columns"], "status": "timed out", "reason": "not done within 9 s"}
+    kept = {name: result["cells"][3][name] for name in ("columns", "wishes", "decisions")}
+    gone = {**kept, "status": "timed out", "reason": "not done within 9 s"}
     result["cells"][3] = gone
     shown = markdown(result)
     assert "- off, off: timed out: not done within 9 s\n" in shown and "| off   | off   |" not in shown
@@ -150,3 +168,21 @@ def test_a_plot_is_an_svg_of_its_result(tmp_path: Path) -> None:
     text = (tmp_path / "plot.svg").read_text()
     assert digest(result) in text and "a<b" in "".join(ElementTree.fromstring(text).itertext())
     assert digest(made() | {"cells": []}) not in text
+
+
+def test_the_table_has_sglangs_columns() -> None:
+    result = made()
+    result["cells"][1] |= {"ran": {"accept_length": 1.5}, "query": {"right": False}}
+    del result["cells"][2]["single"]
+    result["cells"][2] |= {"status": "not runnable", "reason": "no GPU"}
+    heads, _, *rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in sglang_table(result)[:-2])
+    table = [dict(zip(heads, row, strict=True)) for row in rows]
+    assert list(table[0])[4:11] == [
+        "Torch Compile", "Cuda Graph", "Radix Cache", "Flashinfer-mla", "Next-N", "EP-MoE", "DP-Attention"
+    ]  # fmt: skip
+    assert [row["Runnable"] for row in table] == ["✅", "✅", "❌ no GPU", "✅"]
+    assert [row["Cuda Graph"] for row in table] == ["✅", "✅", "➖", "➖"]
+    assert [row["Radix Cache"] for row in table] == ["✅", "➖", "✅", "➖"]
+    assert [row["TPS@1"] for row in table] == ["80.0", "40.0", "–", "20.0"]
+    assert (table[1]["Accept length"], table[1]["Answer"], table[0]["Answer"]) == ("1.50", "❌", "–")
+    assert table[0]["Avg Throughput (p+d, token/s)"] == "8,000" and table[0]["total req"] == "16"

@@ -16,6 +16,7 @@ import msgspec
 
 from thalweg.bench.ablation_cell import (
     DONE,
+    FAILED,
     INTERRUPTED,
     REFUSED,
     TIMED_OUT,
@@ -34,6 +35,7 @@ from thalweg.bench.ablation_columns import (
     cells,
     columns,
 )
+from thalweg.bench.ablation_engine import CLIENTS
 from thalweg.bench.ablation_tables import differences_from_base, markdown, save_plot
 from thalweg.bench.command import command, parse_engine_flags, report_interruption
 from thalweg.bench.display import progress_bar
@@ -47,18 +49,22 @@ from thalweg.config.options import Options
 from thalweg.config.tree import non_defaults, settings
 from thalweg.core.errors import UnsupportedConfig
 
+ASKED = ("client", "query", "expected")  # of `CellOrder`
 OTHER_FILE = "give another --output-file, or --anew to overwrite it"
 EPILOG = """\
 examples:
   thalweg ablate models/tiny
   thalweg ablate models/tiny --mode ladder --columns radix overlap graph kv
   thalweg ablate FOLDER --load-format dummy --mode matrix --columns graph overlap radix mla --output-file ablation.json
+  thalweg ablate FOLDER --mode triples --columns graph radix attention nextn ep dp-attention overlap --client http \
+    --query "What is the capital of France?" --expected Paris
   thalweg ablate models/tiny --columns dtype=float32,bfloat16 --tasks sums recall --items 200
 
 The same command continues where it was ended."""
 CELL_FLAGS = f"""
---mode          mode=one-at-a-time  the base and each column changed alone, everything off and then one column after the
-                                    other on, or every combination
+--mode          mode=one-at-a-time  the base and each column changed alone; up to two or three columns changed (pairs,
+                                    triples); everything off and then one column after the other on (ladder); or every
+                                    combination (matrix)
 --columns       column...  NAME[=VALUE,VALUE]: settings to turn off and on, or to give these values; short names:
                            {", ".join(SHORT)}; default: every feature
 --rounds        count=1    runs of each cell, in processes of their own, alternating; they measure the noise, and 5 give
@@ -74,11 +80,14 @@ LOAD_FLAGS = """
 --concurrency    count...=8 32  requests at a time, a run for each
 --waves          count=2        requests of a run, times the concurrency
 --repeat         count=1        runs, of which the fastest counts
+--client         client=in-process  call the engine in the cell's process, or a server of the cell over http
 --bench-seed     whole=1        of lengths and tokens
 """
 ACCURACY_FLAGS = f"""
 --tasks    task...    bundled tasks: {", ".join(TASKS)}, or none; default: {" ".join(SCORED)}; none with random weights
 --items    count=100  held-out items a task
+--query     text      a question that each cell answers alone, greedily, in --output-len tokens at most
+--expected  text      what its answer must contain
 --gsm8k    file       JSON lines with question and answer (#### number)
 --choices  file       multiple choice by log-probabilities: see docs/benchmarks.md
 """
@@ -121,6 +130,21 @@ class Ablation:
     source: Mapping[str, object]  # its provenance
     cells: Sequence[AblationCell]
     results: dict[str, Result]  # by a cell's key
+
+    def check(self, cell: AblationCell, result: Result) -> Result:
+        """The result; a failed one where the engine, by its own report, ran something else than the cell says."""
+        if "ran" not in result:
+            return result
+        decisions, wishes = result["ran"]["decisions"], json.loads(json.dumps(cell.decisions, default=str))
+        names = (column["setting"] for column in self.head["columns"])
+        wrong = [
+            f"{name} {decisions.get(name)}, not {wishes[name]}"
+            for name in names
+            if name in wishes and decisions.get(name) != wishes[name]
+        ]
+        if result["ran"]["drafter_failures"]:
+            wrong.append("no drafter, which had failed")
+        return {**result, "status": FAILED, "reason": f"the engine ran {', '.join(wrong)}"} if wrong else result
 
     def rounds(self, cell: AblationCell) -> int:
         """The number of its finished runs."""
@@ -204,7 +228,8 @@ def measure(ablation: Ablation, order: CellOrder, limit: float, rounds: int) -> 
                 continue  # its first run has failed
             wishes = {**order.settings, **cell.wishes}
             answers = EvalSettings() if round else order.accuracy  # the same in every round
-            result = run_cell(msgspec.structs.replace(order, settings=wishes, accuracy=answers), limit)
+            cell_order = msgspec.structs.replace(order, settings=wishes, accuracy=answers)
+            result = ablation.check(cell, run_cell(cell_order, limit))
             ablation.add(cell, round, result)
             ablation.save()
             if result["status"] == INTERRUPTED:
@@ -232,10 +257,12 @@ def main(argv: list[str]) -> int:
     )
     groups = ("model", "load", "memory", "schedule", "sampling", "speculative", "parallel")
     tables = {"Cells": CELL_FLAGS, "Load": LOAD_FLAGS, "Accuracy": ACCURACY_FLAGS, "Results": RESULT_FLAGS}
-    kinds: dict[str, Any] = {"mode": MODES, "column": str, "task": (*TASKS, "none")}
+    kinds: dict[str, Any] = {"mode": MODES, "column": str, "task": (*TASKS, "none"), "client": CLIENTS}
     args, options = parse_engine_flags(argv, "thalweg ablate", text, tables, groups, EPILOG, **kinds)
     if args.mode == MATRIX and not args.columns:
         raise UnsupportedConfig("--mode matrix: every combination of every feature is too many; name --columns")
+    if args.expected and not args.query:
+        raise UnsupportedConfig("--expected: what the answer to --query must contain; give --query too")
     if Path(args.output_file).suffix != ".json":
         raise UnsupportedConfig(f"--output-file {args.output_file}: must end in .json; table and plot go beside it")
     work, asked = workload(args), accuracy(args, options)
@@ -247,7 +274,8 @@ def main(argv: list[str]) -> int:
     work.check(probe.start().engine.context_length)
     read_files(asked)
     found = cells(args.mode, chosen, probe)
-    head = _head(options, args.mode, chosen, work, asked, base)
+    order = CellOrder(settings=base, work=work, accuracy=asked, **{name: getattr(args, name) or "" for name in ASKED})
+    head = _head(options, args.mode, chosen, order)
     if args.list:
         for cell in found:
             print(f"{differences_from_base(head['columns'], cell.labels)}: {cell.reason or 'can run'}")
@@ -261,7 +289,7 @@ def main(argv: list[str]) -> int:
     print(f"{len(found)} cells: {refused} cannot run, {kept} are taken from {ablation.path}", file=sys.stderr)
     status, before = 0, signal.signal(signal.SIGTERM, signal.default_int_handler)  # job schedulers send it: as Ctrl-C
     try:
-        measure(ablation, CellOrder(settings=base, work=work, accuracy=asked), args.cell_timeout, args.rounds)
+        measure(ablation, order, args.cell_timeout, args.rounds)
     except KeyboardInterrupt:
         status = report_interruption(f"what was measured is in {ablation.path}; the same command continues")
     finally:
@@ -272,15 +300,15 @@ def main(argv: list[str]) -> int:
     return status or int(DONE not in states or not states <= {DONE, REFUSED})
 
 
-def _head(
-    options: Options, mode: str, chosen: Sequence[AblationColumn], work: CellWorkload, asked: EvalSettings, base: Result
-) -> Result:
+def _head(options: Options, mode: str, chosen: Sequence[AblationColumn], order: CellOrder) -> Result:
+    base = order.settings
     head = {
         "checkpoint": Path(options.model.model).resolve().name,
         "mode": mode,
         "columns": hide_home([column.as_json() for column in chosen]),
-        "workload": msgspec.to_builtins(work),
-        "accuracy": msgspec.to_builtins(asked),
+        "workload": msgspec.to_builtins(order.work),
+        "accuracy": msgspec.to_builtins(order.accuracy),
+        **{name: getattr(order, name) for name in ASKED},
         "base": {name: value for name, value in base.items() if name != "model" and not settings()[name].secret},
     }
     return dict(json.loads(json.dumps(head)))  # as it is when it is read again

@@ -1,5 +1,5 @@
 """One cell of an ablation, measured in a process of its own, `python -m thalweg.bench.ablation_cell FOLDER`, with a
-time limit. The engine is in that process and HTTP is not measured, so a column shows its effect on the engine.
+time limit.
 
 FOLDER has the order (`CellOrder`). The process writes the result there anew after each part, so that a cell that is
 ended keeps what it has.
@@ -22,14 +22,13 @@ from typing import Any
 
 import msgspec
 
-from thalweg.bench.answering import EngineAnswerer, PromptFormat
+from thalweg.bench.ablation_engine import IN_PROCESS, CellEngine, cell_engine
+from thalweg.bench.answering import EvalPrompt, PromptFormat
 from thalweg.bench.datasets import OrdinaryTokens, vocabulary_of
 from thalweg.bench.evaluation import EvalSettings, Evaluation, evaluate
-from thalweg.bench.in_process import Generation, exactly, run_all
+from thalweg.bench.in_process import Generation, exactly
 from thalweg.bench.results import replace_file
 from thalweg.core.errors import ThalwegError, UnsupportedConfig
-from thalweg.engine.local import LocalEngine
-from thalweg.llm import LLM
 
 WARM_UP_TOKENS = 4
 DONE, REFUSED, FAILED, TIMED_OUT, INTERRUPTED = "done", "not runnable", "failed", "timed out", "interrupted"
@@ -65,6 +64,9 @@ class CellOrder(msgspec.Struct, frozen=True, kw_only=True):
     settings: dict[str, Any]  # of the engine, by name
     work: CellWorkload
     accuracy: EvalSettings  # answered after the clock has stopped
+    client: str = IN_PROCESS
+    query: str = ""  # asked alone, greedily
+    expected: str = ""  # part of its answer
 
 
 def draw(work: CellWorkload, count: int, vocabulary: OrdinaryTokens, name: str, most: int = 0) -> list[Generation]:
@@ -83,15 +85,15 @@ def draw(work: CellWorkload, count: int, vocabulary: OrdinaryTokens, name: str, 
     return requests
 
 
-def single(engine: LocalEngine, work: CellWorkload, vocabulary: OrdinaryTokens) -> dict[str, float]:
+def single(engine: CellEngine, work: CellWorkload, vocabulary: OrdinaryTokens) -> dict[str, float]:
     """One request of the mean lengths, alone: seconds to its first token, and the rate of those after it."""
     alone, runs = msgspec.structs.replace(work, spread=0.0, shared_prefix=0), []
-    run_all(engine, draw(alone, 1, vocabulary, "warm-up", WARM_UP_TOKENS))
+    engine.run(draw(alone, 1, vocabulary, "warm-up", WARM_UP_TOKENS))
     for turn in range(work.repeat):
         (request,) = draw(alone, 1, vocabulary, f"single {turn}")
-        begin = time.process_time()
-        run_all(engine, [request])
-        cpu = time.process_time() - begin
+        begin = engine.cpu_seconds()
+        engine.run([request])
+        cpu = engine.cpu_seconds() - begin
         runs.append((request.end - request.first, request.first - request.start, cpu))
     decode, ttft, cpu = min(runs)
     return {
@@ -104,19 +106,19 @@ def single(engine: LocalEngine, work: CellWorkload, vocabulary: OrdinaryTokens) 
     }
 
 
-def batch(engine: LocalEngine, work: CellWorkload, vocabulary: OrdinaryTokens, concurrency: int) -> dict[str, float]:
+def batch(engine: CellEngine, work: CellWorkload, vocabulary: OrdinaryTokens, concurrency: int) -> dict[str, float]:
     """A closed loop. throughput: (prompt + output tokens) / seconds of the run. decode_per_request: mean over the
     requests of output tokens / seconds from sending to the last token.
     """
-    run_all(engine, draw(work, concurrency, vocabulary, "warm-up", WARM_UP_TOKENS))
+    engine.run(draw(work, concurrency, vocabulary, "warm-up", WARM_UP_TOKENS))
     runs = []
     for turn in range(work.repeat):
         requests = draw(work, concurrency * work.waves, vocabulary, f"{concurrency} {turn}")
         engine.flush_cache()
-        cpu, begin = time.process_time(), time.perf_counter()
-        run_all(engine, requests, concurrency)
+        cpu, begin = engine.cpu_seconds(), time.perf_counter()
+        engine.run(requests, concurrency)
         seconds, outputs = max(request.end for request in requests) - begin, sum(len(r.tokens) for r in requests)
-        runs.append((seconds / outputs, seconds, time.process_time() - cpu, outputs, requests))
+        runs.append((seconds / outputs, seconds, engine.cpu_seconds() - cpu, outputs, requests))
     _, seconds, cpu, outputs, requests = min(runs, key=lambda run: run[0])
     inputs = sum(len(request.prompt) for request in requests)
     return {
@@ -132,24 +134,34 @@ def batch(engine: LocalEngine, work: CellWorkload, vocabulary: OrdinaryTokens, c
     }
 
 
-def measure(order: CellOrder, save: Callable[[Result], None]) -> None:
-    """All of a cell; saves what there is after each part. Raises ThalwegError."""
-    begin, wishes, work = time.perf_counter(), dict(order.settings), order.work
-    llm = LLM(wishes.pop("model"), **wishes)
-    engine, vocabulary = llm.engine, vocabulary_of(llm.texts.resolved.path)
+def ask(engine: CellEngine, texts: PromptFormat, order: CellOrder) -> dict[str, object]:
+    """The answer to the query in the checkpoint's chat format, and whether it has the expected text. Raises
+    InvalidRequest where the checkpoint has no chat format.
+    """
+    text = texts.encoder.encode([{"role": "user", "content": order.query}], None, thinking=False)
+    prompt = EvalPrompt(tuple(texts.tokenizer.encode(text)), order.work.output_len)
+    ((_, answer),) = engine.answerer().answer([prompt], "query")
+    return {"query": order.query, "expected": order.expected, "answer": answer, "right": order.expected in answer}
+
+
+def measure(order: CellOrder, engine: CellEngine, started: float, save: Callable[[Result], None]) -> None:
+    """All of a cell; saves what there is after each part. started: seconds of the start. Raises ThalwegError."""
+    work, vocabulary = order.work, vocabulary_of(engine.folder)
     work.check(engine.context)
-    result = NOTHING | {"started": time.perf_counter() - begin, "single": single(engine, work, vocabulary)}
+    result = NOTHING | {"started": started, "ran": engine.ran(), "single": single(engine, work, vocabulary)}
     save(result)
     for concurrency in work.concurrency:
         result["batches"] = [*result["batches"], batch(engine, work, vocabulary, concurrency)]
         save(result)
+    if order.query:
+        result["query"] = ask(engine, PromptFormat(engine.folder), order)
     if accuracy := order.accuracy:
-        texts = PromptFormat(llm.texts.resolved.path)
-        for row in evaluate(Evaluation(texts, EngineAnswerer(llm, False), accuracy.items, accuracy.seed), accuracy):
+        run = Evaluation(PromptFormat(engine.folder), engine.answerer(), accuracy.items, accuracy.seed)
+        for row in evaluate(run, accuracy):
             kept = {name: value for name, value in row.items() if name != "wrong"}
             result["accuracy"] = [*result["accuracy"], kept]
             save(result)
-    save(result | {"status": DONE, "reason": ""})
+    save(result | {"ran": engine.ran(), "status": DONE, "reason": ""})
 
 
 def run_cell(order: CellOrder, limit: float) -> Result:
@@ -192,7 +204,9 @@ def main(folder: Path) -> None:
         replace_file(folder / RESULT, json.dumps(result).encode())
 
     try:
-        measure(msgspec.json.decode((folder / ORDER).read_bytes(), type=CellOrder), save)
+        order, begin = msgspec.json.decode((folder / ORDER).read_bytes(), type=CellOrder), time.perf_counter()
+        with cell_engine(order.client, order.settings) as engine:
+            measure(order, engine, time.perf_counter() - begin, save)
     except ThalwegError as error:
         save(NOTHING | {"status": REFUSED, "reason": str(error)})
 

@@ -44,7 +44,8 @@ strip-thinking  strip_thinking_cache
 """)
 OFF, ON = "off", "on"
 ONE, LADDER, MATRIX = "one-at-a-time", "ladder", "matrix"
-MODES = (ONE, LADDER, MATRIX)
+TOGETHER = {ONE: 1, "pairs": 2, "triples": 3}  # mode → most columns that a cell changes
+MODES = (*TOGETHER, LADDER, MATRIX)
 
 
 class ColumnLevel(NamedTuple):
@@ -199,8 +200,8 @@ Levels = dict[str, ColumnLevel]  # by column; the others are as in the base
 
 
 def cells(mode: str, columns: Sequence[AblationColumn], probe: SettingsProbe) -> list[AblationCell]:
-    """The cells of a mode, each once: the base and each column changed alone; everything off and then one column after
-    the other on; every combination, the base first where it is one of them.
+    """The cells of a mode, each once: the base and up to one, two or three columns changed; everything off and then one
+    column after the other on; every combination, the base first where it is one of them.
     """
     found: dict[str, AblationCell] = {}
 
@@ -213,16 +214,27 @@ def cells(mode: str, columns: Sequence[AblationColumn], probe: SettingsProbe) ->
         for levels in itertools.product(*ordered):
             add({column.name: level for column, level in zip(columns, levels, strict=True)})
         return list(found.values())
-    chosen = {column.name: column.levels[0] for column in columns} if mode == LADDER else {}
+    if mode in TOGETHER:
+        others = [(column.name, level) for column in columns for level in _changes(column, probe)]
+        for count in range(TOGETHER[mode] + 1):
+            for changes in itertools.combinations(others, count):
+                if len(dict(changes)) == count:  # of different columns
+                    add(dict(changes))
+        return list(found.values())
+    chosen = {column.name: column.levels[0] for column in columns}
     add(chosen)
     for column in columns:
         for level in column.levels:
-            if mode == ONE and (level.label == column.base or probe.same_as_base(column.wishes(level))):
-                continue
             changed = {**chosen, column.name: level}
-            if not add(changed).reason and mode == LADDER:  # the next steps do without a level that cannot run
+            if not add(changed).reason:  # the next steps do without a level that cannot run
                 chosen = changed
     return list(found.values())
+
+
+def _changes(column: AblationColumn, probe: SettingsProbe) -> list[ColumnLevel]:
+    """The levels that give another engine than the base."""
+    others = (level for level in column.levels if level.label != column.base)
+    return [level for level in others if not probe.same_as_base(column.wishes(level))]
 
 
 def _cell(columns: Sequence[AblationColumn], chosen: Levels, probe: SettingsProbe) -> AblationCell:

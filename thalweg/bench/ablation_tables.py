@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
@@ -23,6 +24,29 @@ ONE_ROUND = (
     "**One round: the noise is unknown, and two runs of the same cell may differ as much as these do**;"
     " `--rounds 5` measures it."
 )
+
+
+SGLANG_COLUMNS: dict[
+    str, tuple[str, Callable[[Any], bool]]
+] = {  # heading → setting, and whether a value has the feature
+    "Torch Compile": ("torch_compile", bool),
+    "Cuda Graph": ("cuda_graph_mode", lambda mode: mode != "none"),
+    "Radix Cache": ("radix_cache", bool),
+    "Flashinfer-mla": ("attention_backend", lambda name: name == "flashinfer"),
+    "Next-N": ("speculative_algorithm", lambda name: name == "NEXTN"),
+    "EP-MoE": ("ep_size", lambda size: (size or 1) > 1),
+    "DP-Attention": ("dp_size", lambda size: (size or 1) > 1),
+}
+SGLANG_RATES = (
+    "Client concurrency",
+    "Avg Throughput (p+d, token/s)",
+    "Per-request Output Throughput (token/s)",
+    "total req",
+    "max-running-requests",
+)
+SENTENCE = re.compile(r"[;.] ")  # ends what is shown of a reason; the rest stands below the tables
+MARKS = {True: "✅", False: "➖"}
+NO_COMPILE = "Torch Compile: Thalweg has none, because its captured steps are faster than what torch.compile makes."
 
 
 class RateGroup(NamedTuple):
@@ -102,7 +126,7 @@ def markdown(result: Json) -> str:
 def sections(result: Json) -> list[str]:
     """The page's lines."""
     worth = effects(result)
-    return [summary(result), "", *cell_table(result), *(["", *worth] if worth else [])]
+    return [summary(result), "", *sglang_table(result), "", *cell_table(result), *(["", *worth] if worth else [])]
 
 
 def summary(result: Json) -> str:
@@ -115,6 +139,38 @@ def summary(result: Json) -> str:
     rounds = max((len(rounds_of(row)) for row in result["cells"]), default=0)
     shown = f" Medians of {rounds} rounds (least – most)." if rounds > 1 else ""
     return f"`{result['checkpoint']}` on {machine}: {lengths}{shared}; {requests} for each at a time.{shown}"
+
+
+def sglang_table(result: Json) -> list[str]:
+    """SGLang's DeepSeek ablation (sgl-project/sglang#3956) with its columns: a line for each cell and concurrency."""
+    base = {name: decision["value"] for name, decision in result["configuration"]["decisions"].items()}
+    shown = {setting for setting, _ in SGLANG_COLUMNS.values()}
+    others = [column["name"] for column in result["columns"] if column["setting"] not in shown]
+    has_query = any("query" in row for row in result["cells"])
+    has_drafts = any(row.get("ran", {}).get("accept_length") for row in result["cells"])
+    rows = []
+    for row in result["cells"]:
+        runs, settings = rounds_of(row), {**base, **row["decisions"], **row["wishes"]}
+        marks = [MARKS[is_on(settings.get(setting))] for setting, is_on in SGLANG_COLUMNS.values()]
+        features = [*marks, *(row["columns"][name] for name in others)]
+        query = ("✅" if row["query"]["right"] else "❌") if "query" in row else "–"
+        accepted = row.get("ran", {}).get("accept_length")
+        extra = [query] * has_query + [f"{accepted:.2f}" if accepted else "–"] * has_drafts
+        if not runs:
+            rows.append([f"❌ {SENTENCE.split(row['reason'] or row['status'])[0]}", "–", *extra, *features, *["–"] * 5])
+        for place, batch in enumerate(runs[0]["batches"] if runs else ()):
+            alone = _median({number: one["single"]["decode_tokens_per_s"] for number, one in runs.items()})
+            rates = [
+                _median(
+                    {number: one["batches"][place][rate] for number, one in runs.items() if place < len(one["batches"])}
+                )
+                for rate in ("throughput", "decode_per_request")
+            ]
+            sizes = [batch["requests"], settings["max_running_requests"]]
+            rows.append(["✅", alone, *extra, *features, batch["concurrency"], *rates, *sizes])
+    heads = ["Runnable", "TPS@1", *["Answer"] * has_query, *["Accept length"] * has_drafts, *SGLANG_COLUMNS, *others]
+    compiled = any(row["decisions"].get("torch_compile") for row in result["cells"])  # in results of early versions
+    return [*markdown_table([*heads, *SGLANG_RATES], rows), *([] if compiled else ["", NO_COMPILE])]
 
 
 def cell_table(result: Json) -> list[str]:

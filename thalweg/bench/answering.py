@@ -7,10 +7,10 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import nn
 
@@ -159,7 +159,16 @@ def _log_probability(record: Record, text: Continuation, label: str) -> float:
 class ServerAnswerer:
     """A server's `/v1/completions`, with token ids."""
 
-    def __init__(self, base_url: str, model: str, api_key: str, concurrency: int, progress: bool = True) -> None:
+    def __init__(
+        self,
+        base_url: str,
+        model: str,
+        api_key: str,
+        concurrency: int,
+        progress: bool = True,
+        run: Callable[[Coroutine[Any, Any, Any]], Any] = asyncio.run,
+    ) -> None:
+        self._run = run
         self.base_url, self.model, self.concurrency, self.progress = base_url, model, concurrency, progress
         self.headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
@@ -184,7 +193,7 @@ class ServerAnswerer:
         self, prompts: Sequence[SampleRequest], options: RequestOptions, label: str
     ) -> Iterator[tuple[int, Record]]:
         """(place, record) of each answer. Raises NoAnswer and KeyboardInterrupt after the last one."""
-        records, stopped = asyncio.run(self._send(prompts, options, label))
+        records, stopped = self._run(self._send(prompts, options, label))
         good = [(place, record) for place, record in enumerate(records) if record.ok]
         yield from good
         for reason in failures(records):

@@ -123,8 +123,6 @@ class ServerOptions(Section):
         "what is done with an engine that makes no step in that time. report: log it, record its last steps, say it at"
         " /health; restart: kill it too and start a new one",
         choices=("report", "restart"),
-        off="report",
-        on="restart",
     )
     restart_timeout: float = setting(
         1800.0,
