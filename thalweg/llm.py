@@ -64,6 +64,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # of tokens 1 to the last, if requested
     cached_tokens: int = 0  # prompt tokens that were not computed
+    warnings: tuple[str, ...] = ()  # parts of the grammar's schemas that are not enforced
 
     def add(self, piece: Piece) -> None:
         self.outputs[piece.index].add(piece)
@@ -125,9 +126,11 @@ class LLM:
         requests = list(zip([self.texts.ids(prompt) for prompt in many], each, grammars, keeps, strict=True))
         for ids, p, g, _ in requests:
             check_request(ids, p, self.engine.context, self.engine.vocab, g)
-        for g in set(grammars) - {NO_GRAMMAR}:
-            check_grammar(g)
-        return self._run(requests, progress)
+        unenforced = {g: check_grammar(g) for g in set(grammars) - {NO_GRAMMAR}}
+        results = self._run(requests, progress)
+        for result, g in zip(results, grammars, strict=True):
+            result.warnings = unenforced.get(g, ())
+        return results
 
     def chat(
         self,
@@ -225,7 +228,8 @@ class AsyncLLM:
     ) -> RequestOutput:
         """Completes one prompt; `generate_all` or asyncio.gather batch several."""
         ids = await asyncio.to_thread(self.texts.ids, prompt)
-        result = RequestOutput(ids, [CompletionOutput() for _ in range(params.n)])
+        warnings = await asyncio.to_thread(check_grammar, grammar) if grammar.is_set else ()
+        result = RequestOutput(ids, [CompletionOutput() for _ in range(params.n)], warnings=warnings)
         async for piece in self.stream(ids, params, grammar, keep):
             result.add(piece)
         return result

@@ -189,11 +189,11 @@ TOOLS = [
 @pytest.mark.parametrize("form", TOOL_FORMATS)
 @pytest.mark.parametrize("single", [True, False], ids=["one call", "calls"])
 def test_a_forced_call_is_valid_in_every_format(llm: LLM, form: str, single: bool) -> None:
-    source = tool_grammar(form, ToolGrammarSpec(TOOLS, True, single, llm.texts.tokenizer.mark_id))
+    grammar = tool_grammar(form, ToolGrammarSpec(TOOLS, True, single, llm.texts.tokenizer.mark_id))
     params = [msgspec.structs.replace(HOT, seed=seed, max_tokens=200) for seed in range(12)]
     schemas = {tool["name"]: tool.get("parameters", {"maxProperties": 0}) for tool in TOOLS}
     seen: set[str] = set()
-    for result in llm.generate(["My lord, "] * 12, params, grammar=Grammar("lark", source)):
+    for result in llm.generate(["My lord, "] * 12, params, grammar=grammar):
         output = result.outputs[0]
         parsed = parse(output.text.removesuffix("<｜end▁of▁sentence｜>"), None, form, functions=TOOLS)
         if output.finish == "stop":
@@ -211,7 +211,7 @@ def test_a_forced_call_is_valid_in_every_format(llm: LLM, form: str, single: boo
 def test_a_call_that_the_model_chooses_is_held_to_its_schema(llm: LLM, form: str) -> None:
     """Text is free until a call begins; from there on it must be a good one."""
     tokenizer = llm.texts.tokenizer
-    grammar = Grammar("lark", tool_grammar(form, ToolGrammarSpec(TOOLS, False, False, tokenizer.mark_id)))
+    grammar = tool_grammar(form, ToolGrammarSpec(TOOLS, False, False, tokenizer.mark_id))
     begins = {
         "deepseekv32": "<｜DSML｜function_calls>",
         "qwen25": "<tool_call>",

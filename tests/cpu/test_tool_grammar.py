@@ -75,8 +75,8 @@ def test_whatever_a_grammar_lets_through_is_a_valid_call(form: str, mark_id: Cal
     complete = 0
     for i in range(25):
         tools = [{"name": "f", "parameters": parameters(rng)}, {"name": "ns.g-1"}]
-        source = tool_grammar(form, ToolGrammarSpec(tools, True, i % 3 > 0, mark_id))
-        text = write(COMPILER.compile(Grammar("lark", source)), rng)
+        grammar = tool_grammar(form, ToolGrammarSpec(tools, True, i % 3 > 0, mark_id))
+        text = write(COMPILER.compile(grammar), rng)
         if text is None:
             continue
         complete += 1

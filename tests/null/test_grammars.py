@@ -233,8 +233,8 @@ EXPENSIVE = {
     "not JSON": Grammar("json_schema", "{"),
     "not a schema": Grammar("json_schema", "[1]"),
     "unknown type": Grammar("json_schema", '{"type": "objec"}'),
-    "unknown keyword's meaning": Grammar("json_schema", '{"type": "array", "uniqueItems": true}'),
-    "lenient by the back door": Grammar("json_schema", '{"uniqueItems": true, "x-guidance": {"lenient": true}}'),
+    "no value": Grammar("json_schema", '{"type": "string", "const": 1}'),
+    "number that overflows the library's stack": Grammar("ebnf", 'start: %json {"const": -9223372036854775808}'),
     "dangling reference": Grammar("json_schema", '{"$ref": "#/nowhere"}'),
     "nested deeply": Grammar("json_schema", json.dumps(deep(200))),
     "nested beyond recursion": Grammar("json_schema", "[" * 100_000),
@@ -243,8 +243,8 @@ EXPENSIVE = {
         json.dumps(
             {
                 "allOf": [
-                    {"anyOf": [{"properties": {f"k{i}{j}": {"pattern": "^a.*b$"}}} for j in range(10)]}
-                    for i in range(6)
+                    {"anyOf": [{"properties": {f"k{i}{j}": {"pattern": "^a.*b$"}}} for j in range(20)]}
+                    for i in range(20)
                 ]
             }
         ),
@@ -268,10 +268,10 @@ EXPENSIVE = {
 
 @pytest.mark.parametrize("grammar", EXPENSIVE.values(), ids=EXPENSIVE)
 def test_an_expensive_grammar_is_refused_quickly(grammar: Grammar) -> None:
-    started = time.monotonic()
+    started = time.thread_time()
     with pytest.raises(InvalidRequest) as refused:
         check(msgspec.structs.replace(grammar, field="response_format"))
-    assert time.monotonic() - started < 2.0
+    assert time.thread_time() - started < 2.0
     assert refused.value.field.startswith("response_format") and len(refused.value.message) < 400
 
 
@@ -304,9 +304,9 @@ def test_tool_grammars_compile_in_every_format(form: str, tokens: bool, forced: 
         {"name": "stop"},
     ]
     for single in (True, False):
-        source = tool_grammar(
+        grammar = tool_grammar(
             form, ToolGrammarSpec(functions, forced, single, (lambda text: 91) if tokens else (lambda text: None))
         )
-        check(Grammar("lark", source))
+        check(grammar)
     with pytest.raises(InvalidRequest, match="tools"):
         tool_grammar(form, ToolGrammarSpec([{"name": 'a"b'}], forced, False, lambda text: None))

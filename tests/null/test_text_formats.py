@@ -137,5 +137,5 @@ def test_a_template_tells_the_formats(text: str, names: ParserNames) -> None:
 
 @pytest.mark.parametrize("form", TOOL_FORMATS)
 def test_a_grammar_has_the_names_of_all_functions(form: str) -> None:
-    source = tool_grammar(form, ToolGrammarSpec(FUNCTIONS, True, False, lambda mark: None))
+    source = tool_grammar(form, ToolGrammarSpec(FUNCTIONS, True, False, lambda mark: None)).source
     assert "weather" in source and "stop" in source

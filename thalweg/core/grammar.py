@@ -29,6 +29,10 @@ class Grammar(msgspec.Struct, frozen=True):
     think_start_id: int = -1  # an output that begins with this token begins with a thought; -1: there is no such token
     think_end_id: int = -1  # ends a thought; -1: there are no thoughts
     field: str = "grammar"  # name in error messages to the user
+    strict: bool = False  # refuse a schema that is not enforced in full
+    # Of a grammar that was built from schemas: the keywords in them that it does not enforce, each as
+    # `FIELD#/POINTER how it is treated`, FIELD in the user's request and POINTER the keyword's place in the schema.
+    unenforced: tuple[str, ...] = ()
 
     @property
     def is_set(self) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -19,6 +20,7 @@ from thalweg.engine.streams import Piece
 from thalweg.server.chat import ChatConversion, prepare_chat, render, tool, tool_call
 from thalweg.server.context import AppContext
 from thalweg.server.errors import ApiError
+from thalweg.server.generation import GenerationJob
 from thalweg.server.parsing import renamed
 from thalweg.server.protocol import ChatRequest, RefusedFields, ResponseFormat
 from thalweg.server.stream import PartsEncoder, named_event, respond
@@ -164,6 +166,7 @@ class MessagesResponse(msgspec.Struct):
     usage: MessagesUsage
     type: Literal["message"] = "message"
     role: Literal["assistant"] = "assistant"
+    warnings: list[str] | UnsetType = UNSET  # parts of a schema that are not enforced
 
 
 class TokenCount(msgspec.Struct):
@@ -260,12 +263,13 @@ _DELTAS = {  # type, field of the text
 
 
 class MessagesStreamEncoder(PartsEncoder):
-    def __init__(self, id: str, model: str, max_tokens: int, parser: AnswerParser) -> None:
+    def __init__(self, id: str, model: str, max_tokens: int, parser: AnswerParser, job: GenerationJob) -> None:
         super().__init__(parser)
         self._id, self._model, self._max_tokens = id, model, max_tokens
+        self._warnings = list(job.warnings) or UNSET
 
     def begin(self, piece: Piece) -> bytes:
-        message = MessagesResponse(self._id, self._model, [], None, None, _usage(piece))
+        message = MessagesResponse(self._id, self._model, [], None, None, _usage(piece), warnings=self._warnings)
         return named_event("message_start", message=message) + _PING
 
     async def finish(self, piece: Piece) -> bytes:
@@ -277,7 +281,8 @@ class MessagesStreamEncoder(PartsEncoder):
         self.parser.feed(piece.text, piece.finish)
         content = [_content(part, part.text) for part in self.parser.parts]
         reason, stop = self._stop_reason(piece), _stop_sequence(piece)
-        return MessagesResponse(self._id, self._model, content, reason, stop, _usage(piece))
+        usage = _usage(piece)
+        return MessagesResponse(self._id, self._model, content, reason, stop, usage, warnings=self._warnings)
 
     def part_event(self, event: Event) -> bytes:
         part = event.part
@@ -347,7 +352,7 @@ async def messages(ctx: AppContext, request: Request, body: MessagesRequest) -> 
     model, conversion = ctx.model(body.model), ChatConversion("input_schema", _NAMES)
     chat = chat_of(body, conversion)
     job, new_parser = await prepare_chat(ctx, request, chat, conversion.client_field, may_cut=True)
-    encoder = MessagesStreamEncoder(f"msg_{job.prompts[0].rid}", model, body.max_tokens, new_parser())
+    encoder = MessagesStreamEncoder(f"msg_{job.prompts[0].rid}", model, body.max_tokens, new_parser(), job)
     return await respond(ctx, request, job, encoder, body.stream)
 
 

@@ -21,7 +21,7 @@ from thalweg.server.openai_stream import ChoiceEncoder, OpenAIChoice, OpenAIStre
 from thalweg.server.parsing import given, renamed, sampling_params
 from thalweg.server.protocol import ChatRequest
 from thalweg.server.stream import respond
-from thalweg.server.structured_output import chat_grammar, forced_name, schema_of
+from thalweg.server.structured_output import chat_grammar, read_tool_choice, schema_of
 from thalweg.text.chat import wants_thinking
 from thalweg.text.events import Event, PartKind
 from thalweg.text.messages import read_tools
@@ -64,7 +64,8 @@ async def prepare_chat(
         params = _params(ctx, body)
         text, ids, tools = await render(ctx, body)
         rid = ctx.rid(body.rid, request)
-        grammar = chat_grammar(body, ctx.chat.formats, ctx.front.tokenizer.mark_id, text)
+        read_grammar = partial(chat_grammar, body, ctx.chat.formats, ctx.front.tokenizer.mark_id, text)
+        grammar = await ctx.on_thread(read_grammar) if body.tools else read_grammar()
     prompts = [PromptJob("messages", ids, text, params, rid, grammar)]
     if not may_cut:
         with renamed(client_field):
@@ -152,7 +153,7 @@ def _params(ctx: AppContext, body: ChatRequest) -> SamplingParams:
 
 def _tools(ctx: AppContext, body: ChatRequest) -> Sequence[dict[str, Any]]:
     """The tools that the model may call. Raises InvalidRequest for tools that the prompt cannot show."""
-    forced_name(body)
+    read_tool_choice(body)
     if not body.tools or body.tool_choice == "none":
         return ()
     if why := ctx.chat.no_tools:

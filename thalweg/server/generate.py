@@ -17,7 +17,7 @@ from thalweg.core.grammar import Grammar
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.streams import Piece
 from thalweg.server.context import AppContext
-from thalweg.server.generation import Prompt, PromptJob, make_job, read_prompts
+from thalweg.server.generation import GenerationJob, Prompt, PromptJob, make_job, read_prompts
 from thalweg.server.logprobs import native_logprobs, native_tops, prompt_scores
 from thalweg.server.parsing import given, sampling_params
 from thalweg.server.protocol import GenerateRequest, NativeSampling
@@ -53,6 +53,7 @@ class GenerateMeta(msgspec.Struct):
     output_token_logprobs: list[Any] | UnsetType = UNSET
     input_top_logprobs: list[Any] | UnsetType = UNSET
     output_top_logprobs: list[Any] | UnsetType = UNSET
+    warnings: list[str] | UnsetType = UNSET  # parts of a schema that are not enforced
 
 
 class GenerateResponse(msgspec.Struct):
@@ -74,9 +75,7 @@ async def generate(ctx: AppContext, request: Request, body: GenerateRequest) -> 
     salt = given(body.cache_salt, body.extra_key)
     job = await make_job(ctx, request, jobs, body.priority, salt, rename=lambda field: _NAMES.get(field, field))
     choices = [
-        GenerateChoiceEncoder(ctx.front.tokenizer, body, prompt, job.accounting.began)
-        for prompt in jobs
-        for _ in range(prompt.params.n)
+        GenerateChoiceEncoder(ctx.front.tokenizer, body, prompt, job) for prompt in jobs for _ in range(prompt.params.n)
     ]
     is_batch = isinstance(body.text, list) or body.input_ids is not None and isinstance(body.input_ids[0], list)
     encoder = GenerateStreamEncoder(choices, is_batch or len(choices) > 1)
@@ -149,8 +148,9 @@ class GenerateStreamEncoder(StreamEncoder):
 class GenerateChoiceEncoder:
     """Makes the events of one choice. Each is complete and replaces the one before."""
 
-    def __init__(self, tokenizer: Tokenizer, body: GenerateRequest, prompt: PromptJob, started: float) -> None:
-        self._tokenizer, self._body, self._prompt, self._started = tokenizer, body, prompt, started
+    def __init__(self, tokenizer: Tokenizer, body: GenerateRequest, prompt: PromptJob, job: GenerationJob) -> None:
+        self._tokenizer, self._body, self._prompt, self._started = tokenizer, body, prompt, job.accounting.began
+        self._warnings = list(job.warnings) or UNSET
         self._text = ""
         self._ids: list[int] = []
         self._logprobs: dict[str, Any] = {}
@@ -181,6 +181,7 @@ class GenerateChoiceEncoder:
             piece.cached_tokens,
             UNSET if piece.finish is None else time.time() - self._started,
             **self._logprobs,
+            warnings=self._warnings,
             **(_speculation(piece.drafted) if piece.drafted is not None else {}),
         )
         return GenerateResponse(self._text, self._ids, meta)

@@ -6,7 +6,7 @@ import hashlib
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from starlette.requests import Request
@@ -25,6 +25,8 @@ from thalweg.server.metrics import RequestTimer
 from thalweg.server.parsing import given, renamed
 
 MAX_CHOICES = 16384  # of one HTTP request: prompts × n
+UNENFORCED = "x-thalweg-unenforced"  # header: the places in schemas that are not enforced
+MAX_HEADER = 4000  # characters of it; `warnings` in the response has all
 MAX_SCORES = 1 << 20  # log-probabilities of prompts in one response: some 100 bytes of memory each
 
 
@@ -56,10 +58,19 @@ class GenerationJob:
     salt: int  # of the prefix cache
     retention: CacheRetention = RETAIN_ALL
     rename: Callable[[str], str] = str  # the engine's name of a field → the client's
+    warnings: tuple[str, ...] = ()  # what the output's schemas ask for and the grammar does not enforce
 
     @property
     def choices(self) -> int:
         return sum(prompt.params.n for prompt in self.prompts)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers of the response."""
+        if not self.warnings:
+            return {}
+        places = ", ".join(warning.partition(" ")[0] for warning in self.warnings)
+        return {UNENFORCED: places if len(places) <= MAX_HEADER else places[:MAX_HEADER] + "..."}
 
 
 async def make_job(
@@ -79,11 +90,17 @@ async def make_job(
     job = GenerationJob(tuple(prompts), quota, request.scope["accounting"], given(priority, 0), salt, **rest)
     if ctx.front.state == "draining":
         raise EngineDead(ctx.front.reason)
+    warnings: list[str] = []
     with renamed(job.rename):
         for grammar in {id(prompt.grammar): prompt.grammar for prompt in prompts}.values():  # hashing takes a while
-            await ctx.grammar_checker.check(grammar)
+            warnings += await ctx.grammar_checker.check(grammar)
         _check(ctx, job)
-    return job
+    return replace(job, warnings=tuple(dict.fromkeys(_client_place(job, warning) for warning in warnings)))
+
+
+def _client_place(job: GenerationJob, warning: str) -> str:
+    field, mark, place = warning.partition("#")
+    return job.rename(field) + mark + place
 
 
 def check_fits(ctx: AppContext, prompts: Sequence[PromptJob], max_tokens: int | None) -> None:

@@ -78,6 +78,7 @@ class OpenAIResponse(msgspec.Struct, Generic[ChoiceT]):
     choices: list[ChoiceT]
     usage: ChatUsage
     prompt_token_ids: list[int] | UnsetType = UNSET
+    warnings: list[str] | UnsetType = UNSET  # parts of a schema that are not enforced; of a stream in the first chunk
 
 
 class ChoiceEncoder(ABC, Generic[BodyT]):
@@ -130,7 +131,10 @@ class OpenAIStreamEncoder(StreamEncoder):
         self._includes_usage = bool(body.stream_options and body.stream_options.include_usage)
         chunk = "chat.completion.chunk" if object == "chat.completion" else object
         head = msgspec.json.encode({"id": id, "object": chunk, "created": self._created, "model": model})
+        self._warnings = list(job.warnings) or UNSET
         self._head = b"data: " + head[:-1] + b',"choices":['  # encoded once for all chunks
+        told = b',"warnings":' + msgspec.json.encode(job.warnings) if job.warnings else b""
+        self._next_head = b"data: " + head[:-1] + told + b',"choices":['
         self._tail = b'],"usage":null}\n\n' if self._includes_usage else b"]}\n\n"
         self._encode = msgspec.json.Encoder().encode
 
@@ -138,13 +142,16 @@ class OpenAIStreamEncoder(StreamEncoder):
         if piece.finish is not None:
             self._usage.add(piece)
         chunks = self._choices[piece.index].feed(piece)
-        return b"".join([self._head + self._encode(chunk) + self._tail for chunk in chunks])
+        heads = (self._next_head, *[self._head] * (len(chunks) - 1)) if chunks else ()
+        self._next_head = self._head if chunks else self._next_head
+        return b"".join([head + self._encode(chunk) + self._tail for head, chunk in zip(heads, chunks, strict=True)])
 
     async def response(self, pieces: Sequence[Piece]) -> OpenAIResponse[OpenAIChoice]:
         for piece in pieces:
             self._usage.add(piece)
         choices = [choice.whole(piece) for choice, piece in zip(self._choices, pieces, strict=True)]
-        return OpenAIResponse(self._id, self._object, self._created, self._model, choices, self._usage, self._prompt)
+        head = self._id, self._object, self._created, self._model
+        return OpenAIResponse(*head, choices, self._usage, self._prompt, self._warnings)
 
     def end(self) -> bytes:
         usage = self._head + b'],"usage":' + self._encode(self._usage) + b"}\n\n" if self._includes_usage else b""

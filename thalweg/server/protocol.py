@@ -71,7 +71,8 @@ class ResponseFormat(msgspec.Struct, kw_only=True):
     type: str  # "text", "json_object", "json_schema" or "structural_tag"
     json_schema: dict[str, Any] | None = None  # {"name", "schema", "strict"}
     schema: dict[str, Any] | None = None  # of a json_object
-    structures: list[Any] | None = None  # of a structural tag, as triggers
+    format: dict[str, Any] | None = None  # of a structural tag
+    structures: list[Any] | None = None  # of one in the older form, as triggers
     triggers: list[str] | None = None
 
 

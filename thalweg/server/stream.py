@@ -125,7 +125,9 @@ async def respond(
             pieces[piece.index].append(piece)
     if job.accounting.gone:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
-    return reply(await encoder.response([_merged(of_choice) for of_choice in pieces]))
+    response = reply(await encoder.response([_merged(of_choice) for of_choice in pieces]))
+    response.headers.update(job.headers)
+    return response
 
 
 def _merged(pieces: Sequence[Piece]) -> Piece:
@@ -160,7 +162,8 @@ class EventStream(Response):
             nonlocal started
             if not started:
                 started = True
-                await send({"type": "http.response.start", "status": 200, "headers": list(_HEADERS)})
+                own = [(name.encode(), value.encode()) for name, value in job.headers.items()]
+                await send({"type": "http.response.start", "status": 200, "headers": [*_HEADERS, *own]})
             await send_chunk({"type": "http.response.body", "body": body, "more_body": more})
             if at:
                 emit.observe(time.time() - at)

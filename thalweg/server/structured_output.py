@@ -10,7 +10,7 @@ import json
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec import structs
 
@@ -18,7 +18,7 @@ from thalweg.core.errors import InvalidRequest, Overloaded
 from thalweg.core.grammar import NO_GRAMMAR, Grammar
 from thalweg.server.protocol import ChatRequest, ResponseFormat, StructuredFields, StructuredOutputs
 from thalweg.text.chat import ParserNames, wants_thinking
-from thalweg.text.grammar import check, json_rule
+from thalweg.text.grammar import check, json_rule, read_schema
 from thalweg.text.messages import read_tools
 from thalweg.text.parser import REASONING_FORMATS, is_in_thought
 from thalweg.text.tool_grammar import ToolGrammarSpec, tool_grammar
@@ -69,56 +69,79 @@ def chat_grammar(body: ChatRequest, formats: ParserNames, mark_id: MarkId, promp
     """
     content = grammar_of(body, body.response_format)
     functions = read_tools(body.tools) if body.tools and body.tool_choice != "none" else ()
-    name = forced_name(body)
-    forced = name is not None
-    if forced and content.is_set:
+    choice = read_tool_choice(body)
+    if choice.forced and content.is_set:
         raise InvalidRequest(content.field, "contradicts a forced tool call: give one of the two")
     strict = any(function.get("strict") is True for function in functions)
     grammar = content
-    if functions and (forced or content.is_set or strict or body.parallel_tool_calls is False):
-        allowed = [function for function in functions if not name or function["name"] == name]
-        if not allowed:
-            raise InvalidRequest("tool_choice.function.name", f"is {name!r}, which is none of the tools")
-        single = bool(name) or body.parallel_tool_calls is False
-        spec = ToolGrammarSpec(allowed, forced, single, mark_id, _content_rule(content))
+    single = choice.single or body.parallel_tool_calls is False
+    if functions and (choice.forced or choice.names or content.is_set or strict or single):
+        rule, unenforced = _content_rule(content)
+        spec = ToolGrammarSpec(functions, choice.forced, single, mark_id, rule, choice.names)
         grammar = _tool_grammar(spec, formats)
+        grammar = structs.replace(grammar, unenforced=unenforced + grammar.unenforced)
     return _after_thought(grammar, body, formats, mark_id, prompt)
 
 
-def forced_name(body: ChatRequest) -> str | None:
-    """The function that must be called, "" for any, None for none. Raises InvalidRequest for an unknown tool_choice."""
-    choice = body.tool_choice
-    if choice in (None, "auto", "none"):
-        return None
-    if not body.tools:
-        raise InvalidRequest("tool_choice", "forces a call, but there are no tools")
-    match choice:
+class AllowedCalls(NamedTuple):
+    forced: bool = False  # the answer is calls
+    names: frozenset[str] = frozenset()  # of the tools that may be called; empty: all
+    single: bool = False  # at most one call
+
+
+def read_tool_choice(body: ChatRequest) -> AllowedCalls:
+    """Raises InvalidRequest for an unknown tool_choice, and for names of tools that there are not."""
+    names: list[tuple[str, str]] = []  # (field, name)
+    given: Any = body.tool_choice
+    match given:
+        case None | "auto" | "none":
+            return AllowedCalls()
         case "required":
-            return ""
+            choice = AllowedCalls(forced=True)
         case {"type": "function", "function": {"name": str(name)}} if name:
+            names, choice = [("tool_choice.function.name", name)], AllowedCalls(forced=True, single=True)
+        case {"type": "allowed_tools", "allowed_tools": {"tools": [_, *_] as tools} as allowed}:
+            where = "tool_choice.allowed_tools"
+            if (mode := allowed.get("mode", "auto")) not in ("auto", "required"):
+                raise InvalidRequest(f"{where}.mode", f"is {mode!r}; there is auto and required")
+            fields = [f"{where}.tools[{i}]" for i in range(len(tools))]
+            names = [(field, _allowed_name(tool, field)) for tool, field in zip(tools, fields, strict=True)]
+            choice = AllowedCalls(forced=mode == "required")
+        case _:
+            forms = '{"type": "function", …} or {"type": "allowed_tools", …}'
+            raise InvalidRequest("tool_choice", f"must be auto, none, required, {forms}")
+    if not body.tools:
+        raise InvalidRequest("tool_choice", "forces or allows calls, but there are no tools")
+    known = {function["name"] for function in read_tools(body.tools)}
+    for field, name in names:
+        if name not in known:
+            raise InvalidRequest(field, f"is {name!r}, which is none of the tools")
+    return choice._replace(names=frozenset(name for _, name in names))
+
+
+def _allowed_name(tool: Any, field: str) -> str:
+    match tool:
+        case {"type": "function", "function": {"name": str(name)}}:
             return name
-    message = 'must be auto, none, required, or {"type": "function", "function": {"name": …}}'
-    raise InvalidRequest("tool_choice", message)
+    raise InvalidRequest(field, 'must be {"type": "function", "function": {"name": …}}')
 
 
 def _tool_grammar(spec: ToolGrammarSpec, formats: ParserNames) -> Grammar:
     if formats.tools is None:
         raise InvalidRequest("tools", "the tool call format of this model is unknown: start with --tool-call-parser")
-    return Grammar("lark", tool_grammar(formats.tools, spec), field="tools")
+    return tool_grammar(formats.tools, spec)
 
 
-def _content_rule(content: Grammar) -> str:
-    """The rule of an answer without calls; "" for any text."""
+def _content_rule(content: Grammar) -> tuple[str, tuple[str, ...]]:
+    """The rule of an answer without calls, "" for any text, and what it does not enforce."""
     match content.kind:
         case "":
-            return ""
+            return "", ()
         case "json_object":
-            return json_rule({"type": "object"})
+            return json_rule({"type": "object"}), ()
         case "json_schema":
-            try:
-                return json_rule(json.loads(content.source))
-            except ValueError as error:
-                raise InvalidRequest(content.field, f"is not JSON ({error})") from None
+            schema, unenforced = read_schema(content.source, content.field, content.strict)
+            return json_rule(schema), unenforced
     raise InvalidRequest(content.field, "goes with tools only as a JSON object or schema")
 
 
@@ -149,9 +172,13 @@ def _format_grammar(response_format: ResponseFormat) -> Grammar:
             field, schema = "response_format.json_schema.schema", response_format.json_schema or {}
             if "schema" not in schema:
                 raise InvalidRequest(field, "is missing")
-            return _grammar("json_schema", field, schema["schema"])
+            return structs.replace(
+                _grammar("json_schema", field, schema["schema"]), strict=schema.get("strict") is True
+            )
         case "structural_tag":
-            tags = {"structures": response_format.structures, "triggers": response_format.triggers}
+            tags: dict[str, Any] = {"format": response_format.format}
+            if response_format.format is None:
+                tags = {"structures": response_format.structures, "triggers": response_format.triggers}
             return _grammar("structural_tag", "response_format", tags)
         case kind:
             message = f"is {kind!r}; there is text, json_object, json_schema, structural_tag"
@@ -185,30 +212,39 @@ class GrammarChecker:
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="grammar-check")
-        self._checks: OrderedDict[bytes, asyncio.Future[str]] = OrderedDict()  # the latest used last
+        self._checks: OrderedDict[bytes, asyncio.Future[_Checked]] = OrderedDict()  # the latest used last
 
-    async def check(self, grammar: Grammar) -> None:
-        """Raises InvalidRequest naming the grammar's field if it does not compile within the limits, Overloaded if too
+    async def check(self, grammar: Grammar) -> tuple[str, ...]:
+        """What the grammar does not enforce (see `Grammar`).
+
+        Raises InvalidRequest naming the grammar's field if it does not compile within the limits, Overloaded if too
         many wait for their check.
         """
         if not grammar.is_set:
-            return
-        key = hashlib.blake2b(f"{grammar.kind}\0{grammar.source}".encode("utf-8", "surrogatepass")).digest()
+            return ()
+        parts = grammar.kind, grammar.field, str(grammar.strict), *grammar.unenforced, grammar.source
+        key = hashlib.blake2b("\0".join(parts).encode("utf-8", "surrogatepass")).digest()
         if key not in self._checks:
             if sum(not check.done() for check in self._checks.values()) >= WAITING:
                 raise Overloaded(f"{WAITING} grammars wait to be compiled: try again later")
-            self._checks[key] = asyncio.get_running_loop().run_in_executor(self._pool, _error_of, grammar)
+            self._checks[key] = asyncio.get_running_loop().run_in_executor(self._pool, _check, grammar)
             if len(self._checks) > KNOWN:
                 self._checks.popitem(last=False)
         self._checks.move_to_end(key)
-        if error := await asyncio.shield(self._checks[key]):  # others may wait for it too
-            raise InvalidRequest(grammar.field, error)
+        checked = await asyncio.shield(self._checks[key])  # others may wait for it too
+        if checked.message:
+            raise InvalidRequest(checked.field, checked.message)
+        return checked.unenforced
 
 
-def _error_of(grammar: Grammar) -> str:
-    """Why a grammar does not compile; "" if it does."""
+class _Checked(NamedTuple):
+    unenforced: tuple[str, ...] = ()
+    field: str = ""
+    message: str = ""  # why the grammar does not compile; "" if it does
+
+
+def _check(grammar: Grammar) -> _Checked:
     try:
-        check(grammar)
+        return _Checked(check(grammar))
     except InvalidRequest as error:
-        return error.message
-    return ""
+        return _Checked((), error.field, error.message)

@@ -9,44 +9,45 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
-from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, StructTag
+from llguidance import LLExecutor, LLMatcher, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 from numpy.typing import NDArray
 
 from thalweg.core.errors import InvalidRequest
 from thalweg.core.grammar import Grammar
+from thalweg.text.json_schema import SchemaError, fragment
+from thalweg.text.schema_grammar import LIMITS, EnforceableSchema, enforceable, styled
+from thalweg.text.structural_tag import MAX_EXPRESSION, TagError, old_form, to_lark
 from thalweg.text.tokenizer import Tokenizer
 
 MAX_SOURCE = 1 << 18  # characters
-MAX_EXPRESSION = 1 << 14  # of a regex or EBNF, whose meaning grows faster than its text
 MAX_DEPTH = 64  # of nested objects and arrays in a schema
 MAX_REASON = 300
 PARALLEL_FROM = 1 << 14  # token ids from which the masks of a batch are computed on several threads
-# With these limits, by the library's figures, compiling takes at most some 100 ms, a mask some 10 ms.
-LIMITS = LLParserLimits(
-    initial_lexer_fuel=2_000_000,
-    step_lexer_fuel=200_000,
-    step_max_items=50_000,
-    max_lexer_states=50_000,
-    max_grammar_size=15_000,
-    verbose_errors=False,
-)
-# Between the parts of a JSON text: nothing, a space, or a new line with its indentation. Without this limit models may
-# write space forever.
-JSON_STYLE = {"whitespace_flexible": True, "whitespace_pattern": r"( |\n[ \t]{0,24})", "lenient": False}
+_LONG_NUMBER = re.compile(r"[0-9]{18}|[0-9.]e[+]?[0-9]{2}", re.IGNORECASE)
 
 
-def check(grammar: Grammar) -> None:
-    """Raises InvalidRequest naming the grammar's field if it does not compile within the limits."""
-    failed, messages = LLMatcher.validate_grammar_with_warnings(lower(grammar), limits=LIMITS)
+class LoweredGrammar(NamedTuple):
+    source: str  # in the library's form
+    unenforced: tuple[str, ...] = ()  # see `Grammar`
+
+
+def check(grammar: Grammar) -> tuple[str, ...]:
+    """What the grammar does not enforce (see `Grammar`).
+
+    Raises InvalidRequest naming the grammar's field if it does not compile within the limits.
+    """
+    lowered = lower(grammar)
+    failed, messages = LLMatcher.validate_grammar_with_warnings(lowered.source, limits=LIMITS)
     if failed:
         raise InvalidRequest(grammar.field, _reason(messages[0]))
+    return lowered.unenforced
 
 
-def lower(grammar: Grammar) -> str:
+def lower(grammar: Grammar) -> LoweredGrammar:
     """The grammar in the library's form. Raises InvalidRequest if it is malformed or too large."""
     limit = MAX_EXPRESSION if grammar.kind in ("regex", "ebnf") else MAX_SOURCE
     if len(grammar.source) > limit:
@@ -57,78 +58,94 @@ def lower(grammar: Grammar) -> str:
 
 
 def json_rule(schema: Any) -> str:
-    """A JSON schema as a term of a Lark grammar."""
-    return "%json " + json.dumps(_styled(schema), ensure_ascii=False)
+    """A schema of `read_schema`, or a part of one, as a term of a Lark grammar."""
+    return "%json " + json.dumps(styled(schema) if isinstance(schema, dict) else schema, ensure_ascii=False)
 
 
-def _styled(schema: Any) -> Any:
-    return {**schema, "x-guidance": JSON_STYLE} if isinstance(schema, dict) else schema
+def read_schema(
+    source: str, field: str, strict: bool = False, name: str = ""
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """A JSON schema in the form that compiles, and what of it is not enforced (see `Grammar`).
 
-
-def _schema(grammar: Grammar) -> str:
-    return LLMatcher.grammar_from_json_schema(json.dumps(_styled(read_schema(grammar.source, grammar.field))))
-
-
-def _ebnf(grammar: Grammar) -> str:
+    source: JSON of an object, or of true for any value. strict: refuse a schema that is not enforced in full. name: of
+    the tool that it belongs to, for messages. Raises InvalidRequest naming the place in the schema.
+    """
+    schema = _json(source, field)
+    if schema is not True and not isinstance(schema, dict):
+        raise InvalidRequest(field, "must be a JSON schema, that is an object")
+    if _is_too_deep(schema):
+        raise InvalidRequest(field, f"is nested deeper than {MAX_DEPTH} levels")
+    of_tool = f" (tool {name!r})" if name else ""
     try:
-        return LLMatcher.grammar_from_lark(any_to_lark(grammar.source))
+        read: EnforceableSchema = enforceable(source)
+    except SchemaError as error:
+        raise InvalidRequest(field, f"{fragment(error.path)}{of_tool} {error.message}") from None
+    places = [f"{fragment(path)}{of_tool} {text}" for path, text in read.notes.items()]
+    if strict and places:
+        raise InvalidRequest(field, f"{places[0]}: leave it out, or leave strict out")
+    return read.schema, tuple(field + place for place in places)
+
+
+def _schema(grammar: Grammar) -> LoweredGrammar:
+    schema, unenforced = read_schema(grammar.source, grammar.field, grammar.strict)
+    return LoweredGrammar(LLMatcher.grammar_from_json_schema(json.dumps(styled(schema))), unenforced)
+
+
+def _ebnf(grammar: Grammar) -> LoweredGrammar:
+    if "%json" in grammar.source and _LONG_NUMBER.search(grammar.source):  # the library overflows its stack
+        raise InvalidRequest(grammar.field, "has a number of more than 17 digits in a schema")
+    try:
+        return _lark(any_to_lark(grammar.source))
     except Exception as error:  # the library raises nothing more precise
         raise InvalidRequest(grammar.field, f"is not a grammar: {_reason(str(error))}") from error
 
 
-def _choice(grammar: Grammar) -> str:
+def _lark(source: str) -> LoweredGrammar:
+    return LoweredGrammar(LLMatcher.grammar_from_lark(source))
+
+
+def _choice(grammar: Grammar) -> LoweredGrammar:
     texts = _json(grammar.source, grammar.field)
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) and text for text in texts):
         raise InvalidRequest(grammar.field, "must be a list of texts, of which none is empty")
-    return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(map(literal, texts)))
+    return _lark("start: CHOICE\nCHOICE: " + " | ".join(map(literal, texts)))
 
 
-def _structural_tag(grammar: Grammar) -> str:
-    """{"structures": [{"begin", "schema", "end"}], "triggers": [text]}: free text, and structures after triggers."""
-    tags = _json(grammar.source, grammar.field)
-    structures, triggers = (tags.get("structures"), tags.get("triggers")) if isinstance(tags, dict) else (None, None)
-    if not isinstance(structures, list) or not isinstance(triggers, list) or not structures or not triggers:
-        raise InvalidRequest(grammar.field, "must have structures and triggers, neither of them empty")
-    parsed = []
-    for i, structure in enumerate(structures):
-        where = f"{grammar.field}.structures[{i}]"
-        if not isinstance(structure, dict) or not all(isinstance(structure.get(key), str) for key in ("begin", "end")):
-            raise InvalidRequest(where, "must be an object with begin, schema and end")
-        begin, schema = structure["begin"], structure.get("schema", structure.get("parameters", {}))
-        trigger = next((t for t in triggers if isinstance(t, str) and t and begin.startswith(t)), None)
-        if trigger is None:
-            raise InvalidRequest(f"{where}.begin", "does not begin with any of the triggers")
-        styled = _styled(read_schema(json.dumps(schema), f"{where}.schema"))
-        parsed.append(StructTag(trigger=trigger, begin=begin, grammar=styled, end=structure["end"]))
-    return LLMatcher.grammar_from_lark(StructTag.to_grammar(parsed, assume_special=False))
+def _structural_tag(grammar: Grammar) -> LoweredGrammar:
+    """Free text and structures in it: see `thalweg.text.structural_tag`."""
+    tag = _json(grammar.source, grammar.field)
+    unenforced: list[str] = []
+
+    def schema_rule(schema: Any, where: str) -> str:
+        read, notes = read_schema(json.dumps(schema), grammar.field + where, grammar.strict)
+        unenforced.extend(notes)
+        return json_rule(read)
+
+    try:
+        if not isinstance(tag, dict):
+            raise TagError("", "must be an object")
+        source = to_lark(tag["format"], schema_rule) if "format" in tag else old_form(tag, schema_rule)
+    except TagError as error:
+        raise InvalidRequest(grammar.field + error.path, error.message) from None
+    return LoweredGrammar(_lark(source).source, tuple(unenforced))
 
 
-_LOWER: dict[str, Callable[[Grammar], str]] = {
-    "json_object": lambda grammar: LLMatcher.grammar_from_json_schema(json.dumps(_styled({"type": "object"}))),
+_LOWER: dict[str, Callable[[Grammar], LoweredGrammar]] = {
+    "json_object": lambda grammar: LoweredGrammar(
+        LLMatcher.grammar_from_json_schema(json.dumps(styled({"type": "object"})))
+    ),
     "json_schema": _schema,
-    "regex": lambda grammar: LLMatcher.grammar_from_regex(grammar.source),
+    "regex": lambda grammar: LoweredGrammar(LLMatcher.grammar_from_regex(grammar.source)),
     "ebnf": _ebnf,
     "choice": _choice,
     "structural_tag": _structural_tag,
-    "lark": lambda grammar: LLMatcher.grammar_from_lark(grammar.source),
+    "lark": lambda grammar: LoweredGrammar(LLMatcher.grammar_from_lark(grammar.source), grammar.unenforced),
 }
 
 
 def literal(text: str) -> str:
     """A text as a term of a Lark grammar."""
     return json.dumps(text, ensure_ascii=False)
-
-
-def read_schema(source: str, field: str) -> Any:
-    """A JSON schema: an object, or true for any value. Raises InvalidRequest."""
-    schema = _json(source, field)
-    if schema is True:
-        return {}
-    if not isinstance(schema, dict):
-        raise InvalidRequest(field, "must be a JSON schema, that is an object")
-    if _is_too_deep(schema):
-        raise InvalidRequest(field, f"is nested deeper than {MAX_DEPTH} levels")
-    return schema
 
 
 def _json(source: str, field: str) -> Any:
@@ -151,7 +168,19 @@ def _is_too_deep(value: Any) -> bool:
 
 
 def _reason(message: str) -> str:
-    return " ".join(message.split())[:MAX_REASON]
+    """What is wrong, from a message of the library, without its own grammar text and terms."""
+    if "NoExtension" in message:
+        return "no text matches it"
+    if re.search("TooComplex|fuel|limit|too (big|large|many)|stack level", message):
+        return "is too complex to be enforced"
+    if syntax := re.search(r"([0-9]+)\([0-9]+\): lexer error", message):
+        return f"has a syntax error in line {syntax[1]}"
+    if "lookarounds" in message:
+        return "look-around, word boundaries and anchors in the middle are not supported"
+    if error := re.search(r"\nerror: (.*)", message):
+        return error[1]
+    first = re.sub(r"^(at )?[0-9]+\([0-9]+\): ", "", message).partition("\n")[0]
+    return " ".join(first.split())[:MAX_REASON]
 
 
 class _Vocabulary:
@@ -212,7 +241,7 @@ class GrammarCompiler:
 
     def compile(self, grammar: Grammar) -> GrammarMatcher:
         """A matcher at the start, to be copied for each sequence. Raises InvalidRequest."""
-        state = LLMatcher(self.tokenizer, lower(grammar), log_level=0, limits=LIMITS)
+        state = LLMatcher(self.tokenizer, lower(grammar).source, log_level=0, limits=LIMITS)
         if not state.is_error():
             state.compute_bitmask()  # builds what the first mask needs, off the engine's thread
         if state.is_error():

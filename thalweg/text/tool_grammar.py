@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from thalweg.core.errors import InvalidRequest
-from thalweg.text.grammar import json_rule, literal, read_schema
+from thalweg.core.grammar import Grammar
+from thalweg.text.grammar import MAX_SOURCE, json_rule, literal, read_schema
 
 MarkId = Callable[[str], int | None]
 Function = Mapping[str, Any]
@@ -19,10 +20,9 @@ Function = Mapping[str, Any]
 _MARK = re.compile(r"(<｜[^<>]*｜>|｜DSML｜|</?tool_call>|</?arg_(?:key|value)>|<\|[a-z_]+\|>)")
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 _KEY = re.compile(r'[^"<>\s]{1,128}')
-_NOTES = {"description", "title", "default", "examples", "deprecated"}
 # Schema keywords of an object whose members become DSML parameters. With any other keyword the call holds one JSON
 # object.
-_APART = _NOTES | {"type", "properties", "required", "additionalProperties", "$schema", "$id", "$defs", "definitions"}
+_APART = {"type", "properties", "required", "additionalProperties", "$defs"}
 _TEXT = r"(.|\n)*"
 
 
@@ -32,6 +32,7 @@ class ToolGrammarSpec(NamedTuple):
     single: bool  # at most one call
     mark_id: MarkId  # mark → token id, or None
     content: str = ""  # rule of an answer without calls; "": any text
+    only: Collection[str] = ()  # names of the functions that may be called; empty: all
 
     def mark(self, text: str) -> str:
         """Text with marks in it, as terms of a Lark grammar."""
@@ -43,12 +44,27 @@ class ToolGrammarSpec(NamedTuple):
         return " ".join(terms)
 
 
-def tool_grammar(form: str, tools: ToolGrammarSpec) -> str:
-    """The Lark grammar of an answer. form: of `thalweg.text.parser.TOOL_FORMATS`. Raises InvalidRequest."""
+def tool_grammar(form: str, tools: ToolGrammarSpec) -> Grammar:
+    """The grammar of an answer. form: of `thalweg.text.parser.TOOL_FORMATS`. Raises InvalidRequest."""
+    functions: list[Function] = []
+    unenforced: list[str] = []
+    size = 0
     for i, function in enumerate(tools.functions):
-        if not _NAME.fullmatch(function["name"]):
+        name = function["name"]
+        if tools.only and name not in tools.only:
+            continue
+        if not _NAME.fullmatch(name):
             raise InvalidRequest(f"tools[{i}].function.name", "may have letters, digits and _.:/- only, at most 128")
-    return "\n".join(_FORMATS[form](tools))
+        source = json.dumps(function.get("parameters") or {})
+        field = f"tools[{i}].function.parameters"
+        size += len(source)
+        if size > MAX_SOURCE:
+            raise InvalidRequest("tools", f"have schemas of more than {MAX_SOURCE} characters together")
+        schema, notes = read_schema(source, field, function.get("strict") is True, name)
+        functions.append({"name": name, "parameters": _closed(schema)})
+        unenforced += notes
+    source = "\n".join(_FORMATS[form](tools._replace(functions=functions)))
+    return Grammar("lark", source, field="tools", unenforced=tuple(unenforced))
 
 
 def _sep(tools: ToolGrammarSpec, before: str, after: str, closing: str) -> list[str]:
@@ -136,16 +152,16 @@ MakeParameter = Callable[[ToolGrammarSpec, str, str, Any, Mapping[str, Any]], li
 
 def _parameters(tools: ToolGrammarSpec, i: int, function: Function, parameter: MakeParameter) -> tuple[str, list[str]]:
     """The content of a call: parameters, one rule each, or one JSON object."""
-    schema = _schema(i, function)
+    schema = function["parameters"]
     members = schema.get("properties", {})
     required = schema.get("required", ())
     apart = schema.keys() <= _APART and isinstance(members, dict) and isinstance(required, list | tuple)
     apart = apart and all(name in list(members) for name in required) and all(map(_KEY.fullmatch, members))
     if parameter is _glm_parameter:  # a string is written as it is, so no rule of JSON can hold it to more
         apart = apart and not any(_is_constrained_string(member) for member in members.values())
-    if not apart or '"$ref": "#"' in json.dumps(schema):
+    if not apart:
         return f"json{i}", [_arguments(i, function)]
-    shared: dict[str, Any] = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    shared: dict[str, Any] = {key: schema[key] for key in ("$defs",) if key in schema}
     terms, rules = [], []
     for k, (name, member) in enumerate(members.items()):
         terms.append(f"p{i}x{k}" if name in required else f"p{i}x{k}?")
@@ -158,7 +174,7 @@ def _parameter(tools: ToolGrammarSpec, rule: str, name: str, member: Any, shared
     ending = tools.mark("｜DSML｜parameter>\n")
     extra: list[str] = []
     texts = _texts(member)
-    if isinstance(member, dict) and member.keys() <= _NOTES | {"type"} and member.get("type") == "string":
+    if isinstance(member, dict) and member.keys() <= {"type"} and member.get("type") == "string":
         string, value = "true", "text"
     elif texts:
         string, value = "true", "(" + " | ".join(map(literal, texts)) + ') "</"'
@@ -177,9 +193,7 @@ def _texts(member: Any) -> list[str]:
 
 
 def _is_constrained_string(member: Any) -> bool:
-    return (
-        isinstance(member, dict) and member.get("type") == "string" and not member.keys() <= _NOTES | {"type", "enum"}
-    )
+    return isinstance(member, dict) and member.get("type") == "string" and not member.keys() <= {"type", "enum"}
 
 
 def _glm_parameter(tools: ToolGrammarSpec, rule: str, name: str, member: Any, shared: Mapping[str, Any]) -> list[str]:
@@ -195,17 +209,12 @@ def _glm_parameter(tools: ToolGrammarSpec, rule: str, name: str, member: Any, sh
 
 
 def _arguments(i: int, function: Function) -> str:
-    return f"json{i}: {json_rule({**_schema(i, function), 'type': 'object'})}"
+    return f"json{i}: {json_rule({**function['parameters'], 'type': 'object'})}"
 
 
-def _schema(i: int, function: Function) -> dict[str, Any]:
-    """The schema of a function's arguments, closed unless it says otherwise."""
-    schema: dict[str, Any] = read_schema(
-        json.dumps(function.get("parameters") or {}), f"tools[{i}].function.parameters"
-    )
-    if schema.keys() <= _APART:
-        return {"properties": {}, "additionalProperties": False} | schema
-    return schema
+def _closed(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a function's arguments, which allows no others unless it says otherwise."""
+    return {"properties": {}, "additionalProperties": False} | schema if schema.keys() <= _APART else schema
 
 
 _FORMATS: Mapping[str, Callable[[ToolGrammarSpec], list[str]]] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from thalweg.server.protocol import RefusedFields
 
@@ -179,6 +180,7 @@ class ResponsesResponse(msgspec.Struct, kw_only=True):
     temperature: float
     top_p: float
     usage: ResponsesUsage | None = None
+    warnings: list[str] | UnsetType = UNSET  # parts of a schema that are not enforced
     background: Literal[False] = False
     # as in the request, else the default
     instructions: str | None = None

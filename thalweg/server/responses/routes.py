@@ -134,9 +134,21 @@ def _tool(entry: ResponsesTool, field: str) -> dict[str, Any]:
 def _tool_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
     if not isinstance(choice, dict):
         return choice
-    if choice.get("type") != "function":
-        raise InvalidRequest("tool_choice.type", f"is {choice.get('type')!r}: only a function can be named here")
-    return {"type": "function", "function": {"name": choice.get("name")}}
+    match choice:
+        case {"type": "function"}:
+            return {"type": "function", "function": {"name": choice.get("name")}}
+        case {"type": "allowed_tools", "tools": list(tools)}:
+            allowed = {"mode": choice.get("mode", "auto"), "tools": list(map(_function, tools))}
+            return {"type": "allowed_tools", "allowed_tools": allowed}
+    message = f"is {choice.get('type')!r}; there is function, and allowed_tools with a list of tools"
+    raise InvalidRequest("tool_choice.type", message)
+
+
+def _function(choice: Any) -> Any:
+    """A function's name in the chat API's form."""
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    return choice
 
 
 def _format(form: TextFormat) -> ResponseFormat:
@@ -247,6 +259,7 @@ _CLIENT_FIELDS = {  # of the chat request's fields, in this API
     "response_format": "text.format",
     "response_format.json_schema": "text.format",
     "tool_choice.function": "tool_choice",
+    "tool_choice.allowed_tools": "tool_choice",
 }
 
 
@@ -312,6 +325,7 @@ def _initial(body: ResponsesRequest, model: str, job: GenerationJob) -> Response
     if body.text is None or body.text.format is None:
         echoed.pop("text", None)
     own = {"model": model, "temperature": params.temperature, "top_p": params.top_p, "background": False}
+    own |= {"warnings": list(job.warnings)} if job.warnings else {}
     return ResponsesResponse(
         id=f"resp_{uuid.uuid4().hex}",  # not the request's id, which clients choose and others could guess
         created_at=int(job.accounting.began),
