@@ -6,6 +6,8 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +19,7 @@ from thalweg.cli import main
 from thalweg.text.tokenizer import Tokenizer
 
 TINY = Path(__file__).parents[2] / "models" / "tiny"
-SECONDS = 10
+SECONDS = 60
 DEEP, LONG = "[" * 100_000 + "]" * 100_000, "9" * 5000  # LONG: Python refuses to read so many digits
 Content = str | Callable[[Path], object]
 
@@ -153,3 +155,16 @@ def test_a_tokenizer_that_pads_and_cuts_does_neither_here(tmp_path: Path) -> Non
     folder = checkpoint(tmp_path, {"tokenizer.json": json.dumps(content)})
     text = "To be, or not to be, that is the question"
     assert Tokenizer(folder).encode(text) == Tokenizer(TINY).encode(text)
+
+
+@pytest.mark.parametrize("pattern", ["(a+)+$", "(a|a)*$"])
+def test_a_pattern_that_takes_exponential_time_is_refused(pattern: str, tmp_path: Path) -> None:
+    """In a process of its own, which ends even if the pattern is still at work. The library may write of a panic."""
+    content = json.loads((TINY / "tokenizer.json").read_text())
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    folder = checkpoint(tmp_path, {"tokenizer.json": json.dumps(content | {"pre_tokenizer": split})})
+    command = [sys.executable, "-m", "thalweg", "plan", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=TINY.parents[1], check=False)
+    assert done.returncode == 1, done.stderr
+    says = f"thalweg: {folder / 'tokenizer.json'}: pre_tokenizer or normalizer: on texts of 48 characters it "
+    assert done.stderr.splitlines()[-1].startswith(says) and "Traceback" not in done.stderr, done.stderr

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from thalweg.core.errors import CheckpointError, InvalidRequest, UnsupportedConfig
+from thalweg.text import sandbox
 from thalweg.text.chat import (
     BUILTIN_ENCODERS,
     ChatOptions,
@@ -291,6 +292,59 @@ def test_templates_are_sandboxed(tmp_path: Path, source: str) -> None:
         assert encoder.encode([USER]) == ""  # what is forbidden is undefined
     except CheckpointError as error:
         assert "sandbox" in str(error)
+
+
+TOO_MUCH = (
+    "{{ 'x' * 8000000000 }}", "{% for i in range(90000) %}{{ 'x' * 90000 }}{% endfor %}", "{{ 9 ** 99999999 }}",
+    "{{ 7 * 10 ** 4000 * 10 ** 4000 }}", "{{ '%99999999999d' % 1 }}", "{{ '%*d' % (2000000000, 1) }}",
+    "{{ '{:99999999999d}'.format(1) }}", "{{ '{:{}}'.format(1, 2000000000) }}", "{{ 'x'.center(9999999999) }}",
+    "{{ 'x' | center(9999999999) }}", "{{ ('x\n' * 10000) | indent(1000000) }}", "{{ [1] * 9999999999 }}",
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "{% for i in range(99999) %}{% for j in range(99999) if false %}{% endfor %}{% endfor %}",
+    "{% set n = namespace(x='x') %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}",
+    "{% set n = namespace(x='x') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+    "{% set n = namespace(x='xxxxxxxxxx') %}{% for i in range(9) %}{% set n.x = n.x.replace('x', 'x' * 10) %}{% endfor %}",
+    "{% set n = namespace(x='x') %}{% for i in range(60) %}{% set n.x = [n.x, n.x] %}{% endfor %}{{ n.x }}",
+    "{% set n = namespace(x='x') %}{% for i in range(60) %}{% set n.x = [n.x, n.x] %}{% endfor %}{{ n.x | tojson }}",
+    "{{ [1] | tojson(indent=99999999999) }}", "{{ range(99999) | map('string') | join('x' * 99999) }}",
+    "{{ ('x' * 99999).join('x' * 99999) }}", "{{ range(9) | batch(9999999999, 0) | list }}",
+    "{{ range(9) | slice(9999999999) | list }}", "{{ ('\\t' * 1000).expandtabs(99999999) }}",
+    "{{ 'x'.translate({120: 'x' * 100}) }}",
+    "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(40) }}",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("source", TOO_MUCH)
+def test_a_template_that_builds_too_much_is_refused(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When it is read if it always does, else when it renders the messages that make it."""
+    monkeypatch.setattr(sandbox, "MAX_SIZE", 1 << 18)
+    monkeypatch.setattr(sandbox, "MAX_STEPS", 1 << 13)
+    with pytest.raises(
+        CheckpointError, match="template renders no short conversation: it (builds|takes|computes|calls)"
+    ):
+        chat_of(tmp_path, source)
+    encoder = chat_of(
+        tmp_path, "{% if messages | length > 1 and not messages[1].tool_calls %}" + source + "{% endif %}"
+    ).encoder
+    assert encoder.encode([USER]) == ""
+    with pytest.raises(InvalidRequest, match="messages: the model's chat template fails on them: it"):
+        encoder.encode([USER, {"role": "assistant", "content": "a"}])
+
+
+def test_limits_of_templates_leave_room_for_what_they_do(tmp_path: Path) -> None:
+    source = (
+        "{% set n = namespace(x='') %}{% for m in messages %}{% set n.x = n.x ~ m.role + ': ' + m.content | trim %}{% endfor %}"
+        "{{ n.x | length }} {{ 1732400000 | string }} {{ '%d' % 1732400000 }} {{ '{}'.format(1732400000) }}"
+        " {{ tools | tojson(indent=4) | length > 100 }} {{ [1, 2] | join(', ') }} {{ 2 ** 10 }} {{ 3 * 4 }} {{ 'ab' * 2 }}"
+        " {{ 'a\nb' | indent(2) }} {{ messages | selectattr('role', 'equalto', 'user') | list | length }}"
+    )
+    encoder = chat_of(tmp_path, source).encoder
+    turns = [USER | {"content": "word " * 2000}, {"role": "assistant", "content": "word " * 2000}] * 20
+    size = sum(len(turn["role"]) + 2 + 9999 for turn in turns)
+    want = f"{size} 1732400000 1732400000 1732400000 True 1, 2 1024 12 abab a\n  b 20"
+    assert encoder.encode(turns, [TOOL]) == want
 
 
 def test_named_templates(tmp_path: Path) -> None:

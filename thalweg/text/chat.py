@@ -111,7 +111,7 @@ def builtin(name: str) -> ChatEncoder:
     """One of our own encoders. name: a key of BUILTIN_ENCODERS."""
     file, style, _, renders_tools = BUILTIN_ENCODERS[name]
     source = (TEMPLATES / f"{file}.jinja").read_text(encoding="utf-8")
-    template = Template(f"{{%- set style = '{style}' -%}}\n{source}", {})
+    template = Template(f"{{%- set style = '{style}' -%}}\n{source}", {}, is_own=True)
     return ChatEncoder(name, {"default": template}, renders_tools, sorts_results=name == "deepseek-v32")
 
 

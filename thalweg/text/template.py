@@ -11,6 +11,7 @@ from typing import Any
 
 import jinja2
 from jinja2 import nodes
+from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -18,9 +19,13 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from thalweg.core.errors import CheckpointError, InvalidRequest
 from thalweg.core.files import read_object, read_text
 from thalweg.text.messages import Message, ToolCall
+from thalweg.text.sandbox import LimitedEnvironment, TemplateLimitError, limits
 
 _PROBE = "thalweg_probe"
-_FAILURES = (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, OverflowError)
+_FAILURES = (
+    *(jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError),
+    *(RecursionError, MemoryError, TemplateLimitError),
+)
 
 
 class _RefusedByTemplate(Exception):
@@ -38,14 +43,17 @@ class _Generation(Extension):
 
 
 class Template:
-    """One compiled chat template. Raises CheckpointError when it does not compile."""
+    """One compiled chat template. Raises CheckpointError when it does not compile, or builds more than the sandbox
+    allows from a short conversation.
+    """
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+    def __init__(self, source: str, special_tokens: Mapping[str, str], is_own: bool = False) -> None:
+        """is_own: one of this package's, which needs no limits."""
         self.source = source
         self._special_tokens = dict(special_tokens)
         try:
-            self._template = _environment().from_string(source)
-        except jinja2.TemplateError as error:
+            self._template = _environment(is_own).from_string(source)
+        except (jinja2.TemplateError, SyntaxError, RecursionError, MemoryError) as error:
             message = f"the chat template does not compile: {error}; give another with --chat-template"
             raise CheckpointError(message) from error
         self._takes_objects = self._probe()
@@ -66,10 +74,10 @@ class Template:
         values["tools"] = _as_tools(functions) or None
         values["add_generation_prompt"] = add_generation_prompt
         try:
-            return self._template.render(values)
+            return self._text(values)
         except _RefusedByTemplate as error:
             raise InvalidRequest("messages", f"the model's chat template refuses them: {error}") from error
-        except jinja2.exceptions.SecurityError as error:
+        except SecurityError as error:
             raise CheckpointError(f"the chat template does what the sandbox forbids: {error}") from error
         except _FAILURES as error:
             raise InvalidRequest("messages", f"the model's chat template fails on them: {error}") from error
@@ -84,11 +92,24 @@ class Template:
             Message("messages[1]", "assistant", "", tool_calls=(call,)),
             Message("messages[2]", "tool", "r", tool_call_id=call.id),
         )
-        values = {**self._special_tokens, "messages": [_as_dict(message, True) for message in messages], "tools": None}
+        values: dict[str, Any] = {**self._special_tokens, "tools": None}
+        dicts = [_as_dict(message, True) for message in messages]
+        self._try(values | {"messages": dicts[:1], "add_generation_prompt": True})
+        prompt = self._try(values | {"messages": dicts})
+        return prompt is not None and f"'{_PROBE}'" not in prompt
+
+    def _try(self, values: Mapping[str, Any]) -> str | None:
+        """The prompt, or None where the template fails."""
         try:
-            return f"'{_PROBE}'" not in self._template.render(values)
+            return self._text(values)
+        except (TemplateLimitError, MemoryError) as error:
+            raise CheckpointError(f"the chat template renders no short conversation: {error}") from None
         except (_RefusedByTemplate, *_FAILURES):
-            return False
+            return None
+
+    def _text(self, values: Mapping[str, Any]) -> str:
+        with limits():
+            return self._template.render(values)
 
 
 def read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
@@ -121,10 +142,14 @@ def _by_name(value: Any, file: Path) -> dict[str, str]:
     raise CheckpointError(f"{file}: chat_template must be a string or a list of {{name, template}}")
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
+def _environment(is_own: bool) -> ImmutableSandboxedEnvironment:
     extensions = [_Generation, "jinja2.ext.loopcontrols"]
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
-    environment.filters["tojson"] = _tojson
+    kind = ImmutableSandboxedEnvironment if is_own else LimitedEnvironment
+    environment = kind(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+    if isinstance(environment, LimitedEnvironment):
+        environment.add_filter("tojson", _tojson)
+    else:
+        environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment

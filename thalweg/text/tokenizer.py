@@ -16,6 +16,7 @@ from thalweg.core.files import read_object, read_text
 from thalweg.core.sampling import MAX_EOS_IDS
 from thalweg.text import tiktoken
 from thalweg.text.detokenize import ByteDetokenizer, Detokenizer, WindowDetokenizer, byte_pieces
+from thalweg.text.tokenizer_check import check_speed
 
 FILE = "tokenizer.json"
 MAX_VOCAB = 1 << 24
@@ -37,6 +38,7 @@ class Tokenizer:
     def __init__(self, folder: Path) -> None:
         config = read_json_object(folder / "tokenizer_config.json")
         self._library = _load(folder)
+        check_speed(lambda text: _encode(self._library, text), self._library, folder / FILE)
         self.special_tokens = _special_tokens(config)
         added = self._library.get_added_tokens_decoder()
         self.added_ids = frozenset(added)
@@ -61,8 +63,7 @@ class Tokenizer:
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         """Token ids. add_special: with BOS, if the model wants one and the text does not begin with it."""
         check_unicode(text, "prompt")
-        # only the library's batch call lets other threads run meanwhile; "fast" makes no offsets
-        ids: list[int] = self._library.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        ids = _encode(self._library, text)
         if add_special and self._adds_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
             return [self.bos_id, *ids]
         return ids
@@ -115,6 +116,19 @@ class Tokenizer:
         """add_bos_token where it is set; else whether the post-processor puts BOS before an empty text (Llama 3)."""
         flag = config.get("add_bos_token")
         return flag if isinstance(flag, bool) else self.bos_id in self._library.encode("", add_special_tokens=True).ids
+
+
+def _encode(library: Library, text: str) -> list[int]:
+    """Token ids, without special tokens. Raises InvalidRequest where the library fails."""
+    try:
+        # only the library's batch call lets other threads run meanwhile; "fast" makes no offsets
+        ids: list[int] = library.encode_batch_fast([text], add_special_tokens=False)[0].ids
+    except BaseException as error:
+        if type(error).__module__ != "pyo3_runtime":
+            raise
+        # a panic, which is no Exception: a regular expression has tried too often to match
+        raise InvalidRequest("prompt", f"fails in the tokenizer: {error}") from None
+    return ids
 
 
 def _declared_ids(folder: Path) -> tuple[int | None, set[int]]:
