@@ -82,3 +82,24 @@ def test_penalties_count_the_drafts_before_each_position() -> None:
     index = torch.tensor([0])
     found = accept(logits, slots, index, slots.ints_SI[index], SamplingNeeds(penalised=True), slots.context)
     assert found.tokens_EQ[0, : int(found.count_E)].tolist() == [4, 4, 0]  # 1.5, 0.5, then -0.5 against 0
+
+
+def test_rows_of_a_batch_accept_what_each_accepts_alone() -> None:
+    """Rows of equal and of different lengths, with all drafts right, some, and none."""
+    drafts, ends = [4, 5, 6], (40, 40, 40, 40, 6)
+    drawn = ([4, 5, 6, 2], [4, 2, 6, 2], [0, 5, 6, 2], [4, 5, 0, 2], [4, 5, 6, 2])
+    for lengths in ((3, 3, 3, 3, 3), (3, 4, 5, 3, 4), (5, 5, 5, 3, 3)):
+        slots, count = Slots(6, 64, torch.device("cpu")), len(drawn)
+        for i, length in enumerate(lengths):
+            prompt = tuple(range(1, length + 1))
+            params, end = SamplingParams(temperature=0.0), ends[i] + length - 3
+            slots.bind([Bind(i, prompt, length - 1, length - 1, end, 0, (STOP,), params)])
+            slots.tokens_SL[i, length : length + 3] = torch.tensor(drafts, dtype=torch.int32)
+            slots.num_drafts[i] = 3 if i != 3 else 1
+        logits = torch.nn.functional.one_hot(torch.tensor(drawn).flatten(), VOCAB).float()
+        index = torch.arange(count)
+        found = accept(logits, slots, index, slots.ints_SI[index], SamplingNeeds(), slots.context)
+        tokens = [found.tokens_EQ[i, : int(found.count_E[i])].tolist() for i in range(count)]
+        assert tokens == [[4, 5, 6, 2], [4, 2], [0], [4, 5], [4, 5, 6]], lengths
+        new = [length + len(more) for length, more in zip(lengths, tokens, strict=True)]
+        assert slots.length[:count].tolist() == new and found.done_E.tolist() == [False] * 4 + [True], lengths

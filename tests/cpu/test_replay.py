@@ -18,6 +18,7 @@ from thalweg.bench.replayer import Replayer, ReplayReport
 from thalweg.cli import main
 from thalweg.config.engine import EngineConfig
 from thalweg.core.grammar import Grammar
+from thalweg.core.plan import Output
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine import local, recording
 from thalweg.engine.build import Rank, build, build_loop
@@ -255,3 +256,22 @@ def test_files_that_cannot_be_run(tmp_path: Path, capsys: pytest.CaptureFixture[
     moved = content | {"config": content["config"] | {"model_path": "nowhere"}}
     refused(json.dumps(moved).encode(), "name the folder of the checkpoint with --model")
     assert main(["replay", str(tmp_path / "none")]) == 2
+
+
+def test_other_log_probabilities_are_told_though_the_tokens_are_the_same(tmp_path: Path) -> None:
+    one = engine(tmp_path)
+    params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, logprobs=1, prompt_logprobs=0)
+    one.submit(SHARED, params)
+    turn(one, 10**6)
+    found = read(ring(one).dump("asked for by the test"))
+    for name, moved in (("logprobs", 0.25), ("prompt_logprobs", 0.5)):
+        steps = [
+            msgspec.structs.replace(step, outputs=tuple(shifted(output, name, moved) for output in step.outputs))
+            for step in found.steps
+        ]
+        verdict = again(msgspec.structs.replace(found, steps=tuple(steps)))
+        assert not verdict.different and verdict.logprob_gap == pytest.approx(moved), name
+
+
+def shifted(output: Output, name: str, moved: float) -> Output:
+    return output._replace(**{name: tuple(e._replace(logprob=e.logprob + moved) for e in getattr(output, name))})

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.configs import config
 from thalweg.config.engine import EngineConfig
 from thalweg.config.machine import Machine
 from thalweg.config.setting import Setting
@@ -207,6 +208,13 @@ def test_every_field_of_the_engines_configuration_is_read_by_the_engine() -> Non
 def test_every_kernel_choice_is_read_by_layers() -> None:
     unread = set(KernelConfig.__struct_fields__) - reads({"kernels"}, "layers", "quant", "engine/build.py")
     assert not unread, f"no layer reads {unread}"
+
+
+@pytest.mark.parametrize("name", KernelConfig.__struct_fields__)
+def test_a_kernel_choice_of_the_engine_reaches_the_layers(name: str) -> None:
+    default = getattr(KernelConfig(), name)
+    kernels = KernelConfig(**{name: not default if isinstance(default, bool) else "another"})
+    assert config(model_path="", kernels=kernels).kernels == kernels
 
 
 def test_every_option_of_the_server_is_read_by_the_server() -> None:

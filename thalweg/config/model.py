@@ -400,6 +400,7 @@ def _conditions(facts: ModelFacts, other: OtherFields) -> Iterator[tuple[object,
     for field, ids in {"eos_token_id": facts.eos, "bos_token_id": () if facts.bos is None else (facts.bos,)}.items():
         yield max(ids, default=0) >= facts.vocab, field, f"must be below vocab_size ({facts.vocab})"
     yield facts.heads % facts.kv_heads, "num_key_value_heads", f"must divide num_attention_heads ({facts.heads})"
+    yield mla is None and not facts.head_dim, "head_dim", "must be at least 1: num_attention_heads is above hidden_size"
     yield facts.rope.dim % 2, "qk_rope_head_dim" if mla else "head_dim", "must be even to rotate"
     is_bare = facts.rope.kind in ("yarn", "llama3") and not facts.rope.original
     yield is_bare, "original_max_position_embeddings", f"must be at least 1 with {facts.rope.kind}"

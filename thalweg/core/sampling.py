@@ -21,7 +21,7 @@ RANGES = {  # of parameters, both ends included
     "top_p": (0, 1),
     "top_k": (-1, MAX_COUNT),
     "min_p": (0, 1),
-    "repetition_penalty": (0, 100),
+    "repetition_penalty": (0.001, 100),  # logits divided by less could overflow float32
     "frequency_penalty": (-2, 2),
     "presence_penalty": (-2, 2),
     "max_tokens": (0, MAX_COUNT),
@@ -49,7 +49,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     top_k: int = 0  # 0 or -1: off
     top_p: float = 1.0  # in (0, 1]
     min_p: float = 0.0  # in [0, 1], relative to the largest probability
-    repetition_penalty: float = 1.0  # > 0, over prompt and output (CTRL, arXiv 1909.05858 §4.1)
+    repetition_penalty: float = 1.0  # over prompt and output (CTRL, arXiv 1909.05858 §4.1)
     frequency_penalty: float = 0.0  # in [-2, 2], over the output only (OpenAI's definition)
     presence_penalty: float = 0.0  # in [-2, 2], over the output only
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, bias in [-100, 100])
@@ -82,8 +82,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 _between(name, value, low, high)
         if self.top_p == 0.0:
             raise InvalidRequest("top_p", "must be above 0 (and at most 1), got 0; temperature 0 is greedy decoding")
-        if self.repetition_penalty == 0.0:
-            raise InvalidRequest("repetition_penalty", "must be above 0, got 0; 1 is off")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest("min_tokens", f"must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}")
         if not all(self.stop):
@@ -121,7 +119,7 @@ def typed_params(given: SamplingParams) -> SamplingParams:
         raise InvalidRequest(where.rstrip("`").split("[")[0], what[:1].lower() + what[1:]) from None
 
 
-def _between(field: str, value: float, low: int, high: int) -> None:
+def _between(field: str, value: float, low: float, high: float) -> None:
     if not low <= value <= high:  # NaN is not, either
         words = RANGES_IN_WORDS.get(field, f"a number between {low} and {high}")
         raise InvalidRequest(field, f"must be {words}, got {value}")

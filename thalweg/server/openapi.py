@@ -57,7 +57,7 @@ _RANGES: Mapping[str, tuple[float, float | None]] = {
     **dict.fromkeys(("max_completion_tokens", "max_output_tokens", "max_new_tokens"), RANGES["max_tokens"]),
     "min_new_tokens": RANGES["min_tokens"],
 }
-_ABOVE_MINIMUM = ("top_p", "repetition_penalty")
+_ABOVE_MINIMUM = ("top_p",)
 _NOT_EMPTY = ("messages", "input")  # lists
 
 

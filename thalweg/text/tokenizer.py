@@ -189,7 +189,7 @@ def _declared_tokens(folder: Path) -> dict[int, AddedToken]:
             int(key): AddedToken(declared[key]["content"], **{name: bool(declared[key].get(name)) for name in _FLAGS})
             for key in sorted(declared, key=int)
         }
-    except (ValueError, TypeError, LookupError, AttributeError):
+    except (ValueError, TypeError, LookupError, AttributeError, OverflowError):
         raise CheckpointError(f"{path}: added_tokens_decoder must map token ids to objects with content") from None
 
 

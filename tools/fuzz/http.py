@@ -2,7 +2,7 @@
 
 An input is {"path", "headers", "body" (characters 0 to 255), "chunks" (parts in which it arrives), "leaves" (messages
 after which the client goes away; -1: never)}. An answer is a 2xx or a 4xx in the route's form and in time. After it, a
-valid request is served although the server runs only two at a time, so nothing stays counted.
+valid request is served although the server runs only one at a time, so nothing stays counted.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class HttpBodies(Target):
         resolved = resolve(options, progress=False)
         self.front = EngineClient(resolved.engine, resolved.reader())
         limits = ServerOptions(
-            max_concurrent_requests=2,
+            max_concurrent_requests=1,
             max_body_bytes=MAX_BODY,
             max_stored_responses=50,
             admin_api_key="admin",
