@@ -37,17 +37,18 @@ class Size:
         return sorted(name for name, count in self.classes.items() if count > 1)
 
 
-def code_tokens(source: str) -> int:
+def code_of(source: str) -> list[str]:
     """Tokens of a file without comments, docstrings and layout."""
-    count, starts_statement = 0, True
+    tokens, starts_statement = list[str](), True
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type in FREE:
             starts_statement = starts_statement or token.type in LAYOUT
             continue
         is_docstring = starts_statement and token.type == tokenize.STRING and '"""' in token.string[:5]
-        count += not is_docstring
+        if not is_docstring:
+            tokens.append(token.string)
         starts_statement = False
-    return count
+    return tokens
 
 
 def room_of(path: Path, package: Path) -> str:
@@ -61,7 +62,7 @@ def measure(package: Path) -> Size:
         lines = source.splitlines()
         size.lines += len(lines)
         size.long_lines += sum(len(line) > COLUMNS for line in lines)
-        size.tokens[room_of(path, package)] += code_tokens(source)
+        size.tokens[room_of(path, package)] += len(code_of(source))
         classes = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef))
         size.classes.update(node.name for node in classes if not node.name.startswith("_"))
     return size

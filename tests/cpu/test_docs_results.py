@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 from pathlib import Path
@@ -25,6 +26,7 @@ def test_a_table_that_differs_from_its_result_is_reported(tmp_path: Path, monkey
         (tmp_path / name).write_text((ROOT / name).read_text(encoding="utf-8"), encoding="utf-8")
     monkeypatch.setattr(docs, "ROOT", tmp_path)
     monkeypatch.setattr(docs, "BY_HAND", ())
+    monkeypatch.setattr(docs, "unsupported", list)
     assert docs.wrong() == []
     page = tmp_path / "docs/benchmarks.md"
     whole = page.read_text()
@@ -121,6 +123,9 @@ def test_a_result_is_old_when_its_code_has_changed_since(tmp_path: Path) -> None
     said = ages.words("r.json", old, "thalweg bench kernels")
     assert old.old and "1 commit changed that code since: " in said and '"Faster tiles"' in said
     assert said.endswith("Measure again: thalweg bench kernels")
+    brought = {"commit": tree.git("rev-parse", "HEAD")}
+    tree.commit("Say why", kernels="# why\n2")
+    assert not ages.age(tmp_path, "r.json", brought, ["kernels"]).old, "a comment is no code"
     (tmp_path / "kernels" / "x.py").write_text("3")
     now = ages.age(tmp_path, "r.json", {"commit": tree.git("rev-parse", "HEAD")}, ["kernels"])
     assert now.files == ("kernels/x.py",) and "changes that are not committed" in ages.words("r.json", now, "x")
@@ -175,8 +180,38 @@ def test_every_part_runs_and_one_failure_fails_the_release_check(
     assert capsys.readouterr().out.endswith("passed: a, c\n")
 
 
+@pytest.mark.parametrize(("rates", "ok"), [([1.7], True), ([1.5, 1.7], True), ([1.5, 1.5, 1.5], False)])
+def test_speed_is_held_against_the_committed_ratio(
+    monkeypatch: pytest.MonkeyPatch, rates: list[float], ok: bool
+) -> None:
+    """The committed ratio is 4.05."""
+    left = list(rates)
+    result = lambda: {"results": [{"batch_size": 1, "ratio": left.pop(0)}]}  # noqa: E731
+    monkeypatch.setattr(check, "thalweg", lambda *words: (result(), ""))
+    found = check.speed(argparse.Namespace())
+    assert found.ok == ok and len(found.words) == len(rates) and not left
+    monkeypatch.setattr(check, "thalweg", lambda *words: (None, "it died"))
+    assert check.speed(argparse.Namespace()).words == ("it died",)
+
+
+def test_a_setting_or_test_of_the_support_page_that_is_not_there_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_x.py").write_text("def test_a() -> None: ...\n")
+    page = "`--tp-size 8`, `--no-flag 3`, `tests/test_x.py`, `tests/test_x.py::test_a`, `tests/test_x.py::test_b`, `tests/y.py`"
+    (tmp_path / "docs" / "support.md").write_text(page)
+    monkeypatch.setattr(docs, "ROOT", tmp_path)
+    assert docs.unsupported() == [
+        "docs/support.md: no flag --no-flag",
+        "docs/support.md: no test tests/test_x.py::test_b",
+        "docs/support.md: no test tests/y.py",
+    ]
+
+
 def test_the_release_check_has_every_documented_part() -> None:
-    assert set(check.PARTS) == {"compose", "parity", "evals", "soak", "gpu", "docs"}
+    assert set(check.PARTS) == {"compose", "parity", "evals", "soak", "gpu", "docs", "long", "speed"}
     assert all(f"| {name} |" in (check.__doc__ or "") for name in check.PARTS)
     committed = {row["task"] for row in json.loads(check.EVALS.read_text())["results"]}
     assert set(check.TASKS) <= committed

@@ -1,12 +1,18 @@
-"""How old results are, by commits: which commits have changed the code that a result measures since it was measured."""
+"""How old results are, by commits: which commits have changed the code that a result measures since it was measured.
+
+Comments, docstrings and layout are no code.
+"""
 
 from __future__ import annotations
 
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
+
+from tools.size import code_of
 
 CHANGED = "+changes"  # behind the commit of a result that was measured in a tree with changes
 SHOWN = 3  # commits that are named
@@ -60,10 +66,22 @@ def age(root: Path, path: str, result: Mapping[str, Any], code: Sequence[str]) -
     if not result.get("commit") and git(root, "status", "--porcelain", "--", path):
         return Age(git(root, "rev-parse", "HEAD"), (), (), "it is not committed yet, and counts as measured now")
     commit, unsure = measured_at(root, path, result)
-    log = git(root, "log", "--format=%h%x09%s", f"{commit}..HEAD", "--", *code)
+    names = git(root, "diff", "--name-only", "--no-renames", commit, "HEAD", "--", *code).splitlines()
+    files = [name for name in names if _code(root, commit, name) != _code(root, "HEAD", name)]
+    log = git(root, "log", "--format=%h%x09%s", f"{commit}..HEAD", "--", *files) if files else ""
     commits = tuple((line.partition("\t")[0], line.partition("\t")[2]) for line in log.splitlines())
     changed = git(root, "diff", "--name-only", "HEAD", "--", *code).splitlines()
     return Age(commit, commits, tuple(changed), unsure)
+
+
+@cache
+def _code(root: Path, commit: str, name: str) -> str:
+    """The code of a file at a commit; "" where it has none."""
+    try:
+        text = git(root, "show", f"{commit}:{name}")
+    except NoHistory:
+        return ""
+    return "\n".join(code_of(text)) if name.endswith(".py") else text
 
 
 def words(path: str, one: Age, again: str) -> str:

@@ -5,10 +5,12 @@ others say.
 | --- | --- |
 | compose | every pair of features, and every triple of the ablation's columns, gives the plain engine's tokens |
 | parity | logits agree with transformers' on random configurations |
+| long | a prompt of nearly the whole context, in chunks, with drafts and prefix hits, gives the plain engine's tokens |
+| speed | the bundled model generates at least 0.4 of the committed times faster than transformers |
 | evals | the bundled tasks are answered as well as the committed evaluation says, within both intervals |
 | soak | the random drivers of cache and scheduler run, and their committed results are as new as that code |
 | gpu | every GPU result is as new as the code that it measures (`benchmarks/index.yaml`) |
-| docs | every table is its result's, and every line of docs/support.md has one |
+| docs | every table is its result's, every line of docs/support.md has one, and its settings and tests are there |
 """
 
 from __future__ import annotations
@@ -28,6 +30,9 @@ from tools.release import ages, docs
 
 ROOT = Path(__file__).parents[2]
 EVALS = ROOT / "benchmarks" / "cpu" / "eval_tiny.json"
+SPEED = ROOT / "benchmarks" / "cpu" / "compare_transformers.json"
+SPEED_SHARE = 0.4  # of the committed ratio: a busy machine slows the two unevenly
+SPEED_TRIES = 3
 TASKS = ("sums", "recall", "tools")
 WHOLE = {"code": ["thalweg"], "again": "with the command that it names"}
 
@@ -58,22 +63,52 @@ def compose(args: argparse.Namespace) -> Verdict:
     return pytest("tests/compose")
 
 
+def long(args: argparse.Namespace) -> Verdict:
+    return pytest("tests/compose/test_long.py")
+
+
+def speed(args: argparse.Namespace) -> Verdict:
+    """Of one sequence, in one run with transformers."""
+    least = SPEED_SHARE * ratio_of(json.loads(SPEED.read_text(encoding="utf-8")))
+    words = ["models/tiny", "--batch-size", "1", "--rounds", "2", "--input-len", "64", "--output-len", "64"]
+    said: list[str] = []
+    for _ in range(SPEED_TRIES):
+        found, why = thalweg("bench", "compare-transformers", *words)
+        if found is None:
+            return Verdict(False, (*said, why))
+        said.append(f"{ratio_of(found):.2f} times as fast as transformers, at least {least:.2f} is expected")
+        if ratio_of(found) >= least:
+            return Verdict(True, tuple(said))
+    return Verdict(False, tuple(said))
+
+
+def ratio_of(result: dict[str, Any]) -> float:
+    """Thalweg's rate / transformers', of one sequence."""
+    return float(next(row["ratio"] for row in result["results"] if row["batch_size"] == 1))
+
+
+def thalweg(*words: str) -> tuple[dict[str, Any] | None, str]:
+    """The result that a command of thalweg writes; None and why where it failed."""
+    with TemporaryDirectory() as folder:
+        out = Path(folder) / "result.json"
+        command = [sys.executable, "-m", "thalweg", *words, "--output-file", str(out)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+            return None, f"thalweg {' '.join(words)} ended with {done.returncode}: {last}"
+        return json.loads(out.read_text(encoding="utf-8")), ""
+
+
 def parity(args: argparse.Namespace) -> Verdict:
     return pytest("tests/cpu/test_models_parity.py", "tests/cpu/test_models_nextn.py", "tests/cpu/test_models_tiny.py")
 
 
 def evals(args: argparse.Namespace) -> Verdict:
     """The bundled tasks again, with fewer items."""
-    with TemporaryDirectory() as folder:
-        out = Path(folder) / "eval.json"
-        words = ["models/tiny", "--tasks", *TASKS, "--items", str(args.items), "--output-file", str(out)]
-        done = subprocess.run(
-            [sys.executable, "-m", "thalweg", "eval", *words], cwd=ROOT, capture_output=True, text=True, check=False
-        )
-        if done.returncode != 0:
-            last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-            return Verdict(False, (f"thalweg eval {' '.join(words[:-2])} ended with {done.returncode}: {last}",))
-        return same_answers(json.loads(EVALS.read_text(encoding="utf-8")), json.loads(out.read_text(encoding="utf-8")))
+    found, why = thalweg("eval", "models/tiny", "--tasks", *TASKS, "--items", str(args.items))
+    if found is None:
+        return Verdict(False, (why,))
+    return same_answers(json.loads(EVALS.read_text(encoding="utf-8")), found)
 
 
 def same_answers(committed: dict[str, Any], now: dict[str, Any]) -> Verdict:
@@ -132,6 +167,8 @@ PARTS: dict[str, Callable[[argparse.Namespace], Verdict]] = {
     "gpu": gpu,
     "parity": parity,
     "evals": evals,
+    "speed": speed,
+    "long": long,
     "compose": compose,
     "soak": soak,
 }

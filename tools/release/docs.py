@@ -22,6 +22,7 @@ import yaml
 
 from thalweg.bench.ablation_tables import digest, save_plot
 from thalweg.bench.result_files import ResultFileError
+from thalweg.config.args import options_parser
 from tools.release import tables
 
 ROOT = Path(__file__).parents[2]
@@ -31,6 +32,8 @@ BY_HAND = ("README.md", "docs/kernels.md", "docs/structured-output.md")  # their
 BLOCK = re.compile(r"^<!-- table: (?P<order>[^\n]*?) -->\n(?P<body>.*?)^<!-- end -->$", re.M | re.S)
 SECTION = re.compile(r"^#{1,6} ", re.M)
 NAMED = re.compile(r"benchmarks/[\w./*-]*[\w*/]")
+FLAG = re.compile(r"`(--[\w-]+)")
+TEST = re.compile(r"`(tests/[\w/]+\.py)(?:::(\w+))?`")
 TABLE = re.compile(r"(?:^\|[^\n]*\n)+", re.M)
 MEASURED = re.compile(
     r"^[~≈<>±]?\s*[\d.,]+(?:\s*(?:/|–|-|±|×|%|ms|us|µs|s|tok/s|GB/s|TB/s|TFLOP/s|MiB|GiB|GB)\s*[\d.,]*)*$"
@@ -138,6 +141,18 @@ def _measured(table: str) -> bool:
     return any(MEASURED.match(cell.strip().strip("*")) for row in rows for cell in row if cell.strip())
 
 
+def unsupported() -> list[str]:
+    """What docs/support.md recommends or names that is not there: settings of `thalweg serve`, and tests."""
+    page = (ROOT / "docs" / "support.md").read_text(encoding="utf-8")
+    known = {word for action in options_parser("", "")._actions for word in action.option_strings}
+    found = [f"docs/support.md: no flag {flag}" for flag in sorted(set(FLAG.findall(page)) - known)]
+    for path, name in sorted(set(TEST.findall(page))):
+        file = ROOT / path
+        if not file.is_file() or name and not re.search(rf"^def {name}\(", file.read_text(encoding="utf-8"), re.M):
+            found.append(f"docs/support.md: no test {path}{'::' * bool(name)}{name}")
+    return found
+
+
 def wrong() -> list[str]:
     """What is wrong with the pages, in words; [] when all is well."""
     found = []
@@ -156,6 +171,7 @@ def wrong() -> list[str]:
         found += [
             f"{name}: the table of {order} stands there {many} times" for order, many in orders.items() if many > 1
         ]
+    found += unsupported()
     for name in BY_HAND:
         heads = unnamed((ROOT / name).read_text(encoding="utf-8"))
         found += [f"{name}: no result that is there is named in the section of the table {head!r}" for head in heads]
