@@ -87,6 +87,14 @@ def test_random_schemas_give_valid_output_and_do_not_affect_other_requests(llm: 
     assert ended >= 38
 
 
+def test_a_result_names_what_is_not_enforced(llm: LLM) -> None:
+    source = json.dumps({"type": "array", "items": {"enum": [1, 2]}, "maxItems": 2, "uniqueItems": True})
+    free, loose = llm.generate(["My lord,"] * 2, HOT, grammar=[NO_GRAMMAR, Grammar("json_schema", source)])
+    assert free.warnings == () and [w.partition(" ")[0] for w in loose.warnings] == ["grammar#/uniqueItems"]
+    with pytest.raises(InvalidRequest, match="#/uniqueItems"):
+        llm.generate("My lord,", HOT, grammar=Grammar("json_schema", source, strict=True))
+
+
 def test_overlap_gives_the_same_tokens() -> None:
     grammar = Grammar("json_schema", json.dumps(members(random.Random(5), 3)))
     params = [msgspec.structs.replace(HOT, seed=seed, max_tokens=80, frequency_penalty=0.3) for seed in range(6)]

@@ -270,16 +270,21 @@ def strict(value: Any) -> Any:
     """The body with `strict` wherever it can be."""
     if isinstance(value, dict):
         value = {key: strict(member) for key, member in value.items()}
-        return value | ({"strict": True} if {"schema", "name"} <= value.keys() or "parameters" in value else {})
+        return value | (
+            {"strict": True}
+            if {"schema", "name"} <= value.keys() or {"parameters", "input_schema"} & value.keys()
+            else {}
+        )
     return [strict(member) for member in value] if isinstance(value, list) else value
 
 
-@pytest.mark.parametrize("route", ["chat", "chat tools", "responses"])
+@pytest.mark.parametrize("route", ["chat", "chat tools", "responses", "messages"])
 def test_strict_refuses_what_is_not_enforced(api: httpx.Client, route: str) -> None:
     path, body, field = ROUTES[route]
     answer = api.post(path, json=strict(body))
     error = answer.json()["error"]
-    assert answer.status_code == 400 and error["param"] == field and PLACE in error["message"], answer.text
+    assert answer.status_code == 400 and error.get("param", field) == field, answer.text
+    assert field in error["message"] and PLACE in error["message"]
     assert ("'add'" in error["message"]) == ("tools" in field)
 
 

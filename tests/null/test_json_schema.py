@@ -16,7 +16,7 @@ from thalweg.text.ecma_regex import UnsupportedPattern, to_rust
 from thalweg.text.grammar import check
 from tools.schema_suite import COMPILER, walk
 
-INTERNALS = "coerce_one_of", "lark", "NoExtension", "llguidance", "lexer", "\n"
+INTERNALS = "coerce_one_of", "(in regex)", "lark", "NoExtension", "llguidance", "lexer", "\n"
 CAT = {"type": "object", "properties": {"kind": {"const": "cat"}, "lives": {"type": "integer"}}, "required": ["kind"]}
 DOG = {"type": "object", "properties": {"kind": {"enum": ["dog", "wolf"]}}, "required": ["kind"]}
 

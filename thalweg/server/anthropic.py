@@ -75,6 +75,7 @@ class AnthropicTool(msgspec.Struct, kw_only=True):
     type: str | None = None  # "custom" or nothing; tools that run on Anthropic's servers are refused
     description: str | None = None
     input_schema: dict[str, Any] | None = None
+    strict: bool | None = None  # calls match the schema also with tool_choice auto, and all of it is enforced
 
 
 class ToolChoice(msgspec.Struct, kw_only=True):
@@ -243,7 +244,7 @@ def _tool(entry: AnthropicTool, field: str) -> dict[str, Any]:
         raise InvalidRequest(f"{field}.type", f"is {entry.type!r}: only your own tools can be called here")
     if entry.input_schema is None:
         raise InvalidRequest(f"{field}.input_schema", "is required")
-    return tool(name=entry.name, description=entry.description, parameters=entry.input_schema)
+    return tool(name=entry.name, description=entry.description, parameters=entry.input_schema, strict=entry.strict)
 
 
 def _tool_choice(choice: ToolChoice) -> str | dict[str, Any]:
