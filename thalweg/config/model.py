@@ -25,7 +25,8 @@ from thalweg.core.files import read_object
 NO_FIELDS: Mapping[str, Any] = MappingProxyType({})
 # far above every published model, and low enough that no product of sizes overflows
 Size = Annotated[int, Meta(ge=1, le=1 << 20)]
-Units = Annotated[int, Meta(ge=1, le=4096)]  # layers, heads, experts
+Units = Annotated[int, Meta(ge=1, le=4096)]  # heads, experts
+Layers = Annotated[int, Meta(ge=1, le=512)]
 Context = Annotated[int, Meta(ge=1, le=1 << 24)]
 Count = Annotated[int, Meta(ge=0, le=1 << 20)]
 Place = Annotated[int, Meta(ge=0)]  # beyond the end: nowhere
@@ -158,7 +159,7 @@ class ModelFacts(
     architecture: str
     vocab: Size
     hidden: Size
-    layers: Units
+    layers: Layers
     heads: Units
     kv_heads: Units  # of dense attention, as `head_dim`
     head_dim: Count
@@ -191,7 +192,7 @@ class OtherFields(msgspec.Struct, frozen=True, kw_only=True):
     layer_types: list[Literal["full_attention", "sliding_attention", "indexed_attention"]] = []
     rope_interleave: bool = True  # of MLA: neighbouring dims rotate, not halves
     model_type: str = ""
-    num_hidden_layers: Units
+    num_hidden_layers: Layers
     scoring_func: str = ""
     # layers with an indexer of their own (IndexCache, arXiv 2603.12201): a list or pattern, else every `freq`-th layer
     # from `offset` on

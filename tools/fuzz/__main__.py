@@ -106,7 +106,7 @@ def fuzz(name: str, seconds: float, seed: int) -> Result:
                 result.num_failures += 1
                 if kind not in kinds and len(kinds) < FAILURES_SHOWN:
                     text = "".join(traceback.format_exception(error)[-6:])
-                    result.failures.append({"input": entry, "error": text[-4000:].replace(f"{ROOT}/", "")})
+                    result.failures.append({"input": entry, "error": text.splitlines()[-1][:500]})
                     print(f"FAILED on {json.dumps(entry)[:3000]}\n{text}", flush=True)
                 kinds.add(kind)
                 running.close()
