@@ -14,7 +14,8 @@ from thalweg.text.json_schema import SchemaError, escape, normalize
 
 CACHED = 64  # rewritten schemas
 MAX_PROBES = 120  # compilations to find what does not compile
-MAX_SECONDS = 0.2  # of CPU time for them
+MAX_PROBED = 1 << 20  # characters of the schemas in them, so that a server and its engine decide alike
+MAX_SECONDS = 2.0  # of CPU time for them, beyond which a hostile schema is refused
 # With these limits, by the library's figures, compiling takes at most some 100 ms, a mask some 10 ms.
 LIMITS = LLParserLimits(
     initial_lexer_fuel=2_000_000,
@@ -74,7 +75,7 @@ class _Repair:
         self.source = source
         self.schema, self.notes, self.paths = normalize(source)
         self.defs: dict[str, Any] = self.schema.get("$defs", {})
-        self.probes, self.began = 0, time.thread_time()
+        self.probes, self.probed, self.began = 0, 0, time.thread_time()
 
     def run(self) -> EnforceableSchema:
         while error := self._error(self.schema):
@@ -86,13 +87,15 @@ class _Repair:
 
     def _error(self, node: Any) -> str:
         """Why a subschema does not compile by itself; "" if it does."""
-        self.probes += 1
-        if self.probes > MAX_PROBES or time.thread_time() - self.began > MAX_SECONDS:
-            raise SchemaError("", "is too complex to be enforced")
         if node is False:
             return _UNSATISFIABLE
-        whole = styled({**node, "$defs": self.defs} if self.defs else node)
-        return LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(json.dumps(whole)), limits=LIMITS)
+        whole = json.dumps(styled({**node, "$defs": self.defs} if self.defs else node))
+        self.probes += 1
+        self.probed += len(whole) if self.probes > 1 else 0  # the first is the schema itself
+        is_late = time.thread_time() - self.began > MAX_SECONDS
+        if self.probes > MAX_PROBES or self.probed > MAX_PROBED or is_late:
+            raise SchemaError("", "is too complex to be enforced")
+        return LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(whole), limits=LIMITS)
 
     def _locate(self, node: Any, unsatisfiable: bool, seen: set[int]) -> Any:
         """The innermost subschema that does not compile."""
