@@ -22,8 +22,9 @@ from thalweg.kernels.fp8_block.ref import quantize
 from thalweg.models.catalog import read_facts
 from thalweg.quant.fp8_block import SUFFIX, Fp8Block
 from thalweg.quant.scheme import Read, TensorSpec
+from thalweg.weights.index import INDEX
 from thalweg.weights.loader import load
-from thalweg.weights.stream import INDEX, SINGLE, Safetensors
+from thalweg.weights.stream import SINGLE, Safetensors
 from thalweg.weights.table import Transform, WeightRule, WeightTable, unchanged
 
 IDS = list(range(40))

@@ -17,9 +17,10 @@ from thalweg.bench.make_checkpoint import main, published
 from thalweg.models import catalog
 from thalweg.models.catalog import read_facts
 from thalweg.quant.scheme import TensorSpec
+from thalweg.weights.index import INDEX
 from thalweg.weights.loader import load
 from thalweg.weights.random import RandomTensor
-from thalweg.weights.stream import INDEX, Safetensors
+from thalweg.weights.stream import Safetensors
 
 FP8 = {
     "quantization_config": {

@@ -269,8 +269,9 @@ def test_generate_reads_the_grammar_of_many_prompts_once(
         calls.append("read")
         return grammar_of(*args, **kwargs)
 
-    async def check(checker: GrammarChecker, grammar: Grammar) -> None:
+    async def check(checker: GrammarChecker, grammar: Grammar) -> tuple[str, ...]:
         calls.append("check")
+        return ()
 
     monkeypatch.setattr("thalweg.server.generate.grammar_of", read)
     monkeypatch.setattr(GrammarChecker, "check", check)

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -428,12 +429,14 @@ def test_grammars_that_wait_are_counted(monkeypatch: pytest.MonkeyPatch) -> None
     go = threading.Event()
     seen: list[str] = []
 
-    def verdict(grammar: Grammar) -> str:
+    def verdict(grammar: Grammar) -> tuple[str, ...]:
         seen.append(grammar.source)
         go.wait(10)
-        return "is wrong" if grammar.source == "0" else ""
+        if grammar.source == "0":
+            raise InvalidRequest("grammar", "is wrong")
+        return ()
 
-    monkeypatch.setattr(structured_output, "_error_of", verdict)
+    monkeypatch.setattr(structured_output, "check", verdict)
 
     async def crowd() -> None:
         desk = GrammarChecker()
@@ -447,7 +450,7 @@ def test_grammars_that_wait_are_counted(monkeypatch: pytest.MonkeyPatch) -> None
         tasks[3].cancel()  # others wait for the same
         go.set()
         done = await asyncio.gather(*tasks, return_exceptions=True)
-        assert [type(one) for one in done if one is not None] == [
+        assert [type(one) for one in done if one != ()] == [
             InvalidRequest,
             asyncio.CancelledError,
             InvalidRequest,
@@ -465,7 +468,8 @@ def test_a_long_native_stream_does_not_grow_as_the_square_of_its_length() -> Non
         prompt_tokens = cached_tokens = completion_tokens = 1
 
     prompt = PromptJob("text", [5], None, SamplingParams(), "r", NO_GRAMMAR)
-    encoder: Any = generate.GenerateChoiceEncoder(FakeFront().tokenizer, GenerateRequest(text="x"), prompt, 0.0)  # type: ignore[arg-type]
+    job: Any = SimpleNamespace(accounting=SimpleNamespace(began=0.0), warnings=())
+    encoder: Any = generate.GenerateChoiceEncoder(FakeFront().tokenizer, GenerateRequest(text="x"), prompt, job)
     entries = events = 0
     for _ in range(50_000):
         encoder.add(Piece)

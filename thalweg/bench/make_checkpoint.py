@@ -26,8 +26,9 @@ from thalweg.layers.reference import ReferenceLayers
 from thalweg.models import catalog
 from thalweg.models.catalog import read_facts
 from thalweg.quant.scheme import TensorSpec
+from thalweg.weights.index import INDEX
 from thalweg.weights.random import RandomTensor, random_tensors
-from thalweg.weights.stream import INDEX, SINGLE
+from thalweg.weights.stream import SINGLE
 
 THREADS = 8
 PUBLISHED_TYPES = ("bfloat16", "float16", "float32")

@@ -108,7 +108,6 @@ def build(config: EngineConfig, channel: Channel) -> Rank:
     times, facts = StartupTimes(), read_facts(Path(config.model_path))
     caches.use(config.cache_dir)
     config = check_backends(config)
-    facts = msgspec.structs.replace(facts, context=min(facts.context, config.context_length))  # size of the rope table
     if len(config.eos_ids) > MAX_EOS_IDS:
         raise CheckpointError(
             f"{config.model_path}: {len(config.eos_ids)} end-of-sequence ids; a slot has room for {MAX_EOS_IDS}"

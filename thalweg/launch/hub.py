@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from thalweg.core.errors import CheckpointError
-from thalweg.weights.stream import INDEX, read_weight_map
+from thalweg.weights.index import INDEX, read_weight_map
 
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*\Z")
 TEXTS = ("*.json", "*.jinja", "tiktoken.model")

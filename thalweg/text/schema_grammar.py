@@ -15,7 +15,7 @@ from thalweg.text.json_schema import SchemaError, escape, normalize
 CACHED = 64  # rewritten schemas
 MAX_PROBES = 120  # compilations to find what does not compile
 MAX_PROBED = 1 << 20  # characters of the schemas in them, so that a server and its engine decide alike
-MAX_SECONDS = 2.0  # of CPU time for them, beyond which a hostile schema is refused
+MAX_SECONDS = 1.0  # of CPU time for them, beyond which a hostile schema is refused
 # With these limits, by the library's figures, compiling takes at most some 100 ms, a mask some 10 ms.
 LIMITS = LLParserLimits(
     initial_lexer_fuel=2_000_000,

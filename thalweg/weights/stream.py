@@ -13,12 +13,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from thalweg.core.errors import CheckpointError
-from thalweg.core.files import check_regular, read_object
+from thalweg.core.files import check_regular
 from thalweg.quant.catalog import Declared, Schemes, Stored
 from thalweg.quant.scheme import Read, TensorSpec
+from thalweg.weights.index import INDEX, read_weight_map
 from thalweg.weights.pump import FileSlice, pump
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+SINGLE = "model.safetensors"
 DTYPES = {  # as a safetensors header spells them
     "F64": torch.float64,
     "F32": torch.float32,
@@ -138,14 +139,3 @@ def _tensors_in(path: Path) -> dict[str, FileSlice]:
         name: FileSlice(path, 8 + length + entry["data_offsets"][0], tuple(entry["shape"]), DTYPES[entry["dtype"]])
         for name, entry in header.items()
     }
-
-
-def read_weight_map(index: Path) -> dict[str, str]:
-    """The file of each tensor, by an index. Raises FileNotFoundError, and CheckpointError for a broken one."""
-    where = read_object(index).get("weight_map")
-    if not isinstance(where, dict) or not all(isinstance(file, str) for file in where.values()):
-        raise CheckpointError(f"{index}: weight_map must be an object of file names")
-    elsewhere = [file for file in where.values() if Path(file).name != file]
-    if elsewhere:
-        raise CheckpointError(f"{index}: {elsewhere[0]!r} is no name of a file beside it")
-    return dict(where)
