@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -410,6 +411,20 @@ def test_sigterm_ends_the_cell_and_keeps_the_rest(tmp_path: Path) -> None:
     assert process.returncode == 130 and "the same command continues" in said
     assert children and not any(Path(f"/proc/{child}").exists() for child in children)
     assert [cell["status"] for cell in json.loads(out.read_text())["cells"]] == ["interrupted"]
+
+
+def test_ctrl_c_within_the_start_of_a_cell_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    pids: list[int] = []
+
+    class Interrupted(subprocess.Popen[bytes]):
+        def __init__(self, *args: Any, **fields: Any) -> None:
+            super().__init__(*args, **fields)
+            pids.append(self.pid)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(ablation_cell.subprocess, "Popen", Interrupted)
+    assert ablation_cell.run_cell(_order(TINY), 60)["status"] == ablation_cell.INTERRUPTED
+    assert pids and not Path(f"/proc/{pids[0]}").exists()
 
 
 def _children(pid: int) -> list[int]:

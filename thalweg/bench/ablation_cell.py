@@ -13,7 +13,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 from statistics import fmean
@@ -174,9 +175,12 @@ def run_cell(order: CellOrder, limit: float) -> Result:
         folder = Path(name)
         (folder / ORDER).write_bytes(msgspec.json.encode(order))
         words = [sys.executable, "-m", "thalweg.bench.ablation_cell", name]
-        with (folder / OUTPUT).open("wb") as output:  # a session of its own: Ctrl-C in the terminal does not reach it
+        with (folder / OUTPUT).open("wb") as output, _held_signals() as held:
+            # a session of its own: Ctrl-C in the terminal does not reach it
             process = subprocess.Popen(words, stdout=output, stderr=output, start_new_session=True)
         try:
+            if held:
+                raise KeyboardInterrupt
             process.wait(limit)
         except subprocess.TimeoutExpired:
             ended = {"status": TIMED_OUT, "reason": f"not done within {limit:g} s"}
@@ -190,6 +194,21 @@ def run_cell(order: CellOrder, limit: float) -> Result:
         if not ended and "status" not in result:
             ended = {"status": FAILED, "reason": failure(process.returncode, folder / OUTPUT)}
     return {**result, **ended, "seconds": time.perf_counter() - begin}
+
+
+@contextmanager
+def _held_signals() -> Iterator[list[int]]:
+    """Collects Ctrl-C and SIGTERM: within a start they would leave a process that nobody ends."""
+    held: list[int] = []
+    before = {
+        number: signal.signal(number, lambda number, _: held.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield held
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def failure(status: int, output: Path) -> str:

@@ -29,6 +29,7 @@ from thalweg.core.messages import (
     EngineReady,
     FromEngine,
     StepUpdate,
+    StopProfile,
     Submit,
     ToEngine,
     TokenDelta,
@@ -73,7 +74,8 @@ class Wire(Target):
 
     def __exit__(self, *_: object) -> None:
         with contextlib.suppress(zmq.Again):  # it has ended
-            self.socket.send(msgspec.msgpack.encode(Drain()), zmq.NOBLOCK)
+            for message in (StopProfile(0), Drain()):  # a profile would record this process to its end
+                self.socket.send(msgspec.msgpack.encode(message), zmq.NOBLOCK)
         self.thread.join(LIMIT)
         self.socket.close(linger=0)
         self.context.term()
