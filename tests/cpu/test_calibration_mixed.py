@@ -1,70 +1,68 @@
-"""What follows from step times: prompt tokens beside decode rows, and piecewise graphs. The times are synthetic."""
+"""Step times that start-up measures, and what follows from them for piecewise graphs. The times are synthetic."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from thalweg.engine.calibration import FLAT, MANY_ROWS, MAX_SLOWDOWN, TOTALS, choose_mixed_step_limits, trim_piecewise
+from tests.configs import config
+from thalweg.core.plan import Row
+from thalweg.engine.calibration import Calibrator, trim_piecewise
 from thalweg.runner.piecewise import Piecewise
+from thalweg.scheduler.prompt_share import DecodeLoad, StepCost
 
 
-def test_the_most_tokens_within_the_time() -> None:
-    # a step costs 10 ms and 10 us a token, so `MAX_SLOWDOWN` times as long is reached at 600 tokens beside none
-    def time(rows: int, tokens: int) -> float:
-        return 0.010 + 1e-5 * (rows + tokens)
+def calibrator(**fields: Any) -> Calibrator:
+    """Its steps take 1 ms and 10 us a token; decode rows with a context 1 ns for each token of it, pairs 2 ns."""
+    wishes = {"max_running_requests": 64, "chunked_prefill_size": 4096, "context_length": 20000, "num_pages": 1000}
+    settings = config(model_path="m", measures_step_times=True, **wishes | fields)
+    bare = Calibrator.__new__(Calibrator)
+    bare.config, bare.asked = settings, []  # type: ignore[attr-defined]
 
-    table = dict(choose_mixed_step_limits(time, (1, 32, 256), 8192))
-    for rows, total in table.items():
-        fits = [t for t in TOTALS if t >= 2 * rows and time(rows, t - rows) <= MAX_SLOWDOWN * time(rows, 0)]
-        share = 2 if rows < MANY_ROWS else 4
-        least = [t for t in TOTALS if share * (t - 1) / time(1, t - 1) >= (TOTALS[-1] - 1) / time(1, TOTALS[-1] - 1)][0]
-        assert total == max(fits[-1], least)
-    assert table[256] > table[1]
+    def seconds(rows: Sequence[Row]) -> float:
+        assert len(rows) <= settings.max_running_requests and len({row.slot for row in rows}) == len(rows)
+        assert sum(row.n for row in rows) <= settings.chunked_prefill_size
+        assert all(0 < row.start + row.n <= settings.context_length for row in rows)
+        bare.asked.append(rows)  # type: ignore[attr-defined]
+        of_context = sum(1e-9 * row.start if row.n == 1 else 2e-9 * row.n * row.start for row in rows)
+        return 1e-3 + 1e-5 * sum(row.n for row in rows) + of_context
 
-
-def test_where_nothing_fits_prompts_run_at_half_of_the_best_rate() -> None:
-    # a lone row takes 1 ms; with any prompt all experts are read: 10 ms, and 5 us a token
-    def time(rows: int, tokens: int) -> float:
-        return 0.001 if not tokens else 0.010 + 5e-6 * tokens
-
-    rates = {tokens: (tokens - 1) / time(1, tokens - 1) for tokens in TOTALS}
-    half, quarter = (min(t for t, rate in rates.items() if share * rate >= max(rates.values())) for share in (2, 4))
-    assert (
-        choose_mixed_step_limits(time, (1, MANY_ROWS), 8192) == ((1, half), (MANY_ROWS, quarter))
-        and quarter < half < TOTALS[-1]
-    )
+    bare.forward_seconds = seconds  # type: ignore[method-assign]
+    return bare
 
 
-def test_tokens_that_hardly_cost_more_are_taken() -> None:
-    # decoding takes 8 ms; with a prompt of any length the host needs 20, the device 15 us a token
-    def time(rows: int, tokens: int) -> float:
-        return max(0.020, 0.008 + 1.5e-5 * tokens) if tokens else 0.008
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"max_running_requests": 2},
+        {"max_running_requests": 3, "chunked_prefill_size": 8},
+        {"chunked_prefill_size": 64, "context_length": 40},
+        {"num_pages": 5, "context_length": 300},
+    ],
+)
+def test_step_times_are_measured_within_the_limits(fields: dict[str, Any]) -> None:
+    of = calibrator(**fields)
+    times = of.step_times()
+    cost = StepCost(times)
+    assert 0 < len(of.asked) <= 45, "a start must not take long"  # type: ignore[attr-defined]
+    assert times.pair_seconds == pytest.approx(2e-9) or times.pair_seconds == 0.0
+    for rows, tokens in ((1, 5), (2, 3)):
+        expected = 1e-3 + 1e-5 * (rows + tokens) + 1e-9 * rows * (times.context - 1)
+        load = DecodeLoad(rows, rows, rows * times.context)
+        assert cost.seconds(load, tokens, 0) == pytest.approx(expected, rel=0.7)
 
-    ((_, total),) = choose_mixed_step_limits(time, (64,), 8192)
-    cheap = [t for t in TOTALS if time(64, t - 64) <= FLAT * 0.020]
-    assert total == cheap[-1] == 1024 and time(64, total - 64) > MAX_SLOWDOWN * time(64, 0)
 
-
-def test_few_step_times_are_measured() -> None:
-    asked: list[int] = []
-
-    def time(rows: int, tokens: int) -> float:
-        asked.append(rows)
-        return 0.01 * (rows + tokens) ** 0.1
-
-    choose_mixed_step_limits(time, (1, 32, 64), 8192)
-    assert len(asked) <= len(TOTALS) + 3 * 6
-
-
-def test_a_small_budget_bounds_a_step() -> None:
-    def time(rows: int, tokens: int) -> float:
-        return 0.01
-
-    assert choose_mixed_step_limits(time, (4,), 300) == ((4, 256),)
-    assert choose_mixed_step_limits(time, (4, 60), 64) == ((4, 64), (60, 64))
+def test_times_of_steps_that_were_not_measured_are_interpolated() -> None:
+    cost = StepCost(calibrator().step_times())
+    for rows, context, tokens, start in ((1, 1024, 0, 0), (17, 1024, 0, 0), (20, 6000, 700, 0), (45, 100, 3000, 9000)):
+        pairs = tokens * start
+        expected = 1e-3 + 1e-5 * (rows + tokens) + 1e-9 * rows * context + 2e-9 * pairs
+        got = cost.seconds(DecodeLoad(rows, rows, rows * context), tokens, pairs)
+        assert got == pytest.approx(expected, rel=0.02), (rows, context, tokens, start)
 
 
 class FakePieces:

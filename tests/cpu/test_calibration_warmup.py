@@ -37,9 +37,10 @@ from thalweg.engine.calibration_plans import (
     token_counts,
 )
 from thalweg.engine.calibration_warmup import one_layer_of_each_kind, warm_up
+from thalweg.launch import resources
 from thalweg.launch.report import as_json, show
 from thalweg.launch.resolve import resolve
-from thalweg.launch.resources import is_measured_by_steps
+from thalweg.launch.resources import can_measure_steps
 from thalweg.memory.planes import Planes
 from thalweg.models.catalog import read_facts
 from thalweg.models.token_by_token import TokenByToken
@@ -213,21 +214,23 @@ def test_the_numbers_of_attention_on_pages_are_its_own() -> None:
     assert given == {"CHUNK": CHUNK, "DECODE_QUERY": DECODE_QUERY}
 
 
-def test_steps_of_single_tokens_are_not_paced() -> None:
+def test_step_times_are_measured_where_the_user_sets_no_size_or_a_target(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine("Test CPU", 8, 100 * GB, 50 * GB, ("NVIDIA H100 80GB HBM3",), 80 * GB)
 
-    def beside(**wishes: Any) -> object:
-        return resolve(
-            options_of(model=str(TINY), **wishes), machine, weights=False, progress=False
-        ).engine.mixed_step_limits
+    def measures(**wishes: Any) -> bool:
+        engine = resolve(options_of(model=str(TINY), **wishes), machine, weights=False, progress=False).engine
+        assert engine.max_itl_ms == wishes.get("max_itl_ms", 0.0)
+        return engine.measures_step_times
 
-    assert beside() is None and beside(chunked_prefill_size=512) == ()
-    assert (
-        not is_measured_by_steps("cuda", ALONE)
-        and is_measured_by_steps("cuda", KernelConfig(decode="torch"))
-        and not is_measured_by_steps("cpu", KernelConfig())
-    )
-    assert is_measured_by_steps("cuda", KernelConfig(decode="triton", deterministic=True))
+    assert measures() and not measures(chunked_prefill_size=512)
+    assert measures(chunked_prefill_size=512, max_itl_ms=20.0) and not measures(device="cpu")
+    assert measures(device="cpu", max_ttft_ms=500.0)
+    assert can_measure_steps(KernelConfig(decode="triton", deterministic=True))
+    assert can_measure_steps(KernelConfig(decode="torch")) and not can_measure_steps(ALONE)
+    monkeypatch.setattr(resources, "can_measure_steps", lambda kernels: False)
+    assert not measures()
+    with pytest.raises(UnsupportedConfig, match="max_itl_ms.*one token at a time"):
+        measures(max_itl_ms=20.0)
 
 
 SUMS = MemoryBudget(free=50 * GB, step=3 * GB, graphs=2 * GB, slots=GB // 2, reserve=GB, page=2_000_000)

@@ -149,7 +149,7 @@ def test_a_deterministic_one_starts_warm(shape: dict[str, Any], cuda: torch.devi
     """Every token is a step of its own: what runs before the first request, and what is measured, is one token's."""
     (tmp_path / "config.json").write_text(json.dumps(shape))
     of = engine(tmp_path, warmup=True, deterministic_inference=True, max_running_requests=4)
-    assert of.config.warmup and of.config.mixed_step_limits == () and isinstance(of.runner.model, TokenByToken)
+    assert of.config.warmup and of.config.step_times is None and isinstance(of.runner.model, TokenByToken)
     prompts = [tuple(range(100)), tuple(range(7, 50))]
     params = [SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)] * 2
     together = tokens(of, prompts, params)

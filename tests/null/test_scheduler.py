@@ -60,27 +60,6 @@ def uids(plan: StepPlan) -> list[int]:
     return [row.uid for row in plan.rows]
 
 
-# ---- prompts beside decoding rows
-
-
-def test_prompts_beside_decoding_rows_get_what_the_table_says() -> None:
-    b = make_scheduler(budget=32, mixed_step_limits=((1, 7), (2, 11)), context=60)
-    b.handle([submit(1, 30)])
-    assert [row.n for row in step(b).rows] == [30], "without decoding rows a prompt has the whole budget"
-    b.handle([submit(2, 14), submit(3, 40)])
-    assert [row.n for row in step(b).rows] == [1, 6]
-    assert [row.n for row in step(b).rows] == [1, 6]
-    assert [row.n for row in step(b).rows] == [1, 2, 4], "the next prompt has what is left of them"
-    assert [row.n for row in step(b).rows] == [1, 1, 9]
-    assert b.limits.max_prompt_tokens(2, 30) == 9 and b.limits.max_prompt_tokens(5, 27) == 6
-    assert b.limits.max_prompt_tokens(30, 7) == 5, "prompts go on beside however many rows"
-    assert b.limits.max_prompt_tokens(30, 2) == 2, "never more than the budget leaves"
-    few = make_scheduler(budget=32, mixed_step_limits=((3, 1),), context=60).limits
-    assert few.max_prompt_tokens(5, 27) == 1, (
-        "one at least, and no less than none, where the table has fewer tokens than rows"
-    )
-
-
 # ---- the door
 
 

@@ -185,7 +185,8 @@ def _servegen(path: Path, limits: TraceLimits, seed: int) -> Iterable[TraceRow]:
     return heapq.merge(*streams, key=lambda row: row.at)
 
 
-def _rows(path: Path, limits: TraceLimits, seed: int) -> Iterable[TraceRow]:
+def trace_rows(path: Path, limits: TraceLimits, seed: int) -> Iterable[TraceRow]:
+    """Requests as recorded, in order; only simulated clients obey the limits here. Raises DatasetError."""
     if path.is_file() and tarfile.is_tarfile(path):
         return _servegen(path, limits, seed)
     start = next(lines_of(path), "").lstrip("\ufeff").lstrip()
@@ -205,7 +206,7 @@ def trace_prompts(
     """The first `count` rows (0: all) of the limits' part of a trace with tokens, cut and scaled. Every line is checked
     before anything is sent. Raises DatasetError that names file, line and field.
     """
-    within = (row for row in _rows(path, limits, seed) if limits.begin <= row.at < limits.end)
+    within = (row for row in trace_rows(path, limits, seed) if limits.begin <= row.at < limits.end)
     own, jitter = Random(f"{seed}/rows"), Random(f"{seed}/jitter")
     block, blocks, prompts = max(1, round(BLOCK * limits.scale)), dict[int, list[int]](), list[SampleRequest]()
     for row in islice(within, count or None):

@@ -12,6 +12,7 @@ import msgspec
 from thalweg.core.kernels import KernelConfig, TunedKernel
 from thalweg.core.plan import PAGE
 from thalweg.core.report import Decision, Report
+from thalweg.core.step_times import StepTimes
 from thalweg.core.tree import CHAIN, TreeShape
 
 
@@ -82,8 +83,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Requests that wait at most; 0: no limit."""
     chunked_prefill_size: int = 2048
     """Tokens of one step at most."""
-    mixed_step_limits: tuple[tuple[int, int], ...] | None = ()
-    """(decode rows, tokens) pairs: tokens of a step with at least so many decode rows. None: start-up measures them."""
+    measures_step_times: bool = False
+    """Whether start-up measures `step_times`."""
+    step_times: StepTimes | None = None
+    """By which the prompt tokens beside decode rows are chosen. None: prompts get all that a step leaves."""
+    max_ttft_ms: float = 0.0
+    """Target for the time to the first token; 0: none."""
+    max_itl_ms: float = 0.0
+    """Target for the time of a step with decode rows; 0: none."""
     schedule_policy: str = "fcfs"
     overlap_schedule: bool = False
     """Whether the next step is planned while the device computes."""

@@ -202,6 +202,19 @@ class ScheduleOptions(Section):
         auto="by device; on a GPU fewer beside decoding requests, by times measured at the start",
         off=-1,
     )
+    max_ttft_ms: float | None = setting(
+        None,
+        "target: time to the first token; prompts get larger shares of steps to keep it",
+        least=1,
+        auto="none",
+    )
+    max_itl_ms: float | None = setting(
+        None,
+        "target: time between two tokens of a request; prompts get smaller shares of steps to keep it, before"
+        " --max-ttft-ms",
+        least=1,
+        auto="none",
+    )
     schedule_policy: str = setting(
         "fcfs",
         "order of waiting requests. fcfs: by arrival; lpm: longest cached prefix first; priority: by their priority",

@@ -130,6 +130,8 @@ class Stats(msgspec.Struct):
     ] = ()  # with a drafter: steps that sampled, by drafts of each sequence, from 0 on
     drafter_failures: int = 0  # drafters that failed and were switched off
     broken: int = 0  # requests that ended because the model computed NaN
+    slow_steps: int = 0  # steps with decode rows that took longer than the target between tokens
+    late_first_tokens: int = 0  # first tokens after their target
 
     @property
     def acceptance(self) -> AcceptanceCounts:

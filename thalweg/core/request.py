@@ -53,6 +53,7 @@ class Request:
     has_grammar: bool = False  # a grammar constrains its output
     grammar: Grammar = NO_GRAMMAR
     retention: CacheRetention = RETAIN_ALL
+    arrived: float = 0.0  # by the scheduler's clock
 
     # committed
     state: RequestState = RequestState.QUEUED

@@ -59,6 +59,7 @@ from thalweg.runner.runner import Runner
 from thalweg.sampling.catalog import draft_sampling_for, with_acceptance_rule
 from thalweg.sampling.simulated_acceptance import SimulatedAcceptance
 from thalweg.scheduler.draft_length import FixedDraftLength, MeasuredDraftLength, draft_length_choices
+from thalweg.scheduler.prompt_share import CostBasedShare, LatencyTargets, PromptShare, StepCost, WholeBudget
 from thalweg.scheduler.requests import Limits
 from thalweg.scheduler.scheduler import Scheduler
 from thalweg.spec.catalog import build_drafter
@@ -356,7 +357,6 @@ def build_loop(config: EngineConfig, facts: ModelFacts, runner: Runner, channel:
     limits = Limits(
         slots=config.max_running_requests,
         budget=config.chunked_prefill_size,
-        mixed_step_limits=config.mixed_step_limits or (),
         context=config.context_length,
         vocab=facts.vocab,
         eos_ids=config.eos_ids,
@@ -370,10 +370,18 @@ def build_loop(config: EngineConfig, facts: ModelFacts, runner: Runner, channel:
     )
     times = config.speculative_step_times
     policy = MeasuredDraftLength(times, planning_clock(config)) if times else FixedDraftLength(_max_drafts(config))
-    scheduler = Scheduler(limits, PageAllocator(config.num_pages + 1, tree), draft_length=policy, grammars=grammars)
+    pages, share = PageAllocator(config.num_pages + 1, tree), _prompt_share(config)
+    scheduler = Scheduler(limits, pages, draft_length=policy, prompt_share=share, grammars=grammars)
     worker = Worker(runner, _stream(config), grammars)
     recorder = StepRecorder(config, scheduler.requests) if config.crash_dump_folder else None
     return Loop(channel, scheduler, worker, config.max_steps_in_flight, recorder, AdminOperations(runner, worker))
+
+
+def _prompt_share(config: EngineConfig) -> PromptShare:
+    if config.step_times is None:
+        return WholeBudget()
+    targets = LatencyTargets(config.max_ttft_ms / 1000, config.max_itl_ms / 1000)
+    return CostBasedShare(StepCost(config.step_times), targets, time.monotonic)
 
 
 def _stream(config: EngineConfig) -> InlineStream:

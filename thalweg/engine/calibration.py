@@ -3,10 +3,8 @@
 Synthetic steps are `StepPlan`s that go through the calls of real steps, so every rank of a group can run them together.
 Three things are measured:
 
-- Mixed-step limits: how many tokens a step may have beside decoding rows, which wait for the whole step. A step with
-  prompts should take well under twice the time of the same rows alone. But it may have as many tokens as make it hardly
-  longer than a step with the fewest prompt tokens: what any prompt costs (launching its attention, reading all experts)
-  is paid anyhow. And prompts must be computed at half of the best rate at least, beside many rows at a quarter.
+- Step times with and without prompt tokens, by which the scheduler chooses how many a step has beside decode rows
+  (`scheduler.prompt_share`).
 - Piecewise graphs: the sizes that are faster than eager steps, which are bound by Python up to some hundred tokens.
 - Step times by number of drafts, from which the draft length is chosen.
 """
@@ -16,7 +14,6 @@ from __future__ import annotations
 import logging
 import math
 import time
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -30,6 +27,7 @@ from thalweg.config.engine import EngineConfig
 from thalweg.core.plan import PAGE, Bind, PageAppend, Row, StepPlan
 from thalweg.core.report import START_UP, Decision
 from thalweg.core.sampling import SamplingParams
+from thalweg.core.step_times import Line, StepTimes
 from thalweg.runner.piecewise import Piecewise
 from thalweg.runner.runner import Runner
 from thalweg.scheduler.draft_length import draft_length_choices
@@ -39,18 +37,15 @@ log = logging.getLogger("thalweg.engine")
 
 GREEDY = SamplingParams(temperature=0.0)
 
-# mixed steps
-MAX_SLOWDOWN = 1.6  # aim: 2; host and network were seen to add a fifth at the 99th percentile
-FLAT = 1.15  # up to this factor a step is hardly longer than another
-MANY_ROWS = 32  # from so many decoding rows on, prompts are computed at a quarter of the best rate
-ROWS = (1, 8, 32, 64, 128, 256)  # decoding rows that are measured
-TOTALS = (128, 256, 384, 512, 768, 1024, 1536, 2048)  # tokens of a mixed step; piecewise graphs have these sizes
-MIXED_CONTEXT = 1024  # tokens before each decoding row
-CHUNK_START = 512  # tokens before a prompt's chunk
-MIXED_REPEATS = 5
-WHY_MIXED = (
-    "a step with prompts takes well under twice as long as without, or hardly longer than with few prompt tokens"
-)
+# steps with prompt tokens
+DECODE_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # alone
+MIXED_ROWS = (1, 32, 128, 256)  # beside prompt tokens
+PROMPT_TOKENS = (64, 256, 1024, 2048, 4096, 8192)
+MIXED_CONTEXT = 1024  # tokens before each decode row, and of a prompt
+CONTEXT_ROWS, PAIR_TOKENS = 32, 1024  # decode rows, and tokens of a chunk, that are also measured with a long context
+LONG_MIXED_CONTEXT = 8192
+MIXED_REPEATS = 3
+WHY_STEP_TIMES = "prompt tokens beside decode rows are as many as cost least, summed over all requests that wait"
 
 # draft times
 SHORT_CONTEXT, LONG_CONTEXT = 512, 32768  # tokens before each row; the longer one as far as it is possible
@@ -75,8 +70,7 @@ MixedTime = Callable[[int, int], float]  # (decoding rows, prompt tokens) → se
 def calibrate(config: EngineConfig, runner: Runner) -> EngineConfig:
     """The configuration with measured limits and times. All slots of the runner are free before and after."""
     calibrator = Calibrator(config, runner)
-    if runner.planes.device.type == "cuda":
-        calibrator.measure_mixed_steps()
+    calibrator.measure_mixed_steps()
     if config.speculative_adaptive and not config.speculative_step_times:
         calibrator.measure_draft_times()
     return calibrator.config
@@ -141,40 +135,60 @@ class Calibrator:
     # ---- mixed steps
 
     def measure_mixed_steps(self) -> None:
-        """Chooses the mixed-step limits and drops piecewise graphs that are not faster than eager steps."""
+        """Measures step times, and drops piecewise graphs that are not faster than eager steps."""
         config, steps = self.config, self.runner.forward_model
-        most = min(config.max_running_requests, config.num_pages, config.chunked_prefill_size)
-        rows = [count for count in ROWS if count < most]
-        if rows and config.mixed_step_limits is None:
-            limits = choose_mixed_step_limits(self.mixed_seconds, rows, config.chunked_prefill_size)
-            text = ", ".join(f"{tokens:,} from {count} rows" for count, tokens in limits)
-            log.info("tokens of a step beside decoding rows: %s; %s", text, WHY_MIXED)
-            decision = Decision("mixed_step_limits", text, START_UP, WHY_MIXED)
-            self.config = config.started([decision], mixed_step_limits=limits)
-        if rows and config.trim_piecewise_cuda_graphs and isinstance(steps, Piecewise):
+        if config.measures_step_times and config.max_running_requests > 1:  # one request never waits beside another
+            times = self.step_times()
+            text = f"{_milliseconds(times.decode)} by decode rows; {_milliseconds(times.mixed[0][1])} by prompt tokens"
+            log.info("step times: %s", text)
+            decision = Decision("step_times", text, START_UP, WHY_STEP_TIMES)
+            self.config = config.started([decision], step_times=times)
+        if config.trim_piecewise_cuda_graphs and isinstance(steps, Piecewise):
             log.info("%s", trim_piecewise(self.runner, steps, self.mixed_seconds))
         self.runner.slots.reset()
 
+    def step_times(self) -> StepTimes:
+        """Times of steps with and without prompt tokens."""
+        config, mixed, longest = self.config, self.mixed_seconds, self.config.context_length - 1
+        most = min(config.max_running_requests, config.num_pages, config.chunked_prefill_size - 1)
+        rows = [count for count in DECODE_ROWS if count <= most]
+        beside = [count for count in MIXED_ROWS if count < most] or [1]
+        largest = max(min(config.chunked_prefill_size - beside[-1], longest * (most + 1 - beside[-1])), 1)
+        sizes = [*(tokens for tokens in PROMPT_TOKENS if tokens < largest), largest]
+        decode = tuple((count, mixed(count, 0)) for count in rows)
+        lines = tuple((count, tuple((tokens, mixed(count, tokens)) for tokens in sizes)) for count in beside)
+        short, long = min(MIXED_CONTEXT, longest), min(LONG_MIXED_CONTEXT, longest)
+        count, chunk = min(CONTEXT_ROWS, rows[-1]), min(PAIR_TOKENS, largest, longest // 2)
+        near, far = (self.forward_seconds([_decode_row(slot, at) for slot in range(count)]) for at in (short, long))
+        first, later = (self.forward_seconds([Row(0, 0, at, chunk, 0, True)]) for at in (0, long - chunk))
+        for_context = max(far - near, 0.0) / (count * max(long - short, 1))
+        for_pair = max(later - first, 0.0) / (chunk * max(long - chunk, 1))
+        return StepTimes(decode, lines, short, for_context, for_pair)
+
     def mixed_seconds(self, rows: int, tokens: int) -> float:
-        """Time of the forward of a step with so many decoding rows and prompt tokens; sampling is short beside it."""
-        plan = self.mixed_plan(rows, tokens)
-        new = {row.slot: row for row in plan.rows if self.rows.get(row.slot) != row}
+        """Time of the forward of a step with so many decode rows and prompt tokens; sampling is short beside it."""
+        return self.forward_seconds(self.mixed_rows(rows, tokens))
+
+    def forward_seconds(self, rows: Iterable[Row]) -> float:
+        """Median time of the forward of such a step."""
+        rows = tuple(rows)
+        plan = StepPlan(0, 0, rows, max_kv_len=max(row.start + row.n for row in rows))
+        new = {row.slot: row for row in rows if self.rows.get(row.slot) != row}
         self.rows |= new
         self.runner.forward(self.bound(plan, new.values(), plan.max_kv_len))
         return median(self._timed(lambda: self.runner.forward(plan)) for _ in range(MIXED_REPEATS))
 
-    def mixed_plan(self, rows: int, tokens: int) -> StepPlan:
-        """The first slots decode at the end of a context; the next ones have prompts, of which the first goes on."""
+    def mixed_rows(self, rows: int, tokens: int) -> list[Row]:
+        """The first slots decode at the end of a context; the next ones have new prompts."""
         longest = self.config.context_length - 1
         context = min(MIXED_CONTEXT, longest)
-        start = min(CHUNK_START, context // 2)
-        rows_of_step = [Row(slot, slot, context - 1, 1, 0, True) for slot in range(rows)]
+        rows_of_step = [_decode_row(slot, context) for slot in range(rows)]
         while tokens:
             is_last = len(rows_of_step) + 1 == self.config.max_running_requests
-            n = min(tokens, longest - start if is_last else context - start)
-            rows_of_step.append(Row(len(rows_of_step), len(rows_of_step), start, n, 0, True))
-            tokens, start = 0 if is_last else tokens - n, 0
-        return StepPlan(0, 0, tuple(rows_of_step), max_kv_len=max(row.start + row.n for row in rows_of_step))
+            n = min(tokens, longest if is_last else context)
+            rows_of_step.append(Row(len(rows_of_step), len(rows_of_step), 0, n, 0, True))
+            tokens = 0 if is_last else tokens - n
+        return rows_of_step
 
     # ---- draft times
 
@@ -271,21 +285,12 @@ def _verify_plan(rows: int, context: int, drafts: int, max_len: int) -> StepPlan
     return StepPlan(1, 0, rows_of_step, num_drafts=drafts, max_kv_len=max_len)
 
 
-def choose_mixed_step_limits(time: MixedTime, rows: Sequence[int], budget: int) -> tuple[tuple[int, int], ...]:
-    """`Limits.mixed_step_limits` for these numbers of decoding rows."""
-    totals = [total for total in TOTALS if total <= budget] or [budget]
-    rates = [(total - 1) / time(1, total - 1) for total in totals]
-    half, quarter = (
-        next(total for total, rate in zip(totals, rates, strict=True) if share * rate >= max(rates)) for share in (2, 4)
-    )
-    return tuple((count, max(half if count < MANY_ROWS else quarter, _within(time, count, totals))) for count in rows)
+def _decode_row(slot: int, context: int) -> Row:
+    return Row(slot, slot, context - 1, 1, 0, True)
 
 
-def _within(time: MixedTime, rows: int, totals: Sequence[int]) -> int:
-    """Most tokens of a step that is not much longer than the rows alone, or hardly longer than with few tokens."""
-    totals = [total for total in totals if total >= 2 * rows] or [totals[-1]]
-    allowed = max(MAX_SLOWDOWN * time(rows, 0), FLAT * time(rows, totals[0] - rows))
-    return totals[max(bisect_right(totals, allowed, key=lambda total: time(rows, total - rows)) - 1, 0)]
+def _milliseconds(line: Line) -> str:
+    return ", ".join(f"{1e3 * seconds:.1f} ms with {count:,}" for count, seconds in line)
 
 
 def trim_piecewise(runner: Runner, steps: Piecewise, time: MixedTime) -> str:

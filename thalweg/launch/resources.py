@@ -107,21 +107,39 @@ def resolve_resources(
     rows = requests * (1 + (min(drafts, 1) if drafting.tree.is_tree else drafts))
     resolve_graphs(options, device, kernels, rows, tokens, decisions)
     _resolve_scheduling(options, decisions)
-    measures_steps = is_measured_by_steps(device, kernels) and schedule.chunked_prefill_size is None
+    decisions.fields |= _resolve_targets(options, device, kernels, decisions)
     decisions.fields |= {
         "min_context_length": options.model.context_length or 0,
         "context_length": _context_limit(options, facts) if is_measured else context,
         "max_total_tokens": 0 if is_measured else pages * PAGE,
-        "mixed_step_limits": None if measures_steps else (),
     }
     return Resources(decisions.config(), sizes, pages, context)
 
 
-def is_measured_by_steps(device: str, kernels: KernelConfig) -> bool:
-    """Whether start-up measures how many prompt tokens may run beside decode rows. Where every token is a step of its
-    own, that would take minutes, and any number would hold up a row.
+def _resolve_targets(options: Options, device: str, kernels: KernelConfig, decisions: Decisions) -> dict[str, object]:
+    """Latency targets, and whether start-up measures the step times by which they are kept. A size of steps that the
+    user set is kept as it is, unless there is a target. Raises UnsupportedConfig.
     """
-    return device == "cuda" and not (kernels.deterministic and kernels.decode in TORCH_ATTENTION)
+    schedule, fields = options.schedule, dict[str, object]()
+    for name in ("max_ttft_ms", "max_itl_ms"):
+        wish = getattr(schedule, name)
+        decisions.record(name, wish or "none", wish is not None, "every request waits its share")
+        fields[name] = wish or 0.0
+    has_target = any(fields.values())
+    if has_target and not can_measure_steps(kernels):
+        raise UnsupportedConfig(
+            f"{'max_itl_ms' if schedule.max_itl_ms else 'max_ttft_ms'}: deterministic inference with torch attention"
+            " computes one token at a time, so no step holds several; leave the target out"
+        )
+    is_open = device == "cuda" and schedule.chunked_prefill_size is None
+    return fields | {"measures_step_times": has_target or is_open and can_measure_steps(kernels)}
+
+
+def can_measure_steps(kernels: KernelConfig) -> bool:
+    """Whether steps with prompt tokens can be timed at the start. Where every token is a pass of its own, that would
+    take minutes, and any number would hold up a row.
+    """
+    return not (kernels.deterministic and kernels.decode in TORCH_ATTENTION)
 
 
 def _resolve_scheduling(options: Options, decisions: Decisions) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from thalweg.core.plan import Bind, PageAppend, Row, SamplingNeeds, StepPlan
 from thalweg.core.request import Request
+from thalweg.scheduler.prompt_share import DecodeLoad
 
 
 class PlanBuilder:
@@ -12,6 +13,7 @@ class PlanBuilder:
     def __init__(self, step: int, published_step: int, budget: int) -> None:
         self.step, self.published_step = step, published_step
         self.tokens_left = budget
+        self.decode_tokens = self.decode_context = self.prompt_tokens = self.prompt_pairs = 0
         self.rows: list[Row] = []
         self.binds: list[Bind] = []
         self.appends: list[PageAppend] = []
@@ -32,6 +34,7 @@ class PlanBuilder:
         # a request for no tokens, only for its prompt's log-probabilities, never samples
         samples = start + n == r.prefill_len < r.end
         self.prefilling.append(r)
+        self.prompt_tokens, self.prompt_pairs = self.prompt_tokens + n, self.prompt_pairs + n * start
         r.num_computed_tokens += n
         self._add(r, Row(r.uid, r.slot, start, n, 0, samples, *_scored(r, start, n)), start + n)
         if samples:
@@ -40,6 +43,7 @@ class PlanBuilder:
     def add_decode_row(self, r: Request, start: int, max_accepted: int) -> None:
         """The last known token and its drafts, from the upper bound `start` on."""
         n = 1 + r.num_drafts
+        self.decode_tokens, self.decode_context = self.decode_tokens + n, self.decode_context + start
         self._add(r, Row(r.uid, r.slot, start, n, r.num_drafts, True), min(start + n, r.end))
         self._add_sampling(r, max_accepted)
 
@@ -59,6 +63,10 @@ class PlanBuilder:
         r.last_sampled = self.step
         self.sampling.append(r)
         self.needs.add(r.needs)
+
+    @property
+    def decode_load(self) -> DecodeLoad:
+        return DecodeLoad(len(self.rows) - len(self.prefilling), self.decode_tokens, self.decode_context)
 
     def build(self, num_drafts: int) -> StepPlan:
         return StepPlan(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from bisect import insort
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from thalweg.core.messages import Submit
@@ -26,20 +26,7 @@ class Limits:
     stages: int = 1  # pipeline stages
     policy: str = "fcfs"  # order of the queue, a key of POLICIES
     seed: int = 0  # of the random seeds for requests without one
-    # (decoding rows, tokens), rows rising: a step with at least so many decoding rows has at most so many tokens,
-    # prompts included; without pairs the budget is the only limit
-    mixed_step_limits: tuple[tuple[int, int], ...] = ()
     tree: TreeShape = CHAIN  # shape of the drafts
-
-    def max_prompt_tokens(self, decoding: int, tokens_left: int) -> int:
-        """Prompt tokens that a step with `decoding` rows may have: at least half of what the limit leaves without
-        drafts.
-        """
-        allowed = tokens_left
-        for rows, tokens in self.mixed_step_limits:
-            if rows <= decoding:
-                allowed = max(tokens - (self.budget - tokens_left), (tokens - rows + 1) // 2, 1)
-        return min(allowed, tokens_left)
 
 
 def make_request(
@@ -117,6 +104,10 @@ class WaitingQueue:
     def last(self, running: Iterable[Request]) -> Request:
         """The running request to preempt first. Keys that change say nothing of running requests: the youngest."""
         return max(running, key=lambda r: r.uid) if self._is_dynamic else max(running, key=self._key)
+
+    def unordered(self) -> Iterator[Request]:
+        """The requests, in order unless that changes while they wait."""
+        return iter(self._requests)
 
     def ordered(self) -> list[Request]:
         """The requests in the order in which they should be admitted now."""

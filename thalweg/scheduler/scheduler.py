@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
+from itertools import islice
 from typing import Mapping, Sequence
 
 import msgspec
@@ -36,6 +38,7 @@ from thalweg.core.ticket import TicketState, Tier
 from thalweg.scheduler.draft_length import DraftLengthPolicy, FixedDraftLength, VerifiedDrafts
 from thalweg.scheduler.kv_cache import KVCacheManager, NoTier
 from thalweg.scheduler.plan_builder import PlanBuilder
+from thalweg.scheduler.prompt_share import MAX_WAITING, PromptShare, WholeBudget, waiting_prompts
 from thalweg.scheduler.requests import Limits, WaitingQueue, make_request
 from thalweg.scheduler.results import StepResultProcessor
 
@@ -43,7 +46,7 @@ RUNNING, ENDED = RequestState.RUNNING, (ReleaseReason.ABORT, ReleaseReason.FINIS
 MAX_BYPASS_COUNT = 64  # times that later requests that need fewer pages may bypass a request
 MAX_TRIES = 16  # requests that do not fit, in one plan
 PREFILL_RESERVED_DIVISOR = 4  # while prompts wait, this part of a step's tokens (1 / 4) is reserved for them
-NO_TIER, NO_DRAFTS, NOTHING_DRAFTED = NoTier(), FixedDraftLength(0), AcceptanceCounts()
+NO_TIER, NO_DRAFTS, NOTHING_DRAFTED, WHOLE_BUDGET = NoTier(), FixedDraftLength(0), AcceptanceCounts(), WholeBudget()
 
 
 class Scheduler:
@@ -55,10 +58,14 @@ class Scheduler:
         allocator: PageAllocator,
         tier: Tier = NO_TIER,
         draft_length: DraftLengthPolicy = NO_DRAFTS,
+        prompt_share: PromptShare = WHOLE_BUDGET,
         *,
         grammars: GrammarTracker,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """clock: in seconds, of arrivals."""
         self.limits, self.stages, self.draft_length, self.grammars = limits, limits.stages, draft_length, grammars
+        self.prompt_share, self.clock = prompt_share, clock
         self.tree, self.allocator = limits.tree, allocator
         # longest sequence that both the model and the page pool can hold, in tokens
         self.context = min(limits.context, allocator.num_pages * allocator.page_size)
@@ -82,6 +89,7 @@ class Scheduler:
         self._masked: list[Request] = []  # of these, those with a grammar
         self._events: list[RequestEvent] = []
         self._changed = False  # a message, a commit or a release since the last plan
+        self._was_busy = False  # another step was in flight when the last one was committed
 
     # ---- messages
     def handle(self, messages: Sequence[ToEngine]) -> list[Rejected | ControlReply]:
@@ -104,6 +112,7 @@ class Scheduler:
 
     def add(self, r: Request) -> None:
         """Queues a request with a new uid, whose prompt and end fit `context`."""
+        r.arrived = self.clock()
         self.requests[r.uid] = r
         self.kv_cache.add(r)
         self.queue.add(r)
@@ -175,13 +184,15 @@ class Scheduler:
         published_step = max(self.step - self.stages, self.last_committed_step)  # that of a drained pipeline is later
         builder = PlanBuilder(self.step, published_step, self.limits.budget)
         self._plan_decoding(builder)
-        builder.tokens_left = self.limits.max_prompt_tokens(len(builder.rows), builder.tokens_left)
+        builder.tokens_left, load = self._prompt_tokens(builder), builder.decode_load
         self._plan_prefilling(builder)
         self._plan_admissions(builder)
         # After the whole plan: rows of one step do not read each other's KV, LATER steps may read it.
         for r in builder.prefilling:
             self.kv_cache.cache_full_pages(r, min(r.num_computed_tokens, len(r.prompt)))
         self._sampled, self._masked = builder.sampling, builder.masked
+        if builder.rows:
+            self.prompt_share.expect(self.step, load, builder.prompt_tokens, builder.prompt_pairs)
         return builder.build(self._choose_drafts(builder))
 
     def _choose_drafts(self, builder: PlanBuilder) -> int:
@@ -226,6 +237,18 @@ class Scheduler:
         self._decoding = waiting + planned
         if is_short:  # the preempted request may be among those that wait
             self._decoding = [r for r in self._decoding if _is_running(r)]
+
+    def _prompt_tokens(self, builder: PlanBuilder) -> int:
+        """Most prompt tokens of this step."""
+        slots = len(self.kv_cache.free_slots)
+        if not builder.rows or not builder.tokens_left or not (self._prefilling or self.queue and slots):
+            return builder.tokens_left
+        queued, page_size = list(islice(self.queue.unordered(), min(slots, MAX_WAITING))), self.allocator.page_size
+        waiting = waiting_prompts(
+            self._prefilling, queued, self.clock(), lambda r: self.kv_cache.num_hit_pages(r) * page_size
+        )
+        others = min(slots, len(self.queue)) - len(queued)
+        return self.prompt_share.choose(builder.decode_load, waiting, others, builder.tokens_left)
 
     def _plan_prefilling(self, builder: PlanBuilder) -> None:
         prefilling, self._prefilling = self._prefilling, []
@@ -390,12 +413,17 @@ class Scheduler:
 
     def commit(self, plan: StepPlan, outputs: Sequence[Output]) -> None:
         """Applies the outputs of a retired step, one for each row. Their drafts follow in `commit_drafts`."""
-        self.last_committed_step = plan.step
+        is_busy = plan.step == self.last_committed_step + 1 and self._was_busy
+        self.last_committed_step, self._was_busy = plan.step, self.step > plan.step + 1
+        self.counters.slow_steps += self.prompt_share.observe(plan.step, is_busy)
         self._changed = True
         verified: list[VerifiedDrafts] = []
+        latest_arrival = self.clock() - first_token if (first_token := self.prompt_share.targets.first_token) else 0.0
         for row, output in zip(plan.rows, outputs, strict=True):
             r = self.requests[row.uid]
             r.rows_in_flight -= 1
+            if first_token and output.tokens and not r.output_ids and r.arrived < latest_arrival:
+                self.counters.late_first_tokens += 1
             if row.samples:
                 r.samples_in_flight -= 1
                 r.max_tokens_in_flight -= 1

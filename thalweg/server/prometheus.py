@@ -101,6 +101,8 @@ OWN = (
     ("thalweg_finished_total", "sequences that finished: stop or length", "stats.finished"),
     ("thalweg_aborted_total", "sequences that were aborted", "stats.aborted"),
     ("thalweg_nan_outputs_total", "sequences for which the model computed NaN", "stats.broken"),
+    ("thalweg_slow_steps_total", "steps with decode rows that took longer than --max-itl-ms", "stats.slow_steps"),
+    ("thalweg_late_first_tokens_total", "first tokens later than --max-ttft-ms", "stats.late_first_tokens"),
     ("thalweg_disconnects_total", "requests whose client went away", "metrics.disconnects"),
     ("thalweg_prompt_tokens_total", "prompt tokens of ended sequences", "metrics.prompt_tokens"),
     ("thalweg_generation_tokens_total", "tokens generated", "metrics.generation_tokens"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from array import array
 from dataclasses import dataclass
-from typing import Callable, Sequence
+from typing import Callable, Iterable, Sequence
 
 from tests.null.sim.clock import Clock
 from tests.null.sim.device import Device, SimWorker
@@ -21,6 +21,7 @@ from thalweg.core.request import Request
 from thalweg.core.tree import CHAIN, TreeShape
 from thalweg.engine.loop import Loop
 from thalweg.scheduler.draft_length import VerifiedDrafts
+from thalweg.scheduler.prompt_share import DecodeLoad, WaitingPrompt, WholeBudget
 from thalweg.scheduler.requests import Limits, make_request
 from thalweg.scheduler.scheduler import Scheduler
 
@@ -44,6 +45,18 @@ class RandomDraftLength:
 
     def disable(self) -> None:
         self.max_drafts = 0
+
+
+class RandomShare(WholeBudget):
+    """Any number of prompt tokens beside decode rows."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = random.Random(rng.random())
+
+    def choose(self, load: DecodeLoad, waiting: Iterable[WaitingPrompt], others: int, most: int) -> int:
+        prompts = list(waiting)
+        assert load.rows and prompts and most and others >= 0 and all(prompt.tokens for prompt in prompts)
+        return self.rng.randint(1, most)
 
 
 class CountingTree(RadixTree):
@@ -114,7 +127,7 @@ class Setting:
     policy: str = "fcfs"
     radix: bool = True
     context: int = CONTEXT
-    mixed_step_limits: tuple[tuple[int, int], ...] = ()
+    shares_steps: bool = False  # prompts get a random part of what a step leaves beside decode rows
     tree: TreeShape = CHAIN
 
 
@@ -134,11 +147,10 @@ class Rank:
         self.setting, self.allocator = s, PageAllocator(s.pages, tree)
         self.device = Device(clock, rng, s.stages, s.depth, self.allocator, s.tree)
         self.tier = SlowTier(clock, rng, self.device, s.fail)
-        self.limits = Limits(
-            s.slots, s.budget, s.context, VOCAB, (EOS,), s.stages, s.policy, 1, s.mixed_step_limits, s.tree
-        )
+        self.limits = Limits(s.slots, s.budget, s.context, VOCAB, (EOS,), s.stages, s.policy, 1, s.tree)
+        share = RandomShare(rng) if s.shares_steps else WholeBudget()
         self.scheduler = Scheduler(
-            self.limits, self.allocator, self.tier, RandomDraftLength(rng), grammars=NoGrammars()
+            self.limits, self.allocator, self.tier, RandomDraftLength(rng), share, grammars=NoGrammars()
         )
         self.channel = SimChannel()
         self.loop = Loop(self.channel, self.scheduler, SimWorker(self.device), s.depth)

@@ -63,7 +63,7 @@ class Mix:
             fail=rng.choice((0, 0.3, 1)),
             policy=rng.choice(("fcfs", "fcfs", "lpm", "priority")),
             radix=rng.random() < 0.9,
-            mixed_step_limits=self.bounds.choice(((), (), ((1, 2),), ((1, 3), (3, 1)))),
+            shares_steps=self.bounds.random() < 0.5,
             tree=self.shapes.choice((CHAIN, CHAIN, TreeShape(2, 2, 3), TreeShape(4, 2, 3), TreeShape(3, 3, 3, False))),
         )
 

@@ -1,0 +1,170 @@
+"""Prompt tokens beside decode rows: chosen by expected cost, within latency targets. `benchmarks/scheduling.py` judges
+the choice on traces.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.null.sim.fleet import NoGrammars
+from tests.null.test_scheduler import step, submit
+from thalweg.cache.page_allocator import PageAllocator
+from thalweg.cache.radix import RadixTree
+from thalweg.core.step_times import StepTimes
+from thalweg.scheduler.prompt_share import (
+    MAX_DEVIATION,
+    CostBasedShare,
+    DecodeLoad,
+    LatencyTargets,
+    StepCost,
+    WaitingPrompt,
+    WholeBudget,
+)
+from thalweg.scheduler.requests import Limits
+from thalweg.scheduler.scheduler import Scheduler
+
+# A decode step takes 10 ms. Any prompt adds 2 ms, for weights that are read anyway; from 1,000 tokens on, each adds 10 us.
+KNEE = StepTimes(
+    decode=((1, 0.010), (256, 0.010)),
+    mixed=((1, ((1, 0.012), (1000, 0.012), (9000, 0.092))),),
+    context=1000,
+    context_seconds=1e-8,
+    pair_seconds=1e-9,
+)
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def load(rows: int, context: int = 1000) -> DecodeLoad:
+    return DecodeLoad(rows, rows, rows * context)
+
+
+def prompts(count: int, tokens: int = 8000, seconds: float = 0.0) -> list[WaitingPrompt]:
+    return [WaitingPrompt(tokens, 0, seconds, True)] * count
+
+
+def share(times: StepTimes = KNEE, clock: Clock | None = None, **targets: float) -> CostBasedShare:
+    return CostBasedShare(StepCost(times), LatencyTargets(**targets), clock or Clock())
+
+
+def test_many_decode_rows_hold_a_step_at_the_knee_and_many_waiting_requests_fill_it() -> None:
+    assert 768 <= share().choose(load(200), prompts(1), 0, 8192) <= 1536
+    assert share().choose(load(1), prompts(100), 0, 8192) == 8192
+    assert share().choose(load(16), prompts(1), 999, 8000) == 8000, "requests that are not listed count too"
+
+
+def test_a_request_that_has_waited_gets_a_larger_share() -> None:
+    chosen = [share().choose(load(16), prompts(2, seconds=seconds), 0, 8192) for seconds in (0.0, 0.5, 5.0)]
+    assert chosen == sorted(chosen) and chosen[0] < chosen[2] == 8192
+
+
+def test_a_share_is_no_more_than_what_waits_or_what_the_step_leaves() -> None:
+    assert share().choose(load(200), prompts(2, 30), 0, 8192) == 60
+    assert share().choose(load(200), prompts(2, 30), 0, 7) == 7
+    assert share().choose(load(200), prompts(1, 1), 0, 8192) == 1
+    assert share().choose(load(0), prompts(1), 0, 8192) == 8192, "nobody decodes"
+    assert WholeBudget().choose(load(200), prompts(1), 0, 8192) == 8192
+
+
+def test_long_contexts_before_a_chunk_make_it_shorter() -> None:
+    fresh, late = (
+        share(between_tokens=0.03).choose(load(8), [WaitingPrompt(8000, start, 0.0, True)], 0, 8192)
+        for start in (0, 100_000)
+    )
+    assert late < fresh
+
+
+def test_a_step_stays_within_the_target_between_tokens() -> None:
+    for target in (0.02, 0.04, 0.08):
+        tokens = share(between_tokens=target).choose(load(1), prompts(100), 0, 8192)
+        assert 0.5 * target < KNEE_COST.seconds(load(1), tokens, 0) <= target
+    least = share(between_tokens=0.001).choose(load(1), prompts(100), 0, 8192)
+    assert 1 <= least <= 1536, "prompts go on where no step can keep it"
+
+
+KNEE_COST = StepCost(KNEE)
+
+
+def test_prompts_are_computed_fast_enough_for_the_target_of_first_tokens() -> None:
+    # 256 rows decode and one prompt of 20,000 tokens waits: by cost alone steps have some 1,000 tokens and it takes 20
+    # of them, 240 ms
+    for target in (0.25, 0.22):
+        tokens = share(first_token=target).choose(load(256), prompts(1, 20_000), 0, 8192)
+        assert 20_000 / tokens * KNEE_COST.seconds(load(256), tokens, 0) <= target * 1.01
+    late = share(first_token=0.1).choose(load(256), prompts(1, 20_000, seconds=0.2), 0, 8192)
+    assert late == share().choose(load(256), prompts(1, 20_000, seconds=0.2), 0, 8192), "what is late counts as before"
+    impossible = share(first_token=0.05).choose(load(256), prompts(1, 20_000), 0, 8192)
+    assert impossible == 8192 or impossible / KNEE_COST.seconds(load(256), impossible, 0) > 50_000, (
+        "the fastest there is"
+    )
+
+
+def test_a_preempted_request_has_had_its_first_token() -> None:
+    again = [WaitingPrompt(20_000, 0, 0.0, False)]
+    assert share(first_token=0.01).choose(load(256), again, 0, 8192) == share().choose(load(256), again, 0, 8192)
+
+
+def test_real_steps_correct_the_expected_time() -> None:
+    clock, times = Clock(), KNEE
+    of = share(times, clock, between_tokens=0.04)
+    before = of.choose(load(1), prompts(100), 0, 8192)
+    for number in range(200):  # all steps take twice as long as measured
+        of.expect(number, load(1), 500, 0)
+        clock.now += 0.024
+        of.observe(number, is_busy=number > 0)
+    assert of.cost.factor == pytest.approx(2.0, rel=0.01)
+    assert of.choose(load(1), prompts(100), 0, 8192) < before
+    clock.now += 1e6  # the machine slept
+    of.expect(200, load(1), 500, 0)
+    of.observe(200, is_busy=True)
+    assert of.cost.factor < 2.0 + MAX_DEVIATION, "one disturbed step changes little"
+    clock.now += 1e6
+    of.observe(201, is_busy=False)  # after an idle time nothing is learned
+    assert of.cost.factor < 2.0 + MAX_DEVIATION
+
+
+def test_a_step_beyond_the_target_is_reported() -> None:
+    clock = Clock()
+    of = share(KNEE, clock, between_tokens=0.02)
+    missed = []
+    for number, (rows, seconds) in enumerate([(1, 0.0), (1, 0.019), (1, 0.021), (0, 0.5)]):
+        of.expect(number, load(rows), 10, 0)
+        clock.now += seconds
+        missed.append(of.observe(number, is_busy=number > 0))
+    assert missed == [False, False, True, False], "without decode rows nobody waits for a token"
+
+
+def scheduler(clock: Clock, **targets: float) -> Scheduler:
+    limits = Limits(slots=8, budget=64, context=60, vocab=100, eos_ids=(0,))
+    times = StepTimes(((1, 0.01),), ((1, ((1, 0.011), (60, 0.07))),), 10, 0.0, 0.0)
+    of = CostBasedShare(StepCost(times), LatencyTargets(**targets), clock)
+    return Scheduler(limits, PageAllocator(100, RadixTree(4)), prompt_share=of, grammars=NoGrammars(), clock=clock)
+
+
+def test_the_scheduler_holds_steps_to_the_chosen_share() -> None:
+    clock = Clock()
+    b = scheduler(clock, between_tokens=0.02)
+    b.handle([submit(1, 30)])
+    assert [row.n for row in step(b).rows] == [30], "without decode rows a prompt has the whole budget"
+    b.handle([submit(2, 40)])
+    sizes = [[row.n for row in step(b).rows] for _ in range(6)]
+    beside = [tokens for first, *rest in sizes for tokens in rest if first == 1 and tokens > 1]
+    assert beside and max(beside) == 16, "17 ms hold 6 prompt tokens, but 16 are the least that is tried"
+
+
+def test_late_first_tokens_are_counted() -> None:
+    clock = Clock()
+    b = scheduler(clock, first_token=0.5)
+    b.handle([submit(1, 30)])
+    clock.now = 0.4
+    step(b)
+    b.handle([submit(2, 30)])
+    clock.now = 1.0
+    step(b)
+    step(b)
+    assert b.counters.late_first_tokens == 1

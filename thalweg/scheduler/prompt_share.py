@@ -1,0 +1,225 @@
+"""How many prompt tokens a step has beside its decode rows.
+
+Prompt tokens make a step longer. Every decode row waits for the whole step, and every waiting request comes nearer to
+its first token. The size of a step is chosen so that a prompt token costs least, summed over all that wait. With p
+prompt tokens it costs
+
+    (D * (x + JITTER * x^2 / t) + W * (t + x)) / p
+
+D rows decode. Without prompt tokens the step would take t seconds, with them x more. W requests wait for their first
+token, each weighted by how long it has waited. The square is for uneven gaps between tokens: it holds steps short while
+few wait. Where prompt tokens first cost little (experts that are read anyway) and then more, the best p is the knee.
+With many waiting requests it is the p with the highest rate of prompt tokens.
+
+The user's latency targets come before that. A step with decode rows stays within the target between tokens. Within it,
+prompts have the rate that brings each request its first token in time, if there is one.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
+from typing import NamedTuple, Protocol
+
+from thalweg.core.request import Request
+from thalweg.core.step_times import Line, StepTimes
+
+JITTER = 0.02
+PATIENCE = 0.05  # seconds of waiting after which a request counts twice
+MARGIN = 0.85  # of the target between tokens: the longest expected step, since real ones vary
+NEAR = 1.1  # where no step keeps the target: up to this multiple of the shortest step with prompt tokens
+SIZES = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384, 32768)
+MAX_WAITING = 256  # requests that are looked at; more count as these
+DECAY = 0.98  # weight of a real step after the next one
+MAX_DEVIATION = 3.0  # a step that took a larger multiple of the expected time was disturbed
+
+
+class LatencyTargets(NamedTuple):
+    """What the user asked for, in seconds; 0.0: nothing."""
+
+    first_token: float = 0.0  # from the arrival of a request
+    between_tokens: float = 0.0  # time of a step with decode rows
+
+
+class DecodeLoad(NamedTuple):
+    """The decode rows of a step."""
+
+    rows: int
+    tokens: int
+    context: int  # sum of the tokens before the rows
+
+
+class WaitingPrompt(NamedTuple):
+    """A request that has no token yet."""
+
+    tokens: int  # prompt tokens to compute
+    start: int  # tokens before them
+    seconds: float  # since it came
+    is_first: bool  # false for a preempted request that has had its first token
+
+
+class PromptShare(Protocol):
+    """Chooses the prompt tokens of a step."""
+
+    targets: LatencyTargets
+
+    def choose(self, load: DecodeLoad, waiting: Iterable[WaitingPrompt], others: int, most: int) -> int:
+        """Prompt tokens beside these decode rows, from 1 to `most`. waiting: the next requests in order. others: so
+        many more wait.
+        """
+
+    def expect(self, step: int, load: DecodeLoad, tokens: int, pairs: int) -> None:
+        """The step was planned with so many prompt tokens; pairs: with tokens before their chunks."""
+
+    def observe(self, step: int, is_busy: bool) -> bool:
+        """The step was committed. is_busy: so was the step before, and the device has not been idle since.
+
+        Returns whether it has missed the target between tokens.
+        """
+
+
+class WholeBudget:
+    """Prompts get all that the budget of a step leaves."""
+
+    targets = LatencyTargets()
+
+    def choose(self, load: DecodeLoad, waiting: Iterable[WaitingPrompt], others: int, most: int) -> int:
+        return most
+
+    def expect(self, step: int, load: DecodeLoad, tokens: int, pairs: int) -> None:
+        return
+
+    def observe(self, step: int, is_busy: bool) -> bool:
+        return False
+
+
+class StepCost:
+    """Expected seconds of a step: interpolated between measured times, and corrected by one factor from real steps."""
+
+    def __init__(self, times: StepTimes) -> None:
+        self.times, self.elapsed, self.expected = times, 0.0, 0.0
+        self._mixed = lru_cache(256)(self._mixed_line)
+
+    @property
+    def factor(self) -> float:
+        """Real over measured time."""
+        return self.elapsed / self.expected if self.expected else 1.0
+
+    def seconds(self, load: DecodeLoad, tokens: int, pairs: int) -> float:
+        """Without the correction."""
+        times = self.times
+        if tokens:
+            base = interpolate(self._mixed(load.tokens), tokens)
+        else:
+            base = interpolate(times.decode, load.tokens) if load.tokens else 0.0
+        longer = times.context_seconds * (load.context - times.context * load.rows) + times.pair_seconds * pairs
+        return max(base + longer, base / 2)  # a shorter context saves no more than that
+
+    def observe(self, expected: float, elapsed: float) -> None:
+        """A step that was expected to take `expected` seconds took `elapsed`."""
+        elapsed = min(elapsed, MAX_DEVIATION * expected * self.factor)
+        self.expected, self.elapsed = DECAY * self.expected + expected, DECAY * self.elapsed + elapsed
+
+    def _mixed_line(self, decode_tokens: int) -> Line:
+        """Seconds by prompt tokens, beside decode rows with so many tokens."""
+        mixed = self.times.mixed
+        if len(mixed) == 1:
+            return mixed[0][1]
+        i = min(max(bisect_left(mixed, decode_tokens, key=lambda entry: entry[0]), 1), len(mixed) - 1)
+        (few, below), (many, above) = mixed[i - 1], mixed[i]
+        share = (decode_tokens - few) / (many - few)
+        pairs = zip(below, above, strict=True)
+        return tuple((tokens, max(a + (b - a) * share, min(a, b) / 2)) for (tokens, a), (_, b) in pairs)
+
+
+class CostBasedShare:
+    """Chooses by the expected cost of steps."""
+
+    def __init__(self, cost: StepCost, targets: LatencyTargets, clock: Callable[[], float]) -> None:
+        """clock: in seconds."""
+        self.cost, self.targets, self.clock = cost, targets, clock
+        self.planned: dict[int, tuple[float, bool]] = {}  # by step in flight: expected seconds, has decode rows
+        self.committed_at = 0.0
+
+    def choose(self, load: DecodeLoad, waiting: Iterable[WaitingPrompt], others: int, most: int) -> int:
+        prompts = list(waiting)
+        if not load.rows or not prompts:
+            return most
+        factor, limit = self.cost.factor, MARGIN * self.targets.between_tokens
+        jitter, alone = 0.0 if limit else JITTER, factor * self.cost.seconds(load, 0, 0)
+        weight = sum(1.0 + prompt.seconds / PATIENCE for prompt in prompts) * (1.0 + others / len(prompts))
+        rate, fastest, best, least = self._rate(prompts), 0.0, 0, math.inf
+        for tokens, pairs in _sizes(prompts, most):
+            seconds = factor * self.cost.seconds(load, tokens, pairs)
+            if limit and not best:
+                limit = max(limit, NEAR * seconds)
+            if limit and seconds > limit:
+                break
+            more = seconds - alone
+            cost = (load.rows * (more + jitter * more * more / alone) + weight * seconds) / tokens
+            is_faster = tokens / seconds > fastest
+            if is_faster and fastest < rate or cost < least and tokens / seconds >= rate:
+                best, least = tokens, cost
+            fastest = max(fastest, tokens / seconds)
+        return best
+
+    def _rate(self, prompts: Sequence[WaitingPrompt]) -> float:
+        """Prompt tokens a second that bring each request its first token in time, but for those that are late."""
+        ahead, rate = 0, 0.0
+        for prompt in prompts:
+            ahead += prompt.tokens
+            left = self.targets.first_token - prompt.seconds
+            if left > 0.0 and prompt.is_first:
+                rate = max(rate, ahead / left)
+        return rate
+
+    def expect(self, step: int, load: DecodeLoad, tokens: int, pairs: int) -> None:
+        self.planned[step] = self.cost.seconds(load, tokens, pairs), load.rows > 0
+
+    def observe(self, step: int, is_busy: bool) -> bool:
+        before, self.committed_at = self.committed_at, self.clock()
+        expected, has_decode_rows = self.planned.pop(step, (0.0, False))
+        if not is_busy or not expected:
+            return False
+        elapsed = self.committed_at - before
+        self.cost.observe(expected, elapsed)
+        return has_decode_rows and 0.0 < self.targets.between_tokens < elapsed
+
+
+def waiting_prompts(
+    prefilling: Iterable[Request], queued: Iterable[Request], now: float, hit_tokens: Callable[[Request], int]
+) -> Iterator[WaitingPrompt]:
+    """In the order in which they are computed. hit_tokens: of a queued request, found in the prefix cache now."""
+    for r in prefilling:
+        tokens, start = r.prefill_len - r.num_computed_tokens, r.num_computed_tokens
+        yield WaitingPrompt(tokens, start, now - r.arrived, not r.output_ids)
+    for r in queued:
+        start = hit_tokens(r)
+        yield WaitingPrompt(r.num_tokens - start, start, now - r.arrived, not r.output_ids)
+
+
+def interpolate(line: Line, x: int) -> float:
+    """Linear between two points and beyond the last two; the first value before the first."""
+    if len(line) == 1 or x <= line[0][0]:
+        return line[0][1]
+    i = min(bisect_left(line, x, key=lambda point: point[0]), len(line) - 1)
+    (x0, y0), (x1, y1) = line[i - 1], line[i]
+    slope = (y1 - y0) / (x1 - x0)
+    return y0 + (max(slope, 0.0) if x > x1 else slope) * (x - x0)
+
+
+def _sizes(prompts: Sequence[WaitingPrompt], most: int) -> Iterator[tuple[int, int]]:
+    """Numbers of prompt tokens to compare, rising, each with its pairs with tokens before the chunks."""
+    sizes = iter((*(size for size in SIZES if size < most), most))
+    size, total, pairs = next(sizes), 0, 0
+    for prompt in prompts:
+        while size <= total + prompt.tokens:
+            yield size, pairs + (size - total) * prompt.start
+            if size == most:
+                return
+            size = next(sizes)
+        total += prompt.tokens
+        pairs += prompt.tokens * prompt.start
+    yield total, pairs
