@@ -113,7 +113,8 @@ def _lines(title: str, key: str, rows: Sequence[Json], columns: Mapping[str, str
 
 
 def _offline(result: Json) -> ReportSection:
-    return ReportSection(field_table(serving_rows(result), OFFLINE), [])
+    rows = [[row[key] for key in OFFLINE.values()] for row in serving_rows(result)]
+    return ReportSection(markdown_table(list(OFFLINE), rows), [])
 
 
 def _one_batch(result: Json) -> ReportSection:
