@@ -23,13 +23,11 @@ from thalweg.bench import serve
 from thalweg.bench.backends import BACKENDS, AnswerReader
 from thalweg.bench.dataset_flags import shortening_flags
 from thalweg.bench.errors import DatasetError, HttpError
-from thalweg.bench.floor import decode_floor
+from thalweg.bench.floor import share_of_floor
 from thalweg.bench.http_client import HttpClient
 from thalweg.bench.metrics import Record
 from thalweg.bench.serve import parse
 from thalweg.config.machines import hardware
-from thalweg.launch.planning import roofline
-from thalweg.launch.planning.roofline import StepShape
 
 
 @pytest.fixture
@@ -155,11 +153,8 @@ def test_the_share_of_the_floor_needs_a_machine_and_a_config(tokenizer: str) -> 
     assert bench(Fake(first=0.01, gap=0.01), *flags)["share_of_floor"] is None
     (Path(tokenizer) / "config.json").write_text(json.dumps(LITE))
     result = bench(Fake(first=0.01, gap=0.01), *flags)
-    floor = decode_floor(Path(tokenizer), hardware("h200"))
-    assert floor is not None
-    shape = StepShape(round(result["concurrency"]), 1, round(11 + 5 / 2))
-    step = roofline.seconds(roofline.phases(floor.model, shape), floor.top)
-    assert result["share_of_floor"] == pytest.approx(step * 30 / shape.rows / result["duration"])
+    run = 6, 66, 30, result["concurrency"], result["duration"]
+    assert result["share_of_floor"] == share_of_floor(Path(tokenizer), hardware("h200"), *run) > 0
     assert "Share of the decode floor (%)" in serve.show(result)
 
 

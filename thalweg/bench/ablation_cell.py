@@ -27,7 +27,7 @@ from thalweg.bench.ablation_engine import IN_PROCESS, CellEngine, cell_engine
 from thalweg.bench.answering import EvalPrompt, PromptFormat
 from thalweg.bench.datasets import OrdinaryTokens, vocabulary_of
 from thalweg.bench.evaluation import EvalSettings, Evaluation, evaluate
-from thalweg.bench.floor import decode_floor
+from thalweg.bench.floor import share_of_floor
 from thalweg.bench.in_process import Generation, exactly
 from thalweg.bench.results import replace_file
 from thalweg.config.machine import Machine
@@ -127,7 +127,7 @@ def batch(
         runs.append((seconds / outputs, seconds, engine.cpu_seconds() - cpu, outputs, requests))
     _, seconds, cpu, outputs, requests = min(runs, key=lambda run: run[0])
     inputs, busy = sum(len(request.prompt) for request in requests), sum(one.end - one.start for one in requests)
-    floor = decode_floor(engine.folder, hardware_of(Machine.here()))
+    run = len(requests), inputs, outputs, busy / seconds, seconds
     return {
         "concurrency": concurrency,
         "requests": len(requests),
@@ -137,7 +137,7 @@ def batch(
         "seconds": seconds,
         "cpu_seconds": cpu,
         "throughput": (inputs + outputs) / seconds,
-        "share_of_floor": floor and floor.share(len(requests), (inputs, outputs), busy / seconds, seconds),
+        "share_of_floor": share_of_floor(engine.folder, hardware_of(Machine.here()), *run),
         "decode_per_request": fmean(len(request.tokens) / (request.end - request.start) for request in requests),
     }
 

@@ -158,15 +158,8 @@ def sglang_table(result: Json) -> list[str]:
         accepted = row.get("ran", {}).get("accept_length")
         extra = [query] * has_query + [f"{accepted:.2f}" if accepted else "–"] * has_drafts
         if not runs:
-            rows.append(
-                [
-                    f"❌ {SENTENCE.split(row['reason'] or row['status'])[0]}",
-                    "–",
-                    *extra,
-                    *features,
-                    *["–"] * (5 + has_floor),
-                ]
-            )
+            reason = SENTENCE.split(row["reason"] or row["status"])[0]
+            rows.append([f"❌ {reason}", "–", *extra, *features, *["–"] * (5 + has_floor)])
         for place, batch in enumerate(runs[0]["batches"] if runs else ()):
             alone = _median({number: one["single"]["decode_tokens_per_s"] for number, one in runs.items()})
             known = {number: one["batches"][place] for number, one in runs.items() if place < len(one["batches"])}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
 
 from thalweg.config.machines import Hardware
 from thalweg.core.errors import ThalwegError
@@ -15,33 +14,30 @@ from thalweg.launch.planning.weights import PlannedModel, RankModel
 from thalweg.models.catalog import read_facts
 
 
-class DecodeFloor(NamedTuple):
-    """A checkpoint on one GPU, with the rates of its data sheet."""
-
-    model: RankModel  # weights as published, KV cache in bfloat16
-    top: Ceilings
-
-    def share(self, requests: int, tokens: tuple[float, float], batch: float, seconds: float) -> float | None:
-        """Floor of all decode steps / seconds of the run; None without output. tokens: of all prompts and outputs.
-        batch: mean number of requests under way.
-
-        A step has `batch` rows at the mean context: the prompt and half of the output. Each row gives one token.
-        """
-        inputs, outputs = tokens
-        if not outputs:
-            return None
-        rows, context = max(1, round(batch)), round((inputs + outputs / 2) / requests)
-        step = roofline.seconds(roofline.phases(self.model, StepShape(rows, 1, context)), self.top)
-        return outputs / rows * step / seconds
-
-
 @cache
-def decode_floor(folder: Path, hardware: Hardware | None) -> DecodeFloor | None:
-    """None where the machine has no known GPU, or `folder` no config.json of a known model."""
-    if hardware is None:
-        return None
+def _model(folder: Path) -> RankModel | None:
+    """On one GPU, with weights as published and a KV cache in bfloat16; None where the model is unknown."""
     try:
-        model = PlannedModel(read_facts(folder)).on(ONE)
+        return PlannedModel(read_facts(folder)).on(ONE)
     except ThalwegError:
         return None
-    return DecodeFloor(model, Ceilings(hardware.chip.read, hardware.chip.bf16, hardware.chip.fp8))
+
+
+def share_of_floor(
+    folder: Path, hardware: Hardware | None, requests: int, inputs: int, outputs: int, batch: float, seconds: float
+) -> float | None:
+    """Floor of all decode steps of a run / its seconds; None without output, or for an unknown GPU or model.
+
+    A step has `batch` rows, the mean number of requests under way, at the mean context: the prompt and half of the
+    output. Each row gives one token. Rates are those of the GPU's data sheet.
+
+    folder: with config.json. inputs, outputs: tokens of all requests.
+    """
+    model = _model(folder)
+    if hardware is None or model is None or not outputs:
+        return None
+    chip = hardware.chip
+    rows, context = max(1, round(batch)), round((inputs + outputs / 2) / requests)
+    phases = roofline.phases(model, StepShape(rows, 1, context))
+    step = roofline.seconds(phases, Ceilings(chip.read, chip.bf16, chip.fp8))
+    return outputs / rows * step / seconds

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from thalweg.bench.backends import BACKENDS, RequestOptions, send_request
+from thalweg.bench.backends import BACKENDS, RequestOptions
 from thalweg.bench.command import OUTPUT, CommandParser, add_flags, command
 from thalweg.bench.dataset_flags import add_dataset_flags, check_dataset, load_prompts, shortening_flags
 from thalweg.bench.datasets import OrdinaryTokens, SampleRequest, possible_hits, schedule, staggered, vocabulary_of
@@ -177,30 +177,32 @@ def _vocabulary(args: argparse.Namespace, info: Mapping[str, object]) -> Ordinar
     return vocabulary_of(folders[0]) if folders else None
 
 
-def warm_up_prompts(load: LoadRun, vocabulary: OrdinaryTokens | None, args: argparse.Namespace) -> list[SampleRequest]:
+def warm_up_prompts(
+    prompts: Sequence[SampleRequest], vocabulary: OrdinaryTokens | None, count: int, seed: int
+) -> list[SampleRequest]:
     """As long as the first prompts of the load, of other tokens, which the load does not find in the cache. Prompts
     without token ids: the first one of the load, again and again.
     """
-    first = [prompt for prompt in load.prompts if prompt.ids and prompt.after < 0]
+    first = [prompt for prompt in prompts if prompt.ids and prompt.after < 0]
     if vocabulary is None or not first:
-        return [load.prompts[0]] * args.warmup_requests
-    rng, lengths = Random(f"warm-up {args.seed}"), islice(cycle(first), args.warmup_requests)
+        return [prompts[0]] * count
+    rng, lengths = Random(f"warm-up {seed}"), islice(cycle(first), count)
     return [replace(prompt, ids=vocabulary.draw(rng, len(prompt.ids))) for prompt in lengths]
 
 
-async def warm_up(load: LoadRun, prompts: Sequence[SampleRequest], advice: str) -> float:
-    """Sends all prompts at once. Returns their mean seconds; 0.0 of none. advice: the flags that make prompts shorter.
+async def warm_up(load: LoadRun, advice: str) -> float:
+    """Sends all prompts of a load at once. Returns the mean seconds of an answer; 0.0 of none. advice: the flags that
+    make prompts shorter.
 
     Raises BenchError with the server's message when one fails.
     """
-    records = [Record() for _ in prompts]
-    pairs = zip(prompts, records, strict=True)
-    await asyncio.gather(*(send_request(load.client, load.backend, one, load.options, into) for one, into in pairs))
-    for prompt, error in ((prompts[i], record.error) for i, record in enumerate(records) if record.error):
-        lengths = f"it had {prompt.input_len} tokens and asked for {prompt.output_len}"
-        shorter = f"; {lengths}: {advice} make it shorter" if error.startswith(TOO_LONG) else ""
-        raise BenchError(f"the warm-up request failed, so the run was not started: {error}{shorter}")
-    return sum(record.latency for record in records) / max(len(records), 1)
+    await load.run([0.0] * len(load.prompts), 0, asyncio.Event())
+    for prompt, record in zip(load.prompts, load.records, strict=True):
+        if error := record.error:
+            lengths = f"it had {prompt.input_len} tokens and asked for {prompt.output_len}"
+            shorter = f"; {lengths}: {advice} make it shorter" if error.startswith(TOO_LONG) else ""
+            raise BenchError(f"the warm-up request failed, so the run was not started: {error}{shorter}")
+    return sum(record.latency for record in load.records) / max(len(load.records), 1)
 
 
 async def drive(load: LoadRun, due: Sequence[float], concurrency: int, label: str, quiet: bool) -> str:
@@ -269,8 +271,9 @@ class ServingBenchmark:
         for number, point in enumerate(sweep):
             try:
                 load, due = self._load(vocabulary, point, args.seed + 1000 * number)
-                before_load = warm_up_prompts(load, vocabulary, args)
-                seconds = await warm_up(load, before_load, shortening_flags(args))
+                first = warm_up_prompts(load.prompts, vocabulary, args.warmup_requests, args.seed)
+                warm = LoadRun(self.client, self.backend, self.options, first)
+                seconds = await warm_up(warm, shortening_flags(args))
                 if args.stagger:
                     due = staggered(due, point.concurrency, seconds)
                 if args.flush_cache:
@@ -347,11 +350,10 @@ class ServingBenchmark:
         folders = _folders(self.args, self.info, "config.json")
         if self.hardware is None or not folders:
             return None
-        from thalweg.bench.floor import decode_floor  # loads torch: not while the server is measured
+        from thalweg.bench.floor import share_of_floor  # loads torch: not while the server is measured
 
-        floor = decode_floor(folders[-1], self.hardware)
-        tokens = numbers["total_input_tokens"], numbers["total_output_tokens"]
-        return floor and floor.share(numbers["completed"], tokens, numbers["concurrency"], numbers["duration"])
+        names = ("completed", "total_input_tokens", "total_output_tokens", "concurrency", "duration")
+        return share_of_floor(folders[-1], self.hardware, *(numbers[name] for name in names))
 
 
 def _ending(ended: str) -> dict[str, object]:
