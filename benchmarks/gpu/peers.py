@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import json
 import os
+import re
 import shlex
 import signal
 import socket
@@ -58,7 +59,7 @@ rounds          rounds
 FLAGS = """
 --engines     name...      in this order; default: those of --engine, else all three
 --engine      text...      further ones, NAME=COMMAND with {model}, {port}, {context} and {running}, or a variant of a
-                           known one, NAME=ENGINE FLAGS: "nextn=thalweg --speculative-algorithm NEXTN"
+                           known one, NAME=[VARIABLE=VALUE ...] ENGINE FLAGS: "full=thalweg --cuda-graph-mode full"
 --cells       text...=table  table, staggered, long, grid, qps, traces, outputs32k; or CONCURRENCY:INPUT/OUTPUT with
                            :staggered behind it, such as 32:1024/256
 --trace       file...      recordings of the cells "traces"
@@ -113,9 +114,9 @@ def engines_of(args: argparse.Namespace) -> dict[str, Engine]:
     """Those of --engines in its order, else those of --engine. Raises BenchError."""
     own = dict[str, Engine]()
     for name, _, words in (text.partition("=") for text in args.engine):
-        base, _, more = words.partition(" ")
-        known = ENGINES.get(base)
-        own[name] = Engine(words) if known is None else known._replace(command=f"{known.command} {more}")
+        variables, base, more = re.findall(r"^((?:\w+=\S* )*)(\S*)(.*)", words)[0]
+        known = ENGINES.get(base, Engine(base))
+        own[name] = known._replace(command=f"{f'env {variables}' if variables else ''}{known.command}{more}")
     known_names, names = ENGINES | own, args.engines or own or ENGINES
     if unknown := [name for name in names if name not in known_names]:
         raise BenchError(f"--engines {unknown[0]}: there is {', '.join(known_names)}; --engine NAME=COMMAND adds one")
@@ -145,7 +146,9 @@ def started(name: str, engine: Engine, values: dict[str, Any], args: argparse.Na
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    launch = engine.command.format(python=shlex.quote(sys.executable), port=port, running=RUNNING, **values)
+    launch = engine.command
+    for field, value in {"python": shlex.quote(sys.executable), "port": port, "running": RUNNING, **values}.items():
+        launch = launch.replace(f"{{{field}}}", str(value))  # flags may have other braces
     setup = f". {shlex.quote(str(args.setup.resolve()))} {name}; " if engine.is_foreign and args.setup else ""
     options: dict[str, Any] = {"env": os.environ | dict(engine.environment)}
     ask = f"{setup}python3 -c 'import importlib.metadata as m; print(m.version(\"{engine.package}\"))'"
@@ -235,7 +238,9 @@ def run(args: argparse.Namespace) -> int:
         if not is_cached:
             engine = engine._replace(command=f"{engine.command} {engine.uncached}")
         try:
-            with started(name, engine, {"model": args.checkpoint.resolve(), "context": context}, args) as server:
+            with started(
+                name, engine, {"model": shlex.quote(str(args.checkpoint.resolve())), "context": context}, args
+            ) as server:
                 print(f"{name} {server.version}: ready after {server.start_seconds} s", flush=True)
                 for _, cell, wanted in group:
                     same = [line for line in lines if is_of(line, {"model": model, "section": wanted["section"]})]

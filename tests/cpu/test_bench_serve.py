@@ -149,7 +149,7 @@ def test_staggered_requests_do_not_run_in_lockstep(tokenizer: str) -> None:
 
 
 def test_the_share_of_the_floor_needs_a_machine_and_a_config(tokenizer: str) -> None:
-    flags = ("--tokenizer", tokenizer, "--max-concurrency", "3", *SMALL, "--machine", "h200")
+    flags = ("--tokenizer", tokenizer, "--max-concurrency", "4", *SMALL, "--machine", "h200")  # 4 requests, then 2
     assert bench(Fake(first=0.01, gap=0.01), *flags)["share_of_floor"] is None
     (Path(tokenizer) / "config.json").write_text(json.dumps(LITE))
     result = bench(Fake(first=0.01, gap=0.01), *flags)

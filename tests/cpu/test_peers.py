@@ -21,7 +21,8 @@ from thalweg.bench.errors import BenchError
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks/gpu/peers.py"
-BASE, SERIAL, BROKEN = "base=thalweg --threads 1", "serial=thalweg --no-overlap-schedule", "broken=exit {port}"
+BASE, SERIAL = "base=X={a} thalweg --threads 1", "serial=thalweg --no-overlap-schedule"
+BROKEN = "broken=exit {port}"
 
 
 @pytest.fixture(scope="module")
@@ -128,6 +129,18 @@ def test_rounds_of_an_engine_share_a_server_unless_interleaved(
     calls.clear()
     changed = arguments(tmp_path / "2.jsonl", engine=["a=x {port}", "b=y --more {port}"], rounds=1)
     assert peers.run(changed) == 0 and calls == ["b", "1", "2"], "of another command line"
+
+
+def test_variants_of_an_engine_have_its_command_and_their_own_words(peers: ModuleType) -> None:
+    words = ["s=A=1 B=x sglang --draft 3", 'v=vllm --config {"a": 1}', "own=python serve.py {model} {port}"]
+    engines = peers.engines_of(Namespace(engine=words, engines=["v", "thalweg", "own", "s"]))
+    assert list(engines) == ["v", "thalweg", "own", "s"]
+    known = peers.ENGINES
+    assert engines["s"].command == f"env A=1 B=x {known['sglang'].command} --draft 3" and engines["s"].is_foreign
+    assert engines["v"].command == f'{known["vllm"].command} --config {{"a": 1}}'
+    assert engines["own"].command == "python serve.py {model} {port}" and engines["own"].health == "/health"
+    with pytest.raises(BenchError, match="--engines w: there is thalweg, vllm, sglang, v, own, s"):
+        peers.engines_of(Namespace(engine=[words[1], words[2], words[0]], engines=["w"]))
 
 
 def test_a_cell_that_needs_more_time_than_is_left_is_left_out(peers: ModuleType, capsys: Any) -> None:
