@@ -1,4 +1,4 @@
-"""The decode floor of a GPU: the least time in which it can read what the output tokens of a run need."""
+"""Floors: the least time in which one GPU can read and compute what a step, or the output of a run, needs."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from thalweg.models.catalog import read_facts
 
 
 @cache
-def _model(folder: Path) -> RankModel | None:
-    """On one GPU, with weights as published and a KV cache in bfloat16; None where the model is unknown."""
-    try:
-        return PlannedModel(read_facts(folder)).on(ONE)
-    except ThalwegError:
-        return None
+def _model(folder: Path) -> RankModel:
+    """On one GPU, with weights as published and a KV cache in bfloat16."""
+    return PlannedModel(read_facts(folder)).on(ONE)
+
+
+def step_seconds(folder: Path, shape: StepShape, top: Ceilings) -> float:
+    """The least time of one step. folder: with config.json. Raises CheckpointError."""
+    return roofline.seconds(roofline.phases(_model(folder), shape), top)
 
 
 def share_of_floor(
@@ -29,15 +31,13 @@ def share_of_floor(
     """Floor of all decode steps of a run / its seconds; None without output, or for an unknown GPU or model.
 
     A step has `batch` rows, the mean number of requests under way, at the mean context: the prompt and half of the
-    output. Each row gives one token. Rates are those of the GPU's data sheet.
-
-    folder: with config.json. inputs, outputs: tokens of all requests.
+    output. Each row gives one token. Rates are those of the GPU's data sheet. inputs, outputs: tokens of all requests.
     """
-    model = _model(folder)
-    if hardware is None or model is None or not outputs:
+    if hardware is None or not outputs:
         return None
-    chip = hardware.chip
-    rows, context = max(1, round(batch)), round((inputs + outputs / 2) / requests)
-    phases = roofline.phases(model, StepShape(rows, 1, context))
-    step = roofline.seconds(phases, Ceilings(chip.read, chip.bf16, chip.fp8))
+    rows, context, chip = max(1, round(batch)), round((inputs + outputs / 2) / requests), hardware.chip
+    try:
+        step = step_seconds(folder, StepShape(rows, 1, context), Ceilings(chip.read, chip.bf16, chip.fp8))
+    except ThalwegError:
+        return None
     return outputs / rows * step / seconds

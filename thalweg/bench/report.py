@@ -9,7 +9,7 @@ from statistics import fmean
 
 from thalweg.bench import ablation_tables, plots
 from thalweg.bench.command import CommandParser, add_flags, command
-from thalweg.bench.compare import percent
+from thalweg.bench.compare import interval, percent
 from thalweg.bench.display import accuracy, field_table, fields, markdown_table
 from thalweg.bench.errors import BenchError
 from thalweg.bench.metrics import SERVED, TURNS
@@ -139,8 +139,7 @@ def _compare(result: Json) -> ReportSection:
     """The plot has the first changes with their intervals."""
     rows, found = [], result["changes"]
     for one in found:
-        interval = "" if one["low"] is None else f"{percent(one['low'])} … {percent(one['high'])}"
-        change = percent(one["change"]), interval, one["verdict"]
+        change = percent(one["change"]), interval(one["low"], one["high"]), one["verdict"]
         rows.append([one["point"], one["name"], one["a"], one["b"], one["unit"], *change])
     lines = markdown_table(("point", "measured", "A", "B", "unit", "change", "interval", "verdict"), rows)
 

@@ -196,7 +196,7 @@ async def warm_up(load: LoadRun, advice: str) -> float:
 
     Raises BenchError with the server's message when one fails.
     """
-    await load.run([0.0] * len(load.prompts), 0, asyncio.Event())
+    await load.run((), 0, asyncio.Event())
     for prompt, record in zip(load.prompts, load.records, strict=True):
         if error := record.error:
             lengths = f"it had {prompt.input_len} tokens and asked for {prompt.output_len}"
