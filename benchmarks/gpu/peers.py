@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 import urllib.request
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby, product
@@ -141,13 +142,14 @@ def is_ready(url: str) -> bool:
 
 
 @contextmanager
-def started(name: str, engine: Engine, values: dict[str, Any], args: argparse.Namespace) -> Iterator[Server]:
+def started(name: str, engine: Engine, context: int, args: argparse.Namespace) -> Iterator[Server]:
     """The server within the block; its process group ends with it. Raises BenchError when it does not get ready."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    launch = engine.command
-    for field, value in {"python": shlex.quote(sys.executable), "port": port, "running": RUNNING, **values}.items():
+    launch, paths = engine.command, {"python": sys.executable, "model": args.checkpoint.resolve()}
+    values = {field: shlex.quote(str(path)) for field, path in paths.items()}
+    for field, value in (values | {"port": port, "running": RUNNING, "context": context}).items():
         launch = launch.replace(f"{{{field}}}", str(value))  # flags may have other braces
     setup = f". {shlex.quote(str(args.setup.resolve()))} {name}; " if engine.is_foreign and args.setup else ""
     options: dict[str, Any] = {"env": os.environ | dict(engine.environment)}
@@ -183,10 +185,10 @@ def read(path: Path) -> list[Line]:
     return [json.loads(text) for text in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
 
 
-def key(model: str, name: str, engine: Engine, round: int, cell: Cell) -> Line:
+def key(model: str, name: str, engine: Engine, turn: int, cell: Cell) -> Line:
     """What identifies a line."""
     section, load = cell.name
-    about = {"model": model, "engine": name, "template": hide_home(engine.command), "round": round}
+    about = {"model": model, "engine": name, "template": hide_home(engine.command), "round": turn}
     return about | {"section": section, "load": load}
 
 
@@ -194,8 +196,9 @@ def is_of(line: Line, wanted: Line) -> bool:
     return all(line[name] == value for name, value in wanted.items())
 
 
-def measure(server: Server, cell: Cell, same: Sequence[Line], args: argparse.Namespace) -> Line | None:
-    """One cell; None where it failed or the time was short. same: lines of its section, whichever engine's.
+def measure(server: Server, cell: Cell, turn: int, same: Sequence[Line], args: argparse.Namespace) -> Line | None:
+    """One cell; None where it failed or the time was short. same: lines of its section, whichever engine's. Engines get
+    the same tokens, each cell and round its own, which no prefix cache has.
 
     Raises KeyboardInterrupt.
     """
@@ -208,6 +211,7 @@ def measure(server: Server, cell: Cell, same: Sequence[Line], args: argparse.Nam
         return None
     words = ["--backend", "openai", "--base-url", server.url, "--model", "m", "--tokenizer", str(args.checkpoint)]
     words += [*cell.flags(capacity), "--machine", args.machine, "--disable-tqdm"]
+    words += ["--seed", str(zlib.crc32(f"{section}, {load}, {turn}".encode()))]
     try:
         result = asyncio.run(asyncio.wait_for(serve.run(serve.parse(words), words), left))
     except (ThalwegError, TimeoutError) as error:
@@ -229,7 +233,7 @@ def run(args: argparse.Namespace) -> int:
     turns = list(product(range(args.rounds), engines))
     if not args.interleave:
         turns.sort(key=lambda turn: list(engines).index(turn[1]))
-    jobs = [(name, cell, key(model, name, engines[name], round, cell)) for round, name in turns for cell in cells]
+    jobs = [(name, cell, key(model, name, engines[name], turn, cell)) for turn, name in turns for cell in cells]
     todo = [job for job in jobs if not any(is_of(line, job[2]) for line in lines)]
     missing, context = len(todo), max(sum(cell.longest) for cell in cells) + 16
     args.out.parent.mkdir(parents=True, exist_ok=True)
@@ -238,13 +242,14 @@ def run(args: argparse.Namespace) -> int:
         if not is_cached:
             engine = engine._replace(command=f"{engine.command} {engine.uncached}")
         try:
-            with started(
-                name, engine, {"model": shlex.quote(str(args.checkpoint.resolve())), "context": context}, args
-            ) as server:
+            known = [line["server"]["start_seconds"] for line in lines if line["engine"] == name]
+            if (left := args.deadline - time.monotonic()) < max(known, default=0.0):
+                raise BenchError(f"{name} is not started: {left:.0f} s are left, and a start took {max(known):.0f} s")
+            with started(name, engine, context, args) as server:
                 print(f"{name} {server.version}: ready after {server.start_seconds} s", flush=True)
                 for _, cell, wanted in group:
                     same = [line for line in lines if is_of(line, {"model": model, "section": wanted["section"]})]
-                    if (line := measure(server, cell, same, args)) is not None:
+                    if (line := measure(server, cell, wanted["round"], same, args)) is not None:
                         lines.append(wanted | {"server": hide_home(server._asdict())} | line)
                         missing -= 1
                         with args.out.open("a", encoding="utf-8") as file:
@@ -286,7 +291,8 @@ def table(lines: Sequence[Line]) -> str:
             last = [line for line in of_model if line["engine"] == name][-1]
             server, result = last["server"], last["result"]
             where = ", ".join(result["device"]["gpus"]) or result["device"]["cpu"]
-            version = server["version"] or f"at {result['commit'][:12]}"
+            own = f"at {result['commit'][:12]}" if "-m thalweg " in server["command"] else "of an unknown version"
+            version = server["version"] or own
             page += [f"- {name} {version}, {where}, {result['date'][:10]}: `{server['command']}`"]
         page += [""]
     return "\n".join(page)

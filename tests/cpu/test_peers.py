@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -114,8 +115,8 @@ def calls(peers: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def arguments(out: Path, **others: Any) -> Namespace:
     common = {"checkpoint": ROOT / "models/tiny", "engines": [], "engine": ["a=x {port}", "b=y {port}"], "trace": []}
-    common |= {"cells": ["1:8/8", "2:8/8"], "rounds": 2, "interleave": False, "out": out, "deadline": 0.0}
-    return Namespace(**common | others)
+    common |= {"cells": ["1:8/8", "2:8/8"], "rounds": 2, "interleave": False, "out": out}
+    return Namespace(**common | {"deadline": time.monotonic() + 99.0} | others)
 
 
 def test_rounds_of_an_engine_share_a_server_unless_interleaved(
@@ -129,6 +130,9 @@ def test_rounds_of_an_engine_share_a_server_unless_interleaved(
     calls.clear()
     changed = arguments(tmp_path / "2.jsonl", engine=["a=x {port}", "b=y --more {port}"], rounds=1)
     assert peers.run(changed) == 0 and calls == ["b", "1", "2"], "of another command line"
+    calls.clear()
+    late = arguments(tmp_path / "2.jsonl", cells=["3:8/8"], deadline=time.monotonic() + 0.5)
+    assert peers.run(late) == 4 and not calls, "a start took a second"
 
 
 def test_variants_of_an_engine_have_its_command_and_their_own_words(peers: ModuleType) -> None:
@@ -148,9 +152,34 @@ def test_a_cell_that_needs_more_time_than_is_left_is_left_out(peers: ModuleType,
     same = [
         {"load": "8 at a time", "wall_seconds": 40.0, "cell": {"concurrency": 8}, "result": {"request_throughput": 1.0}}
     ]
-    soon = Namespace(deadline=peers.time.monotonic() + 30, checkpoint=ROOT, machine="")
-    assert peers.measure(peers.Server("http://127.0.0.1:9", "", "", 0.0), cell, same, soon) is None
+    soon = Namespace(deadline=time.monotonic() + 30, checkpoint=ROOT, machine="")
+    assert peers.measure(peers.Server("http://127.0.0.1:9", "", "", 0.0), cell, 0, same, soon) is None
     assert "left out, 30 of 40 s left" in capsys.readouterr().out
+
+
+def test_rates_of_a_trace_are_shares_of_the_first_engines_capacity(
+    peers: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = list[Namespace]()
+
+    async def run(args: Namespace, words: list[str]) -> dict[str, Any]:
+        asked.append(args)
+        numbers = {"output_throughput": 1.0, "p99_itl_ms": 1.0, "failures": {}, "ended": "", "samples": {}}
+        return numbers | {"failed": 0, "partial": False, "interrupted": False}
+
+    monkeypatch.setattr(peers.serve, "run", run)
+    capacity, *shares = peers.cells_of(["traces"], ["a.jsonl"])
+    server, late = (
+        peers.Server("", "", "", 0.0),
+        Namespace(deadline=time.monotonic() + 99, checkpoint=ROOT, machine=""),
+    )
+    assert peers.measure(server, shares[1], 0, [], late) is None and not asked, "no capacity is known"
+    line = peers.measure(server, capacity, 0, [], late) | {"load": capacity.name[1]}
+    assert "samples" not in line["result"] and line["cell"]["trace"] == "a.jsonl"
+    line["result"]["request_throughput"] = 10.0
+    assert peers.measure(server, shares[1], 0, [line], late) and peers.measure(server, shares[1], 1, [line], late)
+    assert [args.request_rate for args in asked] == [[float("inf")], [8.0], [8.0]]
+    assert len({args.seed for args in asked}) == 3, "a prefix cache has none of the prompts"
 
 
 def test_the_best_engine_of_a_load_is_bold(peers: ModuleType) -> None:
