@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,11 +30,13 @@ from thalweg.bench.ablation_columns import (
     columns,
     features,
 )
-from thalweg.bench.ablation_tables import differences_from_base
+from thalweg.bench.ablation_tables import differences_from_base, sglang_table
 from thalweg.bench.datasets import OrdinaryTokens
 from thalweg.bench.evaluation import EvalSettings
-from thalweg.bench.in_process import exactly, run_all
+from thalweg.bench.floor import share_of_floor
+from thalweg.bench.in_process import Generation, exactly, run_all
 from thalweg.config.machine import Machine
+from thalweg.config.machines import hardware
 from thalweg.config.tree import settings
 from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.messages import TokenDelta
@@ -195,6 +198,42 @@ def test_lengths_are_as_asked_and_the_same_in_every_cell() -> None:
     with pytest.raises(UnsupportedConfig, match="up to 180 tokens"):
         work.check(179)
     work.check(180)
+
+
+class TimedEngine:
+    """Answers at once: each request takes 2 s, of which the run sees all."""
+
+    folder = TINY
+
+    def run(self, requests: Sequence[Generation], concurrency: int = 0) -> None:
+        for one in requests:
+            one.start = time.perf_counter()
+            one.tokens, one.first, one.end = [1] * (one.params.max_tokens or 0), one.start + 0.5, one.start + 2.0
+
+    def flush_cache(self) -> None: ...
+
+    def cpu_seconds(self) -> float:
+        return 0.0
+
+
+def test_a_batch_has_its_share_of_the_floor(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine: Any = TimedEngine()
+    work, vocabulary = CellWorkload(input_len=40, output_len=20, spread=0.0, waves=1), OrdinaryTokens(range(5, 500))
+    assert ablation_cell.batch(engine, work, vocabulary, 4)["share_of_floor"] is None, "of no GPU"
+    h200 = hardware("h200")
+    monkeypatch.setattr(ablation_cell, "hardware_of", lambda machine: h200)
+    row = ablation_cell.batch(engine, work, vocabulary, 4)
+    assert row["share_of_floor"] == pytest.approx(share_of_floor(TINY, h200, 4, 160, 80, 4.0, 2.0), rel=0.01)
+
+
+def test_the_share_of_the_floor_is_shown_where_it_was_measured() -> None:
+    result = json.loads((TINY.parents[1] / "benchmarks/cpu/ablation_tiny.json").read_text())
+    before = sglang_table(result)
+    result["cells"][0]["batches"][0]["share_of_floor"] = 0.423
+    head, _, *rows = sglang_table(result)[: len(before)]
+    assert "Share of floor, %" in head and "Share of floor" not in before[0]
+    cells = [row.split("|")[head.split("|").index(" Share of floor, % ")].strip() for row in rows if row]
+    assert cells[0] == "42.3" and set(cells[1:]) == {"–"}
 
 
 # ---- cells in processes ----

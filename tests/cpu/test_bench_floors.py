@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.cpu.plan_models import DEEPSEEK, LITE
+from thalweg.bench.floor import share_of_floor
+from thalweg.config.machines import CHIPS, Hardware
 from thalweg.config.model import ModelFacts
 from thalweg.launch.planning import roofline
 from thalweg.launch.planning.layouts import ONE
@@ -83,6 +88,17 @@ def test_measured_coverage_takes_the_place_of_the_expected() -> None:
     assert milliseconds(LITE, all_read) - milliseconds(LITE, StepShape(1, 1, 1024)) == pytest.approx(
         1e3 * more, rel=1e-6
     )
+
+
+def test_the_share_of_a_run_is_its_decode_steps_at_the_mean_batch_and_context(tmp_path: Path) -> None:
+    """96 requests of 1,024 + 256 tokens, 32 at a time: 768 steps of 32 rows at a context of 1,152."""
+    (tmp_path / "config.json").write_text(json.dumps(LITE))
+    chip = replace(CHIPS["h200"], read=H100.read, bf16=H100.bf16, fp8=H100.fp8)
+    share = share_of_floor(tmp_path, Hardware(chip, 1), 96, 96 * 1024, 96 * 256, batch=31.8, seconds=10.0)
+    step = milliseconds(LITE, StepShape(32, 1, 1152)) / 1e3
+    assert share == pytest.approx(768 * step / 10.0) and 7.6 < 768 * step < 8.4, "about 10.4 ms a step"
+    assert share_of_floor(tmp_path, Hardware(chip, 1), 0, 0, 0, 0.0, 1.0) is None, "without output"
+    assert share_of_floor(tmp_path / "nothing", Hardware(chip, 1), 1, 1, 1, 1.0, 1.0) is None
 
 
 def test_a_phase_takes_the_longer_of_reading_and_computing() -> None:

@@ -18,13 +18,16 @@ from tokenizers import AddedToken, Tokenizer, models
 
 from tests.cpu.bench_server import Fake, Send, serving, serving_in_a_thread
 from tests.cpu.null_sink import null_sink
+from tests.cpu.plan_models import LITE
 from thalweg.bench import serve
 from thalweg.bench.backends import BACKENDS, AnswerReader
 from thalweg.bench.dataset_flags import shortening_flags
 from thalweg.bench.errors import DatasetError, HttpError
+from thalweg.bench.floor import share_of_floor
 from thalweg.bench.http_client import HttpClient
 from thalweg.bench.metrics import Record
 from thalweg.bench.serve import parse
+from thalweg.config.machines import hardware
 
 
 @pytest.fixture
@@ -120,6 +123,39 @@ def test_a_failing_warm_up_stops_the_run(tokenizer: str) -> None:
     with pytest.raises(serve.BenchError, match="warm-up.*the queue is full"):
         bench(fake, "--tokenizer", tokenizer, *SMALL)
     assert len(fake.bodies) == 1
+
+
+def test_a_warm_round_has_the_lengths_of_the_load_and_other_tokens(tokenizer: str) -> None:
+    fake = Fake(first=0.0, gap=0.0)
+    lengths = ("--random-input-len", "30", "--random-output-len", "9", "--random-range-ratio", str(1 / 3))
+    bench(fake, "--tokenizer", tokenizer, "--num-prompts", "8", "--warmup-requests", "6", *lengths)
+    warm, load = fake.bodies[:6], fake.bodies[6:12]
+    shapes = [sorted((len(body["prompt"]), body["max_tokens"]) for body in bodies) for bodies in (warm, load)]
+    assert shapes[0] == shapes[1] and len(set(shapes[0])) > 3
+    assert all(10 <= size <= 30 and 3 <= output <= 9 for size, output in shapes[0])
+    assert not {tuple(body["prompt"]) for body in warm} & {tuple(body["prompt"]) for body in load}
+
+
+def test_staggered_requests_do_not_run_in_lockstep(tokenizer: str) -> None:
+    """A request takes 0.4 s; of 4 at a time each begins 0.1 s after the one before."""
+    flags = ("--tokenizer", tokenizer, "--max-concurrency", "4", "--warmup-requests", "4", "--output-details")
+    fake = Fake(first=0.2, gap=0.05)
+    starts = bench(fake, *flags, *SMALL, "--stagger")["start_times"]
+    gaps = [after - before for before, after in zip(starts[:4], starts[1:4], strict=False)]
+    assert all(0.07 < gap < 0.2 for gap in gaps), gaps
+    assert max(starts[4:]) - starts[0] < 1.0, "the others follow as soon as one has ended"
+    together = bench(Fake(first=0.2, gap=0.05), *flags, *SMALL)["start_times"]
+    assert together[3] - together[0] < 0.05
+
+
+def test_the_share_of_the_floor_needs_a_machine_and_a_config(tokenizer: str) -> None:
+    flags = ("--tokenizer", tokenizer, "--max-concurrency", "4", *SMALL, "--machine", "h200")  # 4 requests, then 2
+    assert bench(Fake(first=0.01, gap=0.01), *flags)["share_of_floor"] is None
+    (Path(tokenizer) / "config.json").write_text(json.dumps(LITE))
+    result = bench(Fake(first=0.01, gap=0.01), *flags)
+    run = 6, 66, 30, result["concurrency"], result["duration"]
+    assert result["share_of_floor"] == share_of_floor(Path(tokenizer), hardware("h200"), *run) > 0
+    assert "Share of the decode floor (%)" in serve.show(result)
 
 
 def test_a_warm_up_that_is_refused_names_the_flags_that_shorten_it(tokenizer: str) -> None:
@@ -233,6 +269,8 @@ def test_an_unreachable_server_is_reported(capsys: pytest.CaptureFixture[str]) -
         (["--dataset-name", "nonsense"], "unknown data set"),
         (["--dataset-name", "trace"], "--dataset-path"),
         (["--use-trace-timestamps"], "--dataset-name trace"),
+        (["--stagger"], "--max-concurrency"),
+        (["--stagger", "--max-concurrency", "4", "--warmup-requests", "0"], "--warmup-requests"),
         (["--extra-request-body", "[1]"], "JSON object"),
         (["--extra-request-body", "{"], "JSON object"),
         (["--header", "nothing"], "NAME=VALUE"),

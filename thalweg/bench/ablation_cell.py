@@ -27,8 +27,11 @@ from thalweg.bench.ablation_engine import IN_PROCESS, CellEngine, cell_engine
 from thalweg.bench.answering import EvalPrompt, PromptFormat
 from thalweg.bench.datasets import OrdinaryTokens, vocabulary_of
 from thalweg.bench.evaluation import EvalSettings, Evaluation, evaluate
+from thalweg.bench.floor import share_of_floor
 from thalweg.bench.in_process import Generation, exactly
 from thalweg.bench.results import replace_file
+from thalweg.config.machine import Machine
+from thalweg.config.machines import hardware_of
 from thalweg.core.errors import ThalwegError, UnsupportedConfig
 
 WARM_UP_TOKENS = 4
@@ -107,7 +110,9 @@ def single(engine: CellEngine, work: CellWorkload, vocabulary: OrdinaryTokens) -
     }
 
 
-def batch(engine: CellEngine, work: CellWorkload, vocabulary: OrdinaryTokens, concurrency: int) -> dict[str, float]:
+def batch(
+    engine: CellEngine, work: CellWorkload, vocabulary: OrdinaryTokens, concurrency: int
+) -> dict[str, float | None]:
     """A closed loop. throughput: (prompt + output tokens) / seconds of the run. decode_per_request: mean over the
     requests of output tokens / seconds from sending to the last token.
     """
@@ -121,7 +126,8 @@ def batch(engine: CellEngine, work: CellWorkload, vocabulary: OrdinaryTokens, co
         seconds, outputs = max(request.end for request in requests) - begin, sum(len(r.tokens) for r in requests)
         runs.append((seconds / outputs, seconds, engine.cpu_seconds() - cpu, outputs, requests))
     _, seconds, cpu, outputs, requests = min(runs, key=lambda run: run[0])
-    inputs = sum(len(request.prompt) for request in requests)
+    inputs, busy = sum(len(request.prompt) for request in requests), sum(one.end - one.start for one in requests)
+    run = len(requests), inputs, outputs, busy / seconds, seconds
     return {
         "concurrency": concurrency,
         "requests": len(requests),
@@ -131,6 +137,7 @@ def batch(engine: CellEngine, work: CellWorkload, vocabulary: OrdinaryTokens, co
         "seconds": seconds,
         "cpu_seconds": cpu,
         "throughput": (inputs + outputs) / seconds,
+        "share_of_floor": share_of_floor(engine.folder, hardware_of(Machine.here()), *run),
         "decode_per_request": fmean(len(request.tokens) / (request.end - request.start) for request in requests),
     }
 

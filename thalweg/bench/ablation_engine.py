@@ -105,7 +105,7 @@ class Served:
         prompts = [SampleRequest(one.params.max_tokens or 1, ids=one.prompt) for one in requests]
         client = HttpClient(self.server.url)
         load = LoadRun(client, BACKENDS["thalweg"], RequestOptions(self.model), prompts)
-        await load.run([0.0] * len(prompts), concurrency, asyncio.Event())
+        await load.run((), concurrency, asyncio.Event())
         client.close()
         for request, record in zip(requests, load.records, strict=True):
             if not record.ok:

@@ -147,6 +147,7 @@ def sglang_table(result: Json) -> list[str]:
     shown = {setting for setting, _ in SGLANG_COLUMNS.values()}
     others = [column["name"] for column in result["columns"] if column["setting"] not in shown]
     has_query = any("query" in row for row in result["cells"])
+    has_floor = any(batch.get("share_of_floor") for row in result["cells"] for batch in row.get("batches", ()))
     has_drafts = any(row.get("ran", {}).get("accept_length") for row in result["cells"])
     rows = []
     for row in result["cells"]:
@@ -157,20 +158,25 @@ def sglang_table(result: Json) -> list[str]:
         accepted = row.get("ran", {}).get("accept_length")
         extra = [query] * has_query + [f"{accepted:.2f}" if accepted else "–"] * has_drafts
         if not runs:
-            rows.append([f"❌ {SENTENCE.split(row['reason'] or row['status'])[0]}", "–", *extra, *features, *["–"] * 5])
+            reason = SENTENCE.split(row["reason"] or row["status"])[0]
+            rows.append([f"❌ {reason}", "–", *extra, *features, *["–"] * (5 + has_floor)])
         for place, batch in enumerate(runs[0]["batches"] if runs else ()):
             alone = _median({number: one["single"]["decode_tokens_per_s"] for number, one in runs.items()})
+            known = {number: one["batches"][place] for number, one in runs.items() if place < len(one["batches"])}
             rates = [
-                _median(
-                    {number: one["batches"][place][rate] for number, one in runs.items() if place < len(one["batches"])}
-                )
+                _median({number: one[rate] for number, one in known.items()})
                 for rate in ("throughput", "decode_per_request")
             ]
+            floors = {number: 100 * share for number, one in known.items() if (share := one.get("share_of_floor"))}
+            rates += [_median(floors)] * has_floor
             sizes = [batch["requests"], settings["max_running_requests"]]
             rows.append(["✅", alone, *extra, *features, batch["concurrency"], *rates, *sizes])
     heads = ["Runnable", "TPS@1", *["Answer"] * has_query, *["Accept length"] * has_drafts, *SGLANG_COLUMNS, *others]
     compiled = any(row["decisions"].get("torch_compile") for row in result["cells"])  # in results of early versions
-    return [*markdown_table([*heads, *SGLANG_RATES], rows), *([] if compiled else ["", NO_COMPILE])]
+    return [
+        *markdown_table([*heads, *SGLANG_RATES[:3], *["Share of floor, %"] * has_floor, *SGLANG_RATES[3:]], rows),
+        *([] if compiled else ["", NO_COMPILE]),
+    ]
 
 
 def cell_table(result: Json) -> list[str]:

@@ -214,6 +214,6 @@ class ServerAnswerer:
                 if record.error:
                     stop.set()
 
-            await load.run([0.0] * len(prompts), self.concurrency, stop, on_done)
+            await load.run((), self.concurrency, stop, on_done)
         client.close()
         return load.records, stop.is_set()

@@ -111,6 +111,11 @@ def percent(change: float) -> str:
     return f"{100 * change:+.1f} %" if change < LARGE else f"x {1 + change:.3g}"
 
 
+def interval(low: float | None, high: float | None) -> str:
+    """ "" where nothing measures the noise."""
+    return "" if low is None or high is None else f"{percent(low)} … {percent(high)}"
+
+
 def table(found: Sequence[Change], names: tuple[str, str]) -> Table:
     shown = Table(title=f"A: {names[0]}   B: {names[1]}", title_justify="left", padding=(0, 1, 0, 0), box=SIMPLE_HEAD)
     shown.add_column("measured", overflow="fold")  # shrinks in a narrow terminal
@@ -123,8 +128,7 @@ def table(found: Sequence[Change], names: tuple[str, str]) -> Table:
         if not point_is_name and one.point != last:
             shown.add_row(f"[bold]{escape(one.point)}[/]")
         last = one.point
-        interval = "" if one.low is None or one.high is None else f"{percent(one.low)} … {percent(one.high)}"
-        numbers = f"{one.a:.4g} {one.unit}", f"{one.b:.4g} {one.unit}", percent(one.change), interval
+        numbers = f"{one.a:.4g} {one.unit}", f"{one.b:.4g} {one.unit}", percent(one.change), interval(one.low, one.high)
         style = VERDICTS[one.verdict]
         shown.add_row(escape(one.point if point_is_name else one.name), *numbers, f"[{style}]{one.verdict}[/]")
     return shown

@@ -226,6 +226,11 @@ def schedule(
     return due
 
 
+def staggered(due: Sequence[float], concurrency: int, seconds: float) -> list[float]:
+    """Times of a closed loop whose first `concurrency` requests are spread evenly over `seconds`."""
+    return [at + seconds * min(place, concurrency - 1) / concurrency for place, at in enumerate(due)]
+
+
 def possible_hits(prompts: Sequence[SampleRequest]) -> float | None:
     """Share of all prompt tokens that a prefix cache could have had at best: one that never evicts, in pages of PAGE
     tokens. prompts: in the order in which they were sent. None where token ids are unknown.

@@ -134,7 +134,7 @@ class LoadedServer:
         before, samples, stop = await self.info.counters(), [await self.sample()], asyncio.Event()
         with interruptible(stop), no_garbage_collection():
             cpu, watching = time.process_time(), asyncio.create_task(self._watch(samples))
-            await load.run([0.0] * len(prompts), 0, stop)
+            await load.run((), 0, stop)
             cpu = time.process_time() - cpu
             watching.cancel()
         samples.append(await self.sample())

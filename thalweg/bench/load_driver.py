@@ -72,10 +72,10 @@ class LoadRun:
         self, due: Sequence[float], concurrency: int, stop: asyncio.Event, on_done: OnDone = lambda record: None
     ) -> None:
         """Sends prompt i `due[i]` seconds from now, or as soon after it as fewer than `concurrency` (0: any number) are
-        under way. A conversation counts as one from its first turn to its last; its later turns are sent when the one
-        before has been answered and their pause is over.
+        under way. Without `due` all prompts are due now. A conversation counts as one from its first turn to its last;
+        its later turns are sent when the one before has been answered and their pause is over.
         """
-        free = asyncio.Semaphore(concurrency or len(self.prompts))
+        free, due = asyncio.Semaphore(concurrency or len(self.prompts)), due or [0.0] * len(self.prompts)
         start = time.perf_counter()
         senders = asyncio.ensure_future(self._send_all(start, due, free, on_done))
         stopped = asyncio.ensure_future(stop.wait())

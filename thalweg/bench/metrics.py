@@ -212,6 +212,8 @@ Share of requests within limits (%):     {goodput_percent:.2f} ({limits})
 
 Accept length:                           {accept_length:.2f}
 
+Share of the decode floor (%):           {floor_percent:.2f}
+
 ----------------End-to-End Latency----------------
 Mean E2E Latency (ms):                   {mean_e2e_latency_ms:.2f}
 Median E2E Latency (ms):                 {median_e2e_latency_ms:.2f}
@@ -261,25 +263,32 @@ TTFT p50 ms    median_ttft_ms
 TTFT p99       p99_ttft_ms
 TPOT p50 ms    median_tpot_ms
 """)
-SWEEP = fields("""
-rate         request_rate
-concurrency  max_concurrency
-done         completed
-req/s        request_throughput
-out tok/s    output_throughput
-TTFT p50     median_ttft_ms
-TTFT p99     p99_ttft_ms
-TPOT p50     median_tpot_ms
-TPOT p99     p99_tpot_ms
-E2E p50 ms   median_e2e_latency_ms
-goodput      goodput
+SERVED = fields("""
+rate            request_rate
+concurrency     max_concurrency
+done            completed
+failed          failed
+req/s           request_throughput
+goodput         goodput
+in tok/s        input_throughput
+out tok/s       output_throughput
+TTFT p50 ms     median_ttft_ms
+TTFT p99        p99_ttft_ms
+TPOT p50 ms     median_tpot_ms
+TPOT p99        p99_tpot_ms
+ITL p50 ms      median_itl_ms
+ITL p99         p99_itl_ms
+cache hits      cache_hit_rate
+possible        cache_hit_possible
+accept length   accept_length
+share of floor  share_of_floor
 """)
 
 
 def render(row: Mapping[str, Any]) -> str:
     """The numbers of a point."""
     limits, hits = row.get("goodput_limits_ms", {}), row["cache_hit_rate"]
-    possible, turns = row.get("cache_hit_possible"), row.get("by_turn")
+    possible, turns, floor = row.get("cache_hit_possible"), row.get("by_turn"), row.get("share_of_floor")
     shown = {
         "concurrency_limit": row["max_concurrency"] or "not set",
         "failed": row["failed"] or None,
@@ -287,11 +296,7 @@ def render(row: Mapping[str, Any]) -> str:
         "limits": ", ".join(f"{name} {limit:g} ms" for name, limit in limits.items()),
         "cache_hit_percent": 100 * hits if hits else None,
         "possible_percent": 100 * possible if hits and possible is not None else None,
+        "floor_percent": 100 * floor if floor else None,
         "turns": "\n".join(field_table(turns, TURNS)) if turns else None,
     }
     return block(BLOCK, dict(row) | shown)
-
-
-def sweep_table(rows: Sequence[Mapping[str, object]]) -> str:
-    """The points of a sweep, one a line."""
-    return "\n".join(field_table(rows, SWEEP))

@@ -12,6 +12,7 @@ import torch
 from thalweg.bench import ceilings, coverage
 from thalweg.bench.command import OUTPUT, PartialRun, command, parse_engine_flags
 from thalweg.bench.display import progress_bar, show
+from thalweg.bench.floor import step_seconds
 from thalweg.bench.in_process import (
     BATCHES,
     BENCH_SEED,
@@ -27,13 +28,9 @@ from thalweg.bench.results import save
 from thalweg.bench.statistics import median
 from thalweg.core.errors import InsufficientMemory
 from thalweg.engine.local import LocalEngine
-from thalweg.launch.planning import roofline
-from thalweg.launch.planning.layouts import ONE
-from thalweg.launch.planning.roofline import Ceilings
-from thalweg.launch.planning.weights import PlannedModel
+from thalweg.launch.planning.roofline import Ceilings, StepShape
 from thalweg.launch.report import make_table
 from thalweg.launch.resolved import Resolved
-from thalweg.models.catalog import read_facts
 
 WARM_UP_TOKENS = 8
 FLAGS = f"""
@@ -63,13 +60,12 @@ def shares(resolved: Resolved, case: Case, timing: Timing, top: Ceilings, covere
     """
     batch, input_len, output_len = case
     shapes = {
-        "prefill": roofline.StepShape(batch, input_len, input_len),
-        "decode": roofline.StepShape(batch, 1, input_len + output_len // 2, covered),
+        "prefill": StepShape(batch, input_len, input_len),
+        "decode": StepShape(batch, 1, input_len + output_len // 2, covered),
     }
-    model = PlannedModel(read_facts(resolved.path)).on(ONE)
     seconds, row = {"prefill": timing.prefill, "decode": median(timing.decode)}, Row()
     for name, shape in shapes.items():
-        limit = row[f"{name}_floor"] = roofline.seconds(roofline.phases(model, shape), top)
+        limit = row[f"{name}_floor"] = step_seconds(resolved.path, shape, top)
         row[f"{name}_share"] = limit / seconds[name] if seconds[name] else 0.0
     return row | ({"experts_a_layer": covered} if covered else {})
 

@@ -9,10 +9,10 @@ from statistics import fmean
 
 from thalweg.bench import ablation_tables, plots
 from thalweg.bench.command import CommandParser, add_flags, command
-from thalweg.bench.compare import percent
+from thalweg.bench.compare import interval, percent
 from thalweg.bench.display import accuracy, field_table, fields, markdown_table
 from thalweg.bench.errors import BenchError
-from thalweg.bench.metrics import TURNS
+from thalweg.bench.metrics import SERVED, TURNS
 from thalweg.bench.plots import FORMATS, GREEN, GREY, RED, Bars, Distribution, Figure, Lines, Seconds
 from thalweg.bench.result_files import INCOMPLETE, Json, ResultFileError, command_of, load, serving_rows
 
@@ -29,25 +29,6 @@ class ReportSection:
     figures: list[Figure]
 
 
-SERVED = fields("""
-rate           request_rate
-concurrency    max_concurrency
-done           completed
-failed         failed
-req/s          request_throughput
-goodput        goodput
-in tok/s       input_throughput
-out tok/s      output_throughput
-TTFT p50 ms    median_ttft_ms
-TTFT p99       p99_ttft_ms
-TPOT p50 ms    median_tpot_ms
-TPOT p99       p99_tpot_ms
-ITL p50 ms     median_itl_ms
-ITL p99        p99_itl_ms
-cache hits     cache_hit_rate
-possible       cache_hit_possible
-accept length  accept_length
-""")
 OFFLINE = fields("""
 requests                successful_requests
 seconds                 total_latency
@@ -158,8 +139,7 @@ def _compare(result: Json) -> ReportSection:
     """The plot has the first changes with their intervals."""
     rows, found = [], result["changes"]
     for one in found:
-        interval = "" if one["low"] is None else f"{percent(one['low'])} … {percent(one['high'])}"
-        change = percent(one["change"]), interval, one["verdict"]
+        change = percent(one["change"]), interval(one["low"], one["high"]), one["verdict"]
         rows.append([one["point"], one["name"], one["a"], one["b"], one["unit"], *change])
     lines = markdown_table(("point", "measured", "A", "B", "unit", "change", "interval", "verdict"), rows)
 

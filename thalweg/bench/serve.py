@@ -11,23 +11,24 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import product, starmap
+from itertools import cycle, islice, product, starmap
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
 import msgspec
 
-from thalweg.bench.backends import BACKENDS, RequestOptions, send_request
+from thalweg.bench.backends import BACKENDS, RequestOptions
 from thalweg.bench.command import OUTPUT, CommandParser, add_flags, command
 from thalweg.bench.dataset_flags import add_dataset_flags, check_dataset, load_prompts, shortening_flags
-from thalweg.bench.datasets import OrdinaryTokens, possible_hits, schedule, vocabulary_of
-from thalweg.bench.display import fields, progress_bar
+from thalweg.bench.datasets import OrdinaryTokens, SampleRequest, possible_hits, schedule, staggered, vocabulary_of
+from thalweg.bench.display import field_table, fields, progress_bar
 from thalweg.bench.errors import BenchError, HttpError
 from thalweg.bench.http_client import HttpClient
 from thalweg.bench.load_driver import LoadRun, interruptible, no_garbage_collection
 from thalweg.bench.metrics import (
     LIMITS,
+    SERVED,
     Record,
     by_turn,
     failures,
@@ -35,12 +36,13 @@ from thalweg.bench.metrics import (
     measure,
     render,
     samples,
-    sweep_table,
     tokens_by_second,
 )
 from thalweg.bench.results import provenance, write
 from thalweg.bench.server_info import Counters, ServerInfo, accept_length, cache_hits, overhead
 from thalweg.bench.server_process import raise_file_limit
+from thalweg.config.machine import Machine
+from thalweg.config.machines import hardware, hardware_of
 
 REFUSED = 3  # refused connections in a row: the server is gone, and the rest of the load would only count that
 LATE_MS = 20.0  # of the send delay (p99): users would have felt something else than what was measured
@@ -58,6 +60,7 @@ SERVER_FLAGS = """
 --served-model-name  name          name in the request body where --model is the folder of the tokenizer
 --tokenizer       folder           of tokenizer.json; default: --model, or what a server on this machine names
 --request-timeout  seconds=21600   until a request counts as failed
+--machine         name             the server's, such as h200, for share_of_floor; default: this one
 """
 TIMING_FLAGS = """
 --request-rate     positive...=inf  requests a second, a Poisson process; inf: all at once. Several are measured one
@@ -69,7 +72,9 @@ TIMING_FLAGS = """
 --repeat           count=1        measure everything so often, with other random tokens each time, so that `bench
                                   compare` knows the noise
 --use-trace-timestamps  switch    send each request of a trace at its recorded time
---warmup-requests  whole=1        requests before the clock starts
+--warmup-requests  whole=1        requests before the clock starts, all at once, as long as the first of the load
+--stagger         switch          send the first --max-concurrency requests evenly over the mean duration of the
+                                  warm-up's, so that they do not run in lockstep
 --flush-cache      switch         empty the server's prefix cache after the warm-up; Thalweg needs its --admin-api-key
                                   as --api-key for that
 """
@@ -136,6 +141,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         parser.error("--use-trace-timestamps needs --dataset-name trace")
     if args.use_trace_timestamps and args.request_rate != [float("inf")]:
         parser.error("--use-trace-timestamps and --request-rate both set when to send: leave one out")
+    if args.stagger and not (all(args.max_concurrency) and args.warmup_requests):
+        parser.error("--stagger needs --max-concurrency and --warmup-requests of at least 1")
     args.goodput = dict(args.goodput)
     if args.top_p is not None:
         if args.backend == "sglang":
@@ -157,27 +164,45 @@ def points(args: argparse.Namespace) -> list[SweepPoint]:
     return list(starmap(SweepPoint, product(args.request_rate, args.max_concurrency, range(args.repeat))))
 
 
-def _vocabulary(args: argparse.Namespace, info: Mapping[str, object]) -> OrdinaryTokens | None:
-    """From --tokenizer, else a --model that is a folder, else the folder that a server on this machine names."""
-    if args.tokenizer:
-        return vocabulary_of(Path(args.tokenizer))
-    folders = [Path(str(name)) for name in (args.model, info.get("tokenizer_path"), info.get("model_path")) if name]
-    folder = next((folder for folder in folders if (folder / "tokenizer.json").is_file()), None)
-    return None if folder is None else vocabulary_of(folder)
-
-
-async def warm_up(load: LoadRun, vocabulary: OrdinaryTokens | None, args: argparse.Namespace) -> None:
-    """Sends a prompt as long as the first one, of other tokens, `--warmup-requests` times at once: the load finds
-    nothing of it in the cache. Raises BenchError with the server's message when one fails.
+def _folders(args: argparse.Namespace, info: Mapping[str, object], file: str) -> list[Path]:
+    """The folders with this file: --tokenizer, a --model that is a folder, those that a server on this machine
+    names.
     """
-    records, prompt = [Record() for _ in range(args.warmup_requests)], load.prompts[0]
-    if prompt.ids and vocabulary is not None:
-        prompt = replace(prompt, ids=vocabulary.draw(Random("warm-up"), len(prompt.ids)))
-    await asyncio.gather(*(send_request(load.client, load.backend, prompt, load.options, record) for record in records))
-    for error in (record.error for record in records if record.error):
-        lengths = f"it had {prompt.input_len} tokens and asked for {prompt.output_len}"
-        advice = f"; {lengths}: {shortening_flags(args)} make it shorter" if error.startswith(TOO_LONG) else ""
-        raise BenchError(f"the warm-up request failed, so the run was not started: {error}{advice}")
+    names = args.tokenizer, args.model, info.get("tokenizer_path"), info.get("model_path")
+    return [Path(str(name)) for name in names if name and (Path(str(name)) / file).is_file()]
+
+
+def _vocabulary(args: argparse.Namespace, info: Mapping[str, object]) -> OrdinaryTokens | None:
+    folders = [Path(args.tokenizer)] if args.tokenizer else _folders(args, info, "tokenizer.json")
+    return vocabulary_of(folders[0]) if folders else None
+
+
+def warm_up_prompts(
+    prompts: Sequence[SampleRequest], vocabulary: OrdinaryTokens | None, count: int, seed: int
+) -> list[SampleRequest]:
+    """As long as the first prompts of the load, of other tokens, which the load does not find in the cache. Prompts
+    without token ids: the first one of the load, again and again.
+    """
+    first = [prompt for prompt in prompts if prompt.ids and prompt.after < 0]
+    if vocabulary is None or not first:
+        return [prompts[0]] * count
+    rng, lengths = Random(f"warm-up {seed}"), islice(cycle(first), count)
+    return [replace(prompt, ids=vocabulary.draw(rng, len(prompt.ids))) for prompt in lengths]
+
+
+async def warm_up(load: LoadRun, advice: str) -> float:
+    """Sends all prompts of a load at once. Returns the mean seconds of an answer; 0.0 of none. advice: the flags that
+    make prompts shorter.
+
+    Raises BenchError with the server's message when one fails.
+    """
+    await load.run((), 0, asyncio.Event())
+    for prompt, record in zip(load.prompts, load.records, strict=True):
+        if error := record.error:
+            lengths = f"it had {prompt.input_len} tokens and asked for {prompt.output_len}"
+            shorter = f"; {lengths}: {advice} make it shorter" if error.startswith(TOO_LONG) else ""
+            raise BenchError(f"the warm-up request failed, so the run was not started: {error}{shorter}")
+    return sum(record.latency for record in load.records) / max(len(load.records), 1)
 
 
 async def drive(load: LoadRun, due: Sequence[float], concurrency: int, label: str, quiet: bool) -> str:
@@ -224,6 +249,7 @@ class ServingBenchmark:
         self.args = args
         self.client = HttpClient(args.base_url or f"http://{args.host}:{args.port}", headers)
         self.server, self.backend = ServerInfo(self.client), BACKENDS[args.backend]
+        self.hardware = hardware(args.machine) if args.machine else hardware_of(Machine.here())
         self.info: dict[str, object] = {}  # the server's settings
         self.rows: list[dict[str, Any]] = []  # the points that were measured
         self.ended = ""  # why it ended early
@@ -245,7 +271,11 @@ class ServingBenchmark:
         for number, point in enumerate(sweep):
             try:
                 load, due = self._load(vocabulary, point, args.seed + 1000 * number)
-                await warm_up(load, vocabulary, args)
+                first = warm_up_prompts(load.prompts, vocabulary, args.warmup_requests, args.seed)
+                warm = LoadRun(self.client, self.backend, self.options, first)
+                seconds = await warm_up(warm, shortening_flags(args))
+                if args.stagger:
+                    due = staggered(due, point.concurrency, seconds)
                 if args.flush_cache:
                     await self.server.post("/flush_cache", "--flush-cache")
                 before = await self.server.counters()
@@ -270,7 +300,7 @@ class ServingBenchmark:
         """The point's own prompts: the server's cache would have the tokens of earlier ones."""
         args = self.args
         prompts = load_prompts(args, vocabulary, seed)
-        raise_file_limit((point.concurrency or len(prompts)) + SPARE_FILES, required=False)
+        raise_file_limit(max(point.concurrency or len(prompts), args.warmup_requests) + SPARE_FILES, required=False)
         for prompt in {(bool(prompt.ids), bool(prompt.text)): prompt for prompt in prompts}.values():
             self.backend.body(prompt, self.options)  # one of each kind, for its errors
         due = schedule(prompts, point.rate, args.use_trace_timestamps, seed, args.burstiness)
@@ -304,6 +334,7 @@ class ServingBenchmark:
             **goodput(sent, load.duration, args.goodput),
             "accept_length": accept_length(self.info, new),
             "server_overhead_ms": overhead(new),
+            "share_of_floor": self._share_of_floor(numbers),
             **_ending(self.ended),
             "failures": failures(sent),
             "samples": samples(sent),
@@ -313,6 +344,16 @@ class ServingBenchmark:
         if args.output_details:
             row |= {name: [getattr(record, field) for record in sent] for name, field in DETAILS.items()}
         return row
+
+    def _share_of_floor(self, numbers: Mapping[str, Any]) -> float | None:
+        """None where the checkpoint or the GPU is unknown."""
+        folders = _folders(self.args, self.info, "config.json")
+        if self.hardware is None or not folders:
+            return None
+        from thalweg.bench.floor import share_of_floor  # loads torch: not while the server is measured
+
+        names = ("completed", "total_input_tokens", "total_output_tokens", "concurrency", "duration")
+        return share_of_floor(folders[-1], self.hardware, *(numbers[name] for name in names))
 
 
 def _ending(ended: str) -> dict[str, object]:
@@ -354,7 +395,7 @@ def show(result: Mapping[str, Any]) -> str:
         if reasons := row["failures"]:
             shown.append("Failures:\n" + "\n".join(f"{count:7} × {reason}" for reason, count in reasons.items()))
     if len(rows) > 1:
-        shown.append(sweep_table(rows))
+        shown += field_table(rows, SERVED)
     if result["partial"]:
         shown.append(f"PARTIAL: {result['ended']}; the numbers are of what was measured until then")
     return "\n".join(shown)
