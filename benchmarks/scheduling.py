@@ -57,14 +57,13 @@ class Slo(NamedTuple):
     first_token: float
     for_prompt_token: float  # more for each prompt token
     between_tokens: float  # longest gap
-    per_token: float  # mean gap
 
     @property
     def targets(self) -> LatencyTargets:
         return LatencyTargets(self.first_token, self.between_tokens)
 
 
-SLOS = {"throughput": Slo(1.0, 1e-4, 0.25, 0.03), "latency": Slo(2.0, 1e-4, 0.1, 0.05)}
+SLOS = {"throughput": Slo(1.0, 1e-4, 0.25), "latency": Slo(2.0, 1e-4, 0.1)}
 
 
 class Arrival(NamedTuple):
@@ -87,9 +86,8 @@ class Served:
         return [later - earlier for earlier, later in zip(self.times, self.times[1:], strict=False)]
 
     def keeps(self, slo: Slo) -> bool:
-        gaps = self.gaps or [0.0]
         is_prompt = self.times[0] - self.arrived <= slo.first_token + slo.for_prompt_token * self.prompt
-        return is_prompt and max(gaps) <= slo.between_tokens and sum(gaps) / len(gaps) <= slo.per_token
+        return is_prompt and max(self.gaps, default=0.0) <= slo.between_tokens
 
 
 class Simulation:

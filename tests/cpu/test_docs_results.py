@@ -194,6 +194,15 @@ def test_speed_is_held_against_the_committed_ratio(
     assert check.speed(argparse.Namespace()).words == ("it died",)
 
 
+def test_only_old_results_behind_the_support_page_fail_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
+    aged = [("gpu/a.json", True, "a is new"), ("gpu/b.json", False, "b is old")]
+    monkeypatch.setattr(check, "_ages", lambda under: iter(aged))
+    for backing, ok in (("gpu/a.json", True), ("gpu/b.json", False)):
+        monkeypatch.setattr(docs, "index", lambda backing=backing: docs.Index([], [{"result": backing}]))
+        verdict = check.gpu(argparse.Namespace())
+        assert verdict.ok == ok and set(verdict.words) == {"a is new", "b is old"}, "all of them are listed"
+
+
 def test_a_setting_or_test_of_the_support_page_that_is_not_there_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
