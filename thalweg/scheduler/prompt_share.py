@@ -33,6 +33,7 @@ NEAR = 1.1  # where no step keeps the target: up to this multiple of the shortes
 SIZES = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384, 32768)
 MAX_WAITING = 256  # requests that are looked at; more count as these
 DECAY = 0.98  # weight of a real step after the next one
+MAX_FACTOR = 5.0  # by which real steps may correct measured times, up or down
 MAX_DEVIATION = 3.0  # a step that took a larger multiple of the expected time was disturbed
 
 
@@ -74,7 +75,7 @@ class PromptShare(Protocol):
         """The step was planned with so many prompt tokens; pairs: with tokens before their chunks."""
 
     def observe(self, step: int, is_busy: bool) -> bool:
-        """The step was committed. is_busy: so was the step before, and the device has not been idle since.
+        """The step was committed. is_busy: it was in flight, or planned at once, when the step before was committed.
 
         Returns whether it has missed the target between tokens.
         """
@@ -105,7 +106,8 @@ class StepCost:
     @property
     def factor(self) -> float:
         """Real over measured time."""
-        return self.elapsed / self.expected if self.expected else 1.0
+        factor = self.elapsed / self.expected if self.expected else 1.0
+        return min(max(factor, 1.0 / MAX_FACTOR), MAX_FACTOR)
 
     def seconds(self, load: DecodeLoad, tokens: int, pairs: int) -> float:
         """Without the correction."""

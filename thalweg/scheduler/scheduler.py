@@ -89,7 +89,7 @@ class Scheduler:
         self._masked: list[Request] = []  # of these, those with a grammar
         self._events: list[RequestEvent] = []
         self._changed = False  # a message, a commit or a release since the last plan
-        self._was_busy = False  # another step was in flight when the last one was committed
+        self._was_busy = False  # requests were left after the last commit, so the next step follows at once
 
     # ---- messages
     def handle(self, messages: Sequence[ToEngine]) -> list[Rejected | ControlReply]:
@@ -413,9 +413,8 @@ class Scheduler:
 
     def commit(self, plan: StepPlan, outputs: Sequence[Output]) -> None:
         """Applies the outputs of a retired step, one for each row. Their drafts follow in `commit_drafts`."""
-        is_busy = plan.step == self.last_committed_step + 1 and self._was_busy
-        self.last_committed_step, self._was_busy = plan.step, self.step > plan.step + 1
-        self.counters.slow_steps += self.prompt_share.observe(plan.step, is_busy)
+        self.last_committed_step = plan.step
+        self.counters.slow_steps += self.prompt_share.observe(plan.step, self._was_busy)
         self._changed = True
         verified: list[VerifiedDrafts] = []
         latest_arrival = self.clock() - first_token if (first_token := self.prompt_share.targets.first_token) else 0.0
@@ -437,6 +436,7 @@ class Scheduler:
                 self.results.process(r, output)
             if r.release_reason is not ReleaseReason.NONE and not r.rows_in_flight and r.slot >= 0:
                 self._release(r)
+        self._was_busy = bool(self.requests)
         if verified:
             self.draft_length.observe(verified)
 
