@@ -33,7 +33,7 @@ test: install-test ## run every test on up to 4 cores (JOBS=0: one process; PYTE
 	@$(BIN)/python -m pytest -m "not soak" -n $(JOBS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 test-null: install-test ## run the tests that need no torch, in seconds
-	@$(BIN)/python -m pytest -q -m "not soak" tests/null $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -q -m "not soak" -n $(JOBS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder tests/null $(PYTEST_ARGS)
 
 check: install-test ## check lint, format, strict types, import direction
 	@$(BIN)/ruff check .

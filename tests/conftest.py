@@ -6,6 +6,7 @@ import faulthandler
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,9 +59,9 @@ def pytest_unconfigure() -> None:
         faulthandler.dump_traceback_later(EXIT, exit=True, file=sys.__stderr__)
 
 
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """The null tier is quick because nothing in it loads torch; a run of it alone can tell."""
-    alone = bool(session.items) and all(NULL in item.path.parents for item in session.items)
-    if alone and "torch" in sys.modules:
-        print("\nsomething in tests/null or below it imports torch")
-        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+@pytest.fixture(autouse=True, scope="session")
+def null_tests_load_no_torch(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The null tier is quick because nothing in it loads torch; a run of it alone can tell, also in several processes."""
+    yield
+    alone = all(NULL in item.path.parents for item in request.session.items)
+    assert not (alone and "torch" in sys.modules), "something in tests/null or below it imports torch"
