@@ -28,7 +28,9 @@ from thalweg import __version__
 from thalweg.config.machine import Machine
 from thalweg.config.options import ListenOptions, Options
 from thalweg.core.errors import ThalwegError, UnsupportedConfig
-from thalweg.launch.wheels import WHEELS, Wheel, within
+from thalweg.engine import caches
+from thalweg.kernels.gemm.toolchain import ProbeResult, trials_here
+from thalweg.launch.wheels import DEEP_GEMM, WHEELS, Wheel, within
 
 OK, NOTE, WARN, FAIL = "ok", "note", "warn", "fail"
 GB = 10**9
@@ -104,6 +106,9 @@ def examine(options: Options, online: bool = False) -> Iterator[Finding]:
         found = f"no NVIDIA GPU: models run on the CPU ({machine.cpu}, {machine.cores} cores)"
         yield Finding("gpu", NOTE, found)
     yield from (check_wheel(wheel, torch, bool(gpus), _version(wheel.name)) for wheel in WHEELS)
+    if gpus and _version(DEEP_GEMM):
+        caches.use("")
+        yield check_deep_gemm_compiler(trials_here(), torch)
     yield check_memory(machine)
     if Path("/dev/shm").is_dir():
         yield check_shared_memory(shutil.disk_usage("/dev/shm").free, len(gpus))
@@ -188,6 +193,14 @@ def check_wheel(wheel: Wheel, torch: Torch, has_gpu: bool, version: str) -> Find
         other = f"CUDA {torch.cuda}" if right else f"torch {on}"
         return Finding(wheel.title, NOTE, f"not installed, and there is none for {other} ({wheel.use})")
     return Finding(wheel.title, NOTE, f"not installed; optional: {wheel.use}", wheel.command(on))
+
+
+def check_deep_gemm_compiler(trials: Sequence[ProbeResult], torch: Torch) -> Finding:
+    """trials: what was tried, up to the first compiler that works. NVRTC comes with torch, the headers do not."""
+    works = [str(trial) for trial in trials if not trial.error]
+    found = works[0] if works else f"none works: {'; '.join(map(str, trials)) or 'none found'}"
+    headers = f"nvidia-cuda-cccl=={torch.cuda}.*" if torch.cuda else "nvidia-cuda-cccl"
+    return _judge("nvcc or NVRTC", bool(works), found, f"pip install '{headers}'", WARN)
 
 
 def check_memory(machine: Machine) -> Finding:
