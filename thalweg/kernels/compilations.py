@@ -1,4 +1,6 @@
-"""Counts what Triton compiles, or loads from its cache folder, while a piece of code runs."""
+"""Triton's cache folder: counts what is compiled or found there, and keeps its names the same from process to
+process.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ from types import TracebackType
 from typing import Any
 
 from triton import knobs
+from triton.runtime.jit import DependenciesFinder, JITCallable
 
 
 class Compilations:
@@ -27,3 +30,20 @@ class Compilations:
 
     def _listen(self, *, src: Any, cache_hit: bool, **_: Any) -> None:
         (self.loaded if cache_hit else self.compiled).append(src.name)
+
+
+def use_stable_keys() -> None:
+    """Makes a kernel's name in the cache folder independent of the order in which kernels are launched first.
+
+    Triton 3.6 puts the constants of a called function into the name only if it has hashed that function before. So
+    another order of the same steps finds some kernels under other names, and compiles them again.
+    """
+    setattr(DependenciesFinder, "_update_hash", _update_hash)  # noqa: B010
+
+
+_UPDATE = DependenciesFinder._update_hash
+
+
+def _update_hash(finder: DependenciesFinder, function: JITCallable) -> None:
+    function.cache_key  # noqa: B018 computes its constants
+    _UPDATE(finder, function)
