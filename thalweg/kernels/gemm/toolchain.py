@@ -141,7 +141,7 @@ def _probe_nvcc(compiler: Compiler) -> ProbeResult:
 
 
 def _probe_nvrtc(compiler: Compiler) -> ProbeResult:
-    library, program = _load_nvrtc(compiler.file), ctypes.c_void_p()
+    library, program = load_nvrtc(compiler.file), ctypes.c_void_p()
     major, minor, size = ctypes.c_int(), ctypes.c_int(), ctypes.c_size_t()
     library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
     options = [f"--gpu-architecture={ARCH}", "-std=c++20", *(f"-I{path}" for path in compiler.includes)]
@@ -156,7 +156,7 @@ def _probe_nvrtc(compiler: Compiler) -> ProbeResult:
     return ProbeResult(compiler, f"{major.value}.{minor.value}", error)
 
 
-def _load_nvrtc(file: str) -> ctypes.CDLL:
+def load_nvrtc(file: str) -> ctypes.CDLL:
     """The library, after the one that it looks for by name and would not find outside the system's folders."""
     for path in Path(file).parent.glob("libnvrtc-builtins.so.*"):
         ctypes.CDLL(str(path))
@@ -211,10 +211,10 @@ def replace_text(file: Path, text: str) -> None:
 @cache
 def trials_here() -> tuple[ProbeResult, ...]:
     """`choose` on this machine."""
-    return tuple(choose(_folder(), os.environ, candidates(os.environ, toolkits(os.environ))))
+    return tuple(choose(choice_folder(), os.environ, candidates(os.environ, toolkits(os.environ))))
 
 
-def _folder() -> Path:
+def choice_folder() -> Path:
     """The folder of the choice, beside DeepGEMM's kernels."""
     return Path(os.environ.get("DG_JIT_CACHE_DIR") or "~/.deep_gemm").expanduser() / "toolchain"
 
@@ -269,9 +269,9 @@ def for_import() -> Iterator[None]:
         )
     compiler, before = trials[-1].compiler, os.environ.get("CUDA_HOME")
     os.environ.update(variables(compiler, os.environ))
-    os.environ["CUDA_HOME"] = cuda_home(compiler, _folder())
+    os.environ["CUDA_HOME"] = cuda_home(compiler, choice_folder())
     if compiler.kind == NVRTC:
-        _load_nvrtc(compiler.file)
+        load_nvrtc(compiler.file)
     try:
         yield
     finally:
