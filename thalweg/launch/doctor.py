@@ -100,7 +100,7 @@ def examine(options: Options, online: bool = False) -> Iterator[Finding]:
     yield check_packages(_requirements(), _version)
     if gpus:
         has_compiler = any(map(shutil.which, ("cc", "gcc", "clang")))
-        yield check_gpu(torch, gpus, _driver())
+        yield check_gpu(torch, gpus, driver_version())
         yield from check_triton(torch, _version("triton"), has_compiler)
     else:
         found = f"no NVIDIA GPU: models run on the CPU ({machine.cpu}, {machine.cores} cores)"
@@ -272,7 +272,7 @@ def _version(name: str) -> str:
         return ""
 
 
-def _driver() -> str:
+def driver_version() -> str:
     """The version of NVIDIA's driver; "" where its file is hidden, as in some containers."""
     path = Path("/proc/driver/nvidia/version")
     found = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", path.read_text() if path.is_file() else "")
