@@ -137,6 +137,7 @@ def warmup(argv: Sequence[str]) -> int:
 examples:
   thalweg warmup org/name
   thalweg warmup org/name --max-running-requests 128 --cache-dir /var/cache/thalweg
+  thalweg warmup --export kernels.tar.gz     and on another machine: thalweg warmup --import kernels.tar.gz
 
 Takes the flags of `thalweg serve` and compiles what it will run. Weights are not read: config.json is enough."""
     parser = options_parser(
@@ -144,10 +145,15 @@ Takes the flags of `thalweg serve` and compiles what it will run. Weights are no
         "Compiles ahead all kernels that serving with these flags needs, into a folder that stays.",
         epilog,
     )
-    config = _parse(parser, argv).options
+    either = parser.own.add_mutually_exclusive_group()
+    either.add_argument("--export", type=Path, metavar="FILE", help="write the compiled kernels to an archive, and end")
+    either.add_argument(
+        "--import", type=Path, metavar="FILE", dest="archive", help="take compiled kernels from an archive, and end"
+    )
+    parsed = _parse(parser, argv)
     from thalweg.launch.warmup import warmup as run
 
-    return run(config)
+    return run(parsed.options, parsed.args.export, parsed.args.archive)
 
 
 def generate(argv: Sequence[str]) -> int:

@@ -60,4 +60,4 @@ def test_there_are_enough_and_a_wrong_one_would_be_found(printed: str) -> None:
 def test_every_flag_named_exists() -> None:
     known = {flag for action in options_parser("x", "")._actions for flag in action.option_strings}
     named = {flag for row in re.findall(r"`([^`]*)`", PAGE) for flag in re.findall(r"--[a-z][\w-]+", row)}
-    assert named - known <= {"--format", "--online"}, named - known  # of `thalweg parse` and `thalweg doctor`
+    assert named - known <= {"--format", "--import", "--online"}, named - known  # of parse, warmup and doctor

@@ -16,6 +16,7 @@ from thalweg.cli import main
 from thalweg.config.machine import Machine
 from thalweg.config.options import ListenOptions, Options
 from thalweg.config.tree import options_of
+from thalweg.kernels.gemm.toolchain import Compiler, ProbeResult
 from thalweg.launch import doctor
 from thalweg.launch.doctor import Finding, Torch
 from thalweg.launch.wheels import WHEELS, within
@@ -69,6 +70,17 @@ def test_a_gpu_machine_passes() -> None:
         "not installed; optional: FP8 products on Hopper",
         "pip install 'sgl-deep-gemm==0.1.7'",
     )
+
+
+def test_the_compiler_of_deep_gemm_is_named_or_what_installs_its_headers() -> None:
+    nvcc = ProbeResult(Compiler("nvcc", "/cuda/bin/nvcc", "/cuda"), "12.4", "older than 12.9")
+    nvrtc = ProbeResult(Compiler("NVRTC", "/lib/libnvrtc.so.13", "/cuda"), "13.0")
+    found = doctor.check_deep_gemm_compiler([nvcc, nvrtc], GPU)
+    assert found == Finding("nvcc or NVRTC", "ok", "NVRTC 13.0 (/lib/libnvrtc.so.13)")
+    found = doctor.check_deep_gemm_compiler([nvcc], GPU)
+    assert found.level == "warn" and found.found == "none works: nvcc 12.4 (/cuda/bin/nvcc): older than 12.9"
+    assert found.mend == "pip install 'nvidia-cuda-cccl==13.0.*'"
+    assert doctor.check_deep_gemm_compiler([], GPU).found == "none works: none found"
 
 
 gpu = partial(doctor.check_gpu, gpus=GPUS)

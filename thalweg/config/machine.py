@@ -39,16 +39,16 @@ class Machine:
         for limit, used in _cgroup_memory():
             memory = min(memory, limit)
             free = min(free, limit - used)
-        return Machine(_cpu_name(), _cores(), memory, max(free, 0), *_gpus(), installed_libraries())
+        return Machine(_cpu_name(), cores(), memory, max(free, 0), *_gpus(), installed_libraries())
 
 
-def _cores() -> int:
+def cores() -> int:
     """Cores of the affinity mask, less where a cgroup's CPU quota allows less."""
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    usable = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     quota = _read(Path("/sys/fs/cgroup/cpu.max")).split()
     if len(quota) == 2 and quota[0] != "max":
-        cores = min(cores, max(1, int(quota[0]) // int(quota[1])))
-    return cores
+        usable = min(usable, max(1, int(quota[0]) // int(quota[1])))
+    return usable
 
 
 def _host_memory() -> tuple[int, int]:

@@ -39,6 +39,7 @@ from thalweg.engine.calibration_memory import (
     with_pages,
 )
 from thalweg.engine.calibration_warmup import warm_up
+from thalweg.engine.compile_ahead import CompileAhead, NothingAhead, compile_ahead
 from thalweg.engine.grammars import GrammarRegistry
 from thalweg.engine.loop import Channel, Loop
 from thalweg.engine.recording import StepRecorder
@@ -108,13 +109,21 @@ def build(config: EngineConfig, channel: Channel) -> Rank:
     """Builds a rank. Raises CheckpointError and UnsupportedConfig."""
     times, facts = StartupTimes(), read_facts(Path(config.model_path))
     caches.use(config.cache_dir)
-    config = check_backends(config)
     if len(config.eos_ids) > MAX_EOS_IDS:
         raise CheckpointError(
             f"{config.model_path}: {len(config.eos_ids)} end-of-sequence ids; a slot has room for {MAX_EOS_IDS}"
         )
-    config, runner = build_or_drop_drafter(lambda wish: build_runner(wish, facts, times), config)
+    if config.device == "cuda" and config.decode_attention_backend != "reference":
+        from thalweg.kernels.compilations import use_stable_keys  # needs Triton
+
+        use_stable_keys()
+    wished = config
+    with compile_ahead(config) as ahead:
+        config = check_backends(config)
+        config, runner = build_or_drop_drafter(lambda wish: build_runner(wish, facts, times, ahead), config)
     runner.drafting.drop_deferred()
+    if config.device == "cuda" and config.warmup:
+        caches.mark_warm(wished)
     loop = build_loop(config, facts, runner, channel)
     loop.scheduler.counters.drafter_failures += config.drafter_left_out
     log.info("started: %s", times)
@@ -156,20 +165,28 @@ def without_drafter(config: EngineConfig, why: str) -> EngineConfig:
     )
 
 
-def build_runner(config: EngineConfig, facts: ModelFacts, times: StartupTimes) -> tuple[EngineConfig, Runner]:
-    """Loads the checkpoint and allocates planes and slots. Raises CheckpointError and UnsupportedConfig."""
-    torch.set_num_threads(config.threads)
-    TUNED.use(config.tuned_kernels)
-    device = torch.device(config.device)
+def assemble(config: EngineConfig, facts: ModelFacts, device: torch.device) -> tuple[LayerFactory, Model, Drafter]:
+    """A model and its drafter without weights. Raises CheckpointError."""
     is_random = config.load_format == "dummy"
     schemes = None if is_random else schemes_in(Path(config.model_path), facts.quantization_config)
-    factory = layer_factory(facts, config.device, config.kernels, config.dtype, schemes)
+    factory = layer_factory(facts, str(device), config.kernels, config.dtype, schemes)
     model = catalog.assemble(facts, factory)
-    times.end_phase("model")
     draft_sampling = draft_sampling_for(config.speculative_acceptance, config.num_drafts, facts.vocab, device)
     drafter = build_drafter(
         config.speculative_algorithm, model, config.speculative_draft_model_path, draft_sampling, config.tree
     )
+    return factory, model, drafter
+
+
+def build_runner(
+    config: EngineConfig, facts: ModelFacts, times: StartupTimes, ahead: CompileAhead | NothingAhead
+) -> tuple[EngineConfig, Runner]:
+    """Loads the checkpoint and allocates planes and slots. Raises CheckpointError and UnsupportedConfig."""
+    torch.set_num_threads(config.threads)
+    TUNED.use(config.tuned_kernels)
+    device = torch.device(config.device)
+    factory, model, drafter = assemble(config, facts, device)
+    times.end_phase("model")
     if factory.notes:
         shown = "; ".join(factory.notes[:NOTES_SHOWN])
         config = config.started([Decision("dequantized_weights", len(factory.notes), START_UP, shown)])
@@ -178,6 +195,9 @@ def build_runner(config: EngineConfig, facts: ModelFacts, times: StartupTimes) -
     times.end_phase("weights")
     one_by_one = config.deterministic_inference and config.decode_attention_backend in TORCH_ATTENTION
     if device.type == "cuda":
+        with _progress_bar("compiling kernels ahead", config.show_progress) as progress:
+            ahead.finish(progress)
+        times.end_phase("kernels ahead")
         return _build_on_gpu(config, TokenByToken(model) if one_by_one else model, drafter, device, times)
     planes = _allocate_planes(model, drafter, config, device)
     steps = traced(model, planes)

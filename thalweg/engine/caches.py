@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import importlib.metadata
+import json
 import os
 from pathlib import Path
 
+import msgspec
+
+from thalweg import __version__
+from thalweg.config.engine import EngineConfig
+
 DEFAULT = Path("~/.cache/thalweg")
 FOLDERS = {"TRITON_CACHE_DIR": "triton", "DG_JIT_CACHE_DIR": "deep_gemm", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
+PACKAGES = "torch", "triton", "sgl-deep-gemm"  # whose versions compiled kernels depend on
+# fields that no kernel depends on
+INDEPENDENT = (
+    *("model_path", "load_format", "weight_updates", "cache_dir", "random_seed", "report", "show_progress"),
+    *("log_level", "log_format", "crash_dump_folder", "watchdog_timeout", "watchdog_action", "restart_timeout"),
+)
 
 
 def use(folder: str) -> Path:
@@ -26,3 +41,39 @@ def use(folder: str) -> Path:
 def size_of(folder: Path) -> int:
     """Bytes of all files in it."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def versions() -> dict[str, str]:
+    """The versions on which compiled kernels depend, and the GPU's architecture; "" for what is missing."""
+    import torch
+
+    found = {"thalweg": __version__, "cuda": torch.version.cuda or ""}
+    for name in PACKAGES:
+        found[name] = ""
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else ()
+    return found | {"architecture": f"sm_{''.join(map(str, capability))}" if capability else ""}
+
+
+def is_warm(config: EngineConfig) -> bool:
+    """Whether a warm-up of this configuration has filled the folder."""
+    return _mark(config).exists()
+
+
+def mark_warm(config: EngineConfig) -> None:
+    """Notes that the folder holds all kernels of this configuration's warm-up."""
+    with contextlib.suppress(OSError):  # the next start compiles ahead again, and finds all kernels
+        _mark(config).parent.mkdir(parents=True, exist_ok=True)
+        _mark(config).touch()
+
+
+def _mark(config: EngineConfig) -> Path:
+    """A file beside Triton's kernels, so that it vanishes with them."""
+    fields = msgspec.to_builtins(config)
+    settings = {name: value for name, value in fields.items() if name not in INDEPENDENT}
+    model = (Path(config.model_path) / "config.json").read_text()
+    sources = sorted((Path(__file__).parents[1] / "kernels").rglob("*.py"))
+    state = json.dumps([settings, model, versions(), [path.read_text() for path in sources]])
+    name = f"warm-{hashlib.sha256(state.encode()).hexdigest()[:16]}"
+    return Path(os.environ["TRITON_CACHE_DIR"], name)

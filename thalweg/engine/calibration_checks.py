@@ -7,7 +7,7 @@ warning and a decision in the report. If the user asked for it by name, the star
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -21,6 +21,7 @@ from thalweg.config.model import ModelFacts
 from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.kernels import DECISION_NAMES, CheckCase, KernelConfig
 from thalweg.core.report import START_UP, Decision
+from thalweg.kernels.gemm import toolchain
 from thalweg.models.catalog import read_facts
 from thalweg.quant.catalog import quantized
 
@@ -45,7 +46,20 @@ def check_backends(config: EngineConfig) -> EngineConfig:
     if config.device != "cuda" or config.decode_attention_backend == "reference":
         return config
     facts = read_facts(Path(config.model_path))
-    return replace_failing(config, self_checks(config.kernels, facts, torch.device(config.device)))
+    device = torch.device(config.device)
+    config = replace_failing(config, self_checks(config.kernels, facts, device))
+    is_used = any("deep_gemm" in check.backend for check in self_checks(config.kernels, facts, device))
+    return with_compiler(config, toolchain.trials_here()) if is_used else config
+
+
+def with_compiler(config: EngineConfig, trials: Sequence[toolchain.ProbeResult]) -> EngineConfig:
+    """The configuration whose report says what compiles DeepGEMM's kernels, and why."""
+    *failed, chosen = trials
+    why = "the first that compiles a small source here"
+    if failed:
+        why += f"; failed: {'; '.join(map(str, failed))}"
+    log.info("DeepGEMM's kernels are compiled by %s: %s", chosen, why)
+    return config.started([Decision("deep_gemm_compiler", str(chosen), START_UP, why)])
 
 
 def self_checks(kernels: KernelConfig, facts: ModelFacts, device: torch.device) -> list[SelfCheck]:

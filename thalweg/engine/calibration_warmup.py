@@ -46,14 +46,20 @@ def warm_up(runner: Runner, config: EngineConfig, context: int, progress: Callab
 
     progress: called with (steps done, steps in all).
     """
-    work = [*_samplings(runner, config, context)]
-    if config.decode_attention_backend != "reference":  # it has no kernels
-        work += [*_steps(runner, config, context), *_fp8_products(runner, config)]
+    work = warm_up_work(runner, config, context)
     with torch.inference_mode():
         for done, run in enumerate(work, 1):
             run()
             progress(done, len(work))
     torch.cuda.synchronize()
+
+
+def warm_up_work(runner: Runner, config: EngineConfig, context: int) -> list[Work]:
+    """All kinds of steps, FP8 products last."""
+    work = [*_samplings(runner, config, context)]
+    if config.decode_attention_backend != "reference":  # it has no kernels
+        work += [*_steps(runner, config, context), *_fp8_products(runner, config)]
+    return work
 
 
 def _samplings(runner: Runner, config: EngineConfig, context: int) -> Iterator[Work]:

@@ -28,7 +28,9 @@ from thalweg import __version__
 from thalweg.config.machine import Machine
 from thalweg.config.options import ListenOptions, Options
 from thalweg.core.errors import ThalwegError, UnsupportedConfig
-from thalweg.launch.wheels import WHEELS, Wheel, within
+from thalweg.engine import caches
+from thalweg.kernels.gemm.toolchain import ProbeResult, trials_here
+from thalweg.launch.wheels import DEEP_GEMM, WHEELS, Wheel, within
 
 OK, NOTE, WARN, FAIL = "ok", "note", "warn", "fail"
 GB = 10**9
@@ -98,12 +100,15 @@ def examine(options: Options, online: bool = False) -> Iterator[Finding]:
     yield check_packages(_requirements(), _version)
     if gpus:
         has_compiler = any(map(shutil.which, ("cc", "gcc", "clang")))
-        yield check_gpu(torch, gpus, _driver())
+        yield check_gpu(torch, gpus, driver_version())
         yield from check_triton(torch, _version("triton"), has_compiler)
     else:
         found = f"no NVIDIA GPU: models run on the CPU ({machine.cpu}, {machine.cores} cores)"
         yield Finding("gpu", NOTE, found)
     yield from (check_wheel(wheel, torch, bool(gpus), _version(wheel.name)) for wheel in WHEELS)
+    if gpus and _version(DEEP_GEMM):
+        caches.use("")
+        yield check_deep_gemm_compiler(trials_here(), torch)
     yield check_memory(machine)
     if Path("/dev/shm").is_dir():
         yield check_shared_memory(shutil.disk_usage("/dev/shm").free, len(gpus))
@@ -190,6 +195,14 @@ def check_wheel(wheel: Wheel, torch: Torch, has_gpu: bool, version: str) -> Find
     return Finding(wheel.title, NOTE, f"not installed; optional: {wheel.use}", wheel.command(on))
 
 
+def check_deep_gemm_compiler(trials: Sequence[ProbeResult], torch: Torch) -> Finding:
+    """trials: what was tried, up to the first compiler that works. NVRTC comes with torch, the headers do not."""
+    works = [str(trial) for trial in trials if not trial.error]
+    found = works[0] if works else f"none works: {'; '.join(map(str, trials)) or 'none found'}"
+    headers = f"nvidia-cuda-cccl=={torch.cuda}.*" if torch.cuda else "nvidia-cuda-cccl"
+    return _judge("nvcc or NVRTC", bool(works), found, f"pip install '{headers}'", WARN)
+
+
 def check_memory(machine: Machine) -> Finding:
     found = f"{machine.free / GB:.1f} of {machine.memory / GB:.1f} GB free"
     return _judge("memory", machine.free >= 2 * GB, found, "ps aux --sort=-rss | head", WARN)
@@ -259,7 +272,7 @@ def _version(name: str) -> str:
         return ""
 
 
-def _driver() -> str:
+def driver_version() -> str:
     """The version of NVIDIA's driver; "" where its file is hidden, as in some containers."""
     path = Path("/proc/driver/nvidia/version")
     found = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", path.read_text() if path.is_file() else "")

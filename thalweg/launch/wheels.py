@@ -29,6 +29,8 @@ class Wheel:
         return f"pip install {loose}'{self.requirement(torch)}'"
 
 
+DEEP_GEMM = "sgl-deep-gemm"
+
 # Which symbols the binaries need was compared with those that torch 2.11 to 2.15 export.
 WHEELS = (
     Wheel(
@@ -42,7 +44,7 @@ WHEELS = (
     Wheel("fa3", "fa3-fwd", "prefill attention on Hopper", ((">=2.11,<2.16", "fa3-fwd==0.0.3"),), cuda=13),
     Wheel(
         "deep-gemm",
-        "sgl-deep-gemm",
+        DEEP_GEMM,
         "FP8 products on Hopper",
         (
             (">=2.11,<2.13", "sgl-deep-gemm==0.1.5.post1"),

@@ -5,8 +5,8 @@ Pairs are sorted into segments of whole 128-row tiles, one expert each, on the d
 segment ends ("psum layout") and goes through it expert by expert, so that the tiles of an expert run together and its
 weights cross the memory once: 4.4 and 2.6 ms for the products of 8,192 tokens of V3 on an H100, 5.2 and 2.9 with an
 expert id a row (and 5.5 and 3.3 with tiles of 64 rows). Room is taken for the worst case, tokens · K + 127 · N rows:
-3.4 GB for 8,192 tokens of V3 while it runs. Its kernels are compiled at their first call for a weight shape, with NVRTC
-if DG_JIT_USE_NVRTC is 1, else with nvcc: warm up before serving.
+3.4 GB for 8,192 tokens of V3 while it runs. Its kernels are compiled at their first call for a weight shape, by the
+compiler that `kernels.gemm.toolchain` chose: warm up before serving.
 """
 
 from __future__ import annotations
@@ -27,10 +27,7 @@ from thalweg.kernels.silu_mul.triton import silu_mul, silu_mul_quantize
 
 MIN_TOKENS = 3072  # below, tiles of 128 rows are half empty and the Triton kernels are faster (measured for V3 in FP8)
 TILE = 128  # rows of a segment's tile: get_mk_alignment_for_contiguous_layout()
-INSTEAD = (
-    "install the sgl-deep-gemm that fits this torch, or nvcc ≥ 12.9, or set DG_JIT_USE_NVRTC=1; or use"
-    " --moe-runner-backend triton"
-)
+INSTEAD = "run thalweg doctor, which says what is missing, or use --moe-runner-backend triton"
 LAYOUT = {"use_psum_layout": True, "ensure_zero_padding": False}
 
 

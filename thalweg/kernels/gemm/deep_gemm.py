@@ -5,11 +5,10 @@ compiler.
 from __future__ import annotations
 
 import importlib
-import os
-import shutil
 from functools import cache
 from types import ModuleType
 
+from thalweg.kernels.gemm import toolchain
 from thalweg.kernels.launch import hopper_has
 
 
@@ -20,7 +19,6 @@ def available() -> bool:
 
 @cache
 def library() -> ModuleType:
-    """The module. It compiles its kernels itself, with nvcc or, where that is missing, NVRTC. Raises ImportError."""
-    if shutil.which("nvcc") is None:
-        os.environ.setdefault("DG_JIT_USE_NVRTC", "1")
-    return importlib.import_module("deep_gemm")
+    """The module, with a compiler that was tried (`toolchain`). Raises ImportError."""
+    with toolchain.for_import():
+        return importlib.import_module("deep_gemm")
