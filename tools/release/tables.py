@@ -356,6 +356,18 @@ def _column(row: Result, rules: bool) -> str:
     return f"{row['rule']}, {_drafts(row)}" if rules else _drafts(row)
 
 
+def scheduling(result: Result) -> Lines:
+    """Goodput of the scheduler's prompt shares over that of the best fixed chunk."""
+    cells = result["shares_of_best_chunk"]
+    rows = []
+    for trace, limits in dict.fromkeys((one["trace"], one["limits"]) for one in cells):
+        own = [one for one in cells if (one["trace"], one["limits"]) == (trace, limits)]
+        pairs = [f"{one['by cost']:.2f} / {one[f'by cost, targets of {limits}']:.2f}" for one in own]
+        rows.append([trace, limits, " · ".join(str(one["best"].split()[-1]) for one in own), *pairs])
+    loads = dict.fromkeys(f"load {one['load']:g}" for one in cells)
+    return table(["trace", "limits", "best chunk at each load", *loads], rows)
+
+
 KINDS: dict[str, Callable[[Result], Lines]] = {
     "report": report,
     "eval": evaluation,
@@ -374,6 +386,7 @@ KINDS: dict[str, Callable[[Result], Lines]] = {
     "speculation-steps": speculation_steps,
     "recomputed": recomputed,
     "soak": soak,
+    "scheduling": scheduling,
 }
 
 SEVERAL: dict[str, Callable[..., Lines]] = {
