@@ -32,7 +32,8 @@ from thalweg.core.request import Request
 from thalweg.core.sampling import SamplingParams
 from thalweg.core.step_times import StepTimes
 from thalweg.engine.calibration import DECODE_ROWS, MIXED_ROWS, PROMPT_TOKENS
-from thalweg.scheduler.prompt_share import CostBasedShare, DecodeLoad, LatencyTargets, StepCost, WholeBudget
+from thalweg.scheduler.plan_builder import DecodeLoad, LatencyTargets, WholeBudget
+from thalweg.scheduler.prompt_share import CostBasedShare, StepCost
 from thalweg.scheduler.requests import Limits
 from thalweg.scheduler.scheduler import Scheduler
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import random
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,18 @@ def test_what_is_exported_comes_back(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert main(["warmup", "--cache-dir", str(target), "--import", str(file)]) == 0
     assert read(target) == FILES and "3 files" in capsys.readouterr().out
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_damaged_archive_is_refused_whole(tmp_path: Path, seed: int) -> None:
+    file = tmp_path / "a.tar.gz"
+    export_cache(str(write(tmp_path / "source", {f"triton/K{i}/x.cubin": b"kernel" * 999 for i in range(9)})), file)
+    content = bytearray(file.read_bytes())
+    content[random.Random(seed).randrange(20, len(content))] ^= 0x10
+    file.write_bytes(content)
+    with pytest.raises(UnsupportedConfig, match="--import"):
+        import_cache(str(tmp_path / "target"), file)
+    assert read(tmp_path / "target") == {}
 
 
 def test_files_that_are_there_stay(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ from tests.configs import config
 from thalweg.core.plan import Row
 from thalweg.engine.calibration import Calibrator, trim_piecewise
 from thalweg.runner.piecewise import Piecewise
-from thalweg.scheduler.prompt_share import DecodeLoad, StepCost
+from thalweg.scheduler.plan_builder import DecodeLoad
+from thalweg.scheduler.prompt_share import StepCost
 
 
 def calibrator(**fields: Any) -> Calibrator:
@@ -25,7 +26,7 @@ def calibrator(**fields: Any) -> Calibrator:
     def seconds(rows: Sequence[Row]) -> float:
         assert len(rows) <= settings.max_running_requests and len({row.slot for row in rows}) == len(rows)
         assert sum(row.n for row in rows) <= settings.chunked_prefill_size
-        assert all(0 < row.start + row.n <= settings.context_length for row in rows)
+        assert all(0 < row.n and row.start + row.n <= settings.context_length for row in rows)
         bare.asked.append(rows)  # type: ignore[attr-defined]
         of_context = sum(1e-9 * row.start if row.n == 1 else 2e-9 * row.n * row.start for row in rows)
         return 1e-3 + 1e-5 * sum(row.n for row in rows) + of_context
@@ -42,11 +43,15 @@ def calibrator(**fields: Any) -> Calibrator:
         {"max_running_requests": 3, "chunked_prefill_size": 8},
         {"chunked_prefill_size": 64, "context_length": 40},
         {"num_pages": 5, "context_length": 300},
+        {"context_length": 6},
+        {"max_running_requests": 33, "context_length": 1500},
+        {"max_running_requests": 2, "chunked_prefill_size": 640_000, "context_length": 1500},
     ],
 )
 def test_step_times_are_measured_within_the_limits(fields: dict[str, Any]) -> None:
     of = calibrator(**fields)
     times = of.step_times()
+    assert times is not None
     cost = StepCost(times)
     assert 0 < len(of.asked) <= 45, "a start must not take long"  # type: ignore[attr-defined]
     assert times.pair_seconds == pytest.approx(2e-9) or times.pair_seconds == 0.0
@@ -56,8 +61,23 @@ def test_step_times_are_measured_within_the_limits(fields: dict[str, Any]) -> No
         assert cost.seconds(load, tokens, 0) == pytest.approx(expected, rel=0.7)
 
 
+@pytest.mark.parametrize("fields", [{"max_running_requests": 1}, {"chunked_prefill_size": 1}, {"context_length": 2}])
+def test_nothing_is_measured_where_no_prompt_fits_beside_a_decode_row(fields: dict[str, Any]) -> None:
+    assert calibrator(**fields).step_times() is None
+
+
+def test_sizes_that_were_measured_are_those_that_ran() -> None:
+    of = calibrator(max_running_requests=33, context_length=1500)
+    times = of.step_times()
+    assert times is not None
+    ran = {(sum(row.n == 1 for row in rows), sum(row.n for row in rows if row.n > 1)) for rows in of.asked}  # type: ignore[attr-defined]
+    assert {(rows, tokens) for rows, line in times.mixed for tokens, _ in line} <= ran
+
+
 def test_times_of_steps_that_were_not_measured_are_interpolated() -> None:
-    cost = StepCost(calibrator().step_times())
+    times = calibrator().step_times()
+    assert times is not None
+    cost = StepCost(times)
     for rows, context, tokens, start in ((1, 1024, 0, 0), (17, 1024, 0, 0), (20, 6000, 700, 0), (45, 100, 3000, 9000)):
         pairs = tokens * start
         expected = 1e-3 + 1e-5 * (rows + tokens) + 1e-9 * rows * context + 2e-9 * pairs

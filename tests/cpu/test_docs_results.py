@@ -126,6 +126,8 @@ def test_a_result_is_old_when_its_code_has_changed_since(tmp_path: Path) -> None
     brought = {"commit": tree.git("rev-parse", "HEAD")}
     tree.commit("Say why", kernels="# why\n2")
     assert not ages.age(tmp_path, "r.json", brought, ["kernels"]).old, "a comment is no code"
+    tree.commit("Move it\n\nResults: unchanged (the same code in another place)", kernels="4")
+    assert not ages.age(tmp_path, "r.json", brought, ["kernels"]).old, "the commit says that no result can change"
     (tmp_path / "kernels" / "x.py").write_text("3")
     now = ages.age(tmp_path, "r.json", {"commit": tree.git("rev-parse", "HEAD")}, ["kernels"])
     assert now.files == ("kernels/x.py",) and "changes that are not committed" in ages.words("r.json", now, "x")

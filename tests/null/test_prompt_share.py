@@ -11,15 +11,8 @@ from tests.null.test_scheduler import step, submit
 from thalweg.cache.page_allocator import PageAllocator
 from thalweg.cache.radix import RadixTree
 from thalweg.core.step_times import StepTimes
-from thalweg.scheduler.prompt_share import (
-    MAX_DEVIATION,
-    CostBasedShare,
-    DecodeLoad,
-    LatencyTargets,
-    StepCost,
-    WaitingPrompt,
-    WholeBudget,
-)
+from thalweg.scheduler.plan_builder import DecodeLoad, LatencyTargets, WaitingPrompt, WholeBudget
+from thalweg.scheduler.prompt_share import MAX_DEVIATION, CostBasedShare, StepCost
 from thalweg.scheduler.requests import Limits
 from thalweg.scheduler.scheduler import Scheduler
 
@@ -56,6 +49,22 @@ def test_many_decode_rows_hold_a_step_at_the_knee_and_many_waiting_requests_fill
     assert 768 <= share().choose(load(200), prompts(1), 0, 8192) <= 1536
     assert share().choose(load(1), prompts(100), 0, 8192) == 8192
     assert share().choose(load(16), prompts(1), 999, 8000) == 8000, "requests that are not listed count too"
+
+
+def test_a_mixed_step_that_seems_shorter_than_decoding_does_not_starve_prompts() -> None:
+    """Times are noisy: 64 prompt tokens were measured as taking less than none."""
+    noisy = StepTimes(((1, 0.020), (256, 0.020)), ((1, ((64, 0.0197), (256, 0.0205), (1024, 0.030))),), 1000, 0.0, 0.0)
+    assert share(noisy).choose(load(250), prompts(1), 0, 8192) >= 128
+
+
+def test_noise_does_not_grow_beyond_the_measured_rows() -> None:
+    lines = ((32, ((64, 0.0220), (1024, 0.0300), (4096, 0.060))), (128, ((64, 0.0225), (1024, 0.0325), (4096, 0.0625))))
+    of = share(StepTimes(((32, 0.018), (128, 0.020), (256, 0.022)), lines, 1000, 0.0, 0.0))
+    near, far = (of.choose(DecodeLoad(128, tokens, 128_000), prompts(2), 0, 8192) for tokens in (128, 1024))
+    assert 0.5 * near <= far <= 2 * near
+    assert of.cost.seconds(DecodeLoad(256, 1024, 256_000), 64, 0) >= of.cost.seconds(
+        DecodeLoad(256, 1024, 256_000), 0, 0
+    )
 
 
 def test_a_request_that_has_waited_gets_a_larger_share() -> None:

@@ -60,7 +60,8 @@ from thalweg.runner.runner import Runner
 from thalweg.sampling.catalog import draft_sampling_for, with_acceptance_rule
 from thalweg.sampling.simulated_acceptance import SimulatedAcceptance
 from thalweg.scheduler.draft_length import FixedDraftLength, MeasuredDraftLength, draft_length_choices
-from thalweg.scheduler.prompt_share import CostBasedShare, LatencyTargets, PromptShare, StepCost, WholeBudget
+from thalweg.scheduler.plan_builder import LatencyTargets, PromptShare, WholeBudget
+from thalweg.scheduler.prompt_share import CostBasedShare, StepCost
 from thalweg.scheduler.requests import Limits
 from thalweg.scheduler.scheduler import Scheduler
 from thalweg.spec.catalog import build_drafter
@@ -122,7 +123,7 @@ def build(config: EngineConfig, channel: Channel) -> Rank:
         config = check_backends(config)
         config, runner = build_or_drop_drafter(lambda wish: build_runner(wish, facts, times, ahead), config)
     runner.drafting.drop_deferred()
-    if config.device == "cuda" and config.warmup:
+    if config.device == "cuda" and config.warmup and not config.drafter_left_out:
         caches.mark_warm(wished)
     loop = build_loop(config, facts, runner, channel)
     loop.scheduler.counters.drafter_failures += config.drafter_left_out

@@ -137,8 +137,7 @@ class Calibrator:
     def measure_mixed_steps(self) -> None:
         """Measures step times, and drops piecewise graphs that are not faster than eager steps."""
         config, steps = self.config, self.runner.forward_model
-        if config.measures_step_times and config.max_running_requests > 1:  # one request never waits beside another
-            times = self.step_times()
+        if config.measures_step_times and (times := self.step_times()) is not None:
             text = f"{_milliseconds(times.decode)} by decode rows; {_milliseconds(times.mixed[0][1])} by prompt tokens"
             log.info("step times: %s", text)
             decision = Decision("step_times", text, START_UP, WHY_STEP_TIMES)
@@ -147,13 +146,17 @@ class Calibrator:
             log.info("%s", trim_piecewise(self.runner, steps, self.mixed_seconds))
         self.runner.slots.reset()
 
-    def step_times(self) -> StepTimes:
-        """Times of steps with and without prompt tokens."""
+    def step_times(self) -> StepTimes | None:
+        """Times of steps with and without prompt tokens. None where no step holds a decode row and a prompt."""
         config, mixed, longest = self.config, self.mixed_seconds, self.config.context_length - 1
-        most = min(config.max_running_requests, config.num_pages, config.chunked_prefill_size - 1)
+        most = min(config.max_running_requests - 1, config.num_pages, config.chunked_prefill_size - 1)
+        if most < 1 or longest < 2:
+            return None
         rows = [count for count in DECODE_ROWS if count <= most]
-        beside = [count for count in MIXED_ROWS if count < most] or [1]
-        largest = max(min(config.chunked_prefill_size - beside[-1], longest * (most + 1 - beside[-1])), 1)
+        beside = [count for count in MIXED_ROWS if count <= most]
+        prompts = config.max_running_requests - beside[-1]
+        held = (prompts - 1) * min(MIXED_CONTEXT, longest) + longest
+        largest = min(config.chunked_prefill_size - beside[-1], held, PROMPT_TOKENS[-1])
         sizes = [*(tokens for tokens in PROMPT_TOKENS if tokens < largest), largest]
         decode = tuple((count, mixed(count, 0)) for count in rows)
         lines = tuple((count, tuple((tokens, mixed(count, tokens)) for tokens in sizes)) for count in beside)

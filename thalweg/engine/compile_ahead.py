@@ -6,9 +6,11 @@ the engine's GPU. What fails here is compiled by the warm-up itself, one kernel 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
+import signal
 import subprocess
 import sys
 import tempfile
@@ -75,7 +77,8 @@ class CompileAhead:
 
     def __init__(self, config: EngineConfig) -> None:
         self.begun, self.workers = time.monotonic(), min(cores(), MOST_PROCESSES)
-        self.folder = tempfile.TemporaryDirectory(prefix="thalweg-compile-")
+        self.folder = tempfile.TemporaryDirectory(prefix="thalweg-compile-", ignore_cleanup_errors=True)
+        self.lock, self.is_closed = threading.Lock(), False
         self.free = int(torch.cuda.mem_get_info()[0])
         self.counts, self.errors = dict.fromkeys(("weights", "steps", "done", "kernel", "call"), 0), list[str]()
         self.calls: queue.Queue[bytes | None] = queue.Queue()
@@ -94,9 +97,17 @@ class CompileAhead:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends all processes with what they have started, and gives back their memory of the GPU."""
+        with self.lock:
+            self.is_closed = True
         for process in self.processes:
-            process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+        self.reader.join()
         self.folder.cleanup()
 
     def finish(self, progress: Callable[[int, int], None]) -> None:
@@ -106,6 +117,7 @@ class CompileAhead:
             progress(self.counts["done"], self.counts["steps"])
         if self.reader.is_alive():
             self.errors.append(f"not done after {PATIENCE:.0f} s")
+        self.close()  # start-up measures memory and times next
         log.info(
             "compiled ahead in %.0f s by %d processes: %d Triton kernels, %d products of DeepGEMM tried by %d%s",
             time.monotonic() - self.begun,
@@ -122,15 +134,19 @@ class CompileAhead:
         return str(path)
 
     def _start(self, module: str, arguments: tuple[str, ...], variables: dict[str, str]) -> subprocess.Popen[bytes]:
-        process = subprocess.Popen(
-            [sys.executable, "-m", module, *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=os.environ | variables,
-            start_new_session=True,  # Ctrl-C is for the engine, which ends them
-        )
-        self.processes.append(process)
+        """Raises OSError, also after `close`."""
+        with self.lock:
+            if self.is_closed:
+                raise OSError("the start is over")
+            process = subprocess.Popen(
+                [sys.executable, "-m", module, *arguments],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env=os.environ | variables,
+                start_new_session=True,  # Ctrl-C is for the engine, which ends them
+            )
+            self.processes.append(process)
         return process
 
     def _read(self, process: subprocess.Popen[bytes]) -> None:
@@ -150,7 +166,10 @@ class CompileAhead:
                 self.errors.append(message.error)
             if message.call is not None and (call := msgspec.json.encode(message.call)) not in calls:
                 if not calls:
-                    self._start_feeders()
+                    try:
+                        self._start_feeders()
+                    except OSError as error:
+                        self.errors.append(str(error))
                 calls.add(call)
                 self.calls.put(call)
         if code := process.wait():

@@ -12,6 +12,7 @@ import os
 import shutil
 import tarfile
 import tempfile
+import zlib
 from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path, PurePosixPath
@@ -23,7 +24,9 @@ from thalweg.engine import caches
 from thalweg.launch.doctor import driver_version
 
 MANIFEST, FORMAT = "manifest.json", 1
-UNFINISHED = "tmp"  # the folder of kernels that DeepGEMM still compiles
+# folders that stay here: kernels that DeepGEMM still compiles, and which compiler it runs, which is this machine's
+PRIVATE = "tmp", "toolchain"
+WARM = "triton/warm-"  # beginning of the names of marks that say that no kernel of a configuration is missing
 
 
 def manifest() -> dict[str, Any]:
@@ -67,7 +70,7 @@ def export_cache(cache_dir: str, file: Path) -> int:
 
 def _files(root: Path) -> Iterator[Path]:
     for path in sorted(root.rglob("*")):
-        if path.is_file() and not path.is_symlink() and UNFINISHED not in path.relative_to(root).parts:
+        if path.is_file() and not path.is_symlink() and not set(PRIVATE) & set(path.relative_to(root).parts):
             yield path
 
 
@@ -88,11 +91,16 @@ def import_cache(cache_dir: str, file: Path) -> int:
             notes = check_manifest(archive, file)
             count = 0
             while (member := archive.next()) is not None:
+                if notes and member.name.startswith(WARM):
+                    continue
                 _extract(archive, member, Path(staging), tuple(targets))
                 count += 1
+            assert archive.fileobj is not None, "the archive is open"
+            while archive.fileobj.read(1 << 20):  # gzip compares its checksum at the end only
+                pass
             for name, target in targets.items():
                 _merge(Path(staging, name), target)
-    except (OSError, EOFError, tarfile.TarError) as error:
+    except (OSError, EOFError, ValueError, tarfile.TarError, zlib.error) as error:
         raise UnsupportedConfig(f"--import {file}: {error}") from error
     print("\n".join([f"{count} files are in {parent}: give thalweg serve the flags of the warm-up.", *notes]))
     return 0
@@ -129,6 +137,7 @@ def _extract(archive: tarfile.TarFile, member: tarfile.TarInfo, staging: Path, n
         or ".." in path.parts
         or len(path.parts) < 2
         or path.parts[0] not in names
+        or set(PRIVATE) & set(path.parts)
     ):
         raise UnsupportedConfig(f"--import: {member.name!r} is not a file of a cache folder; nothing was imported")
     target, content = staging / path, archive.extractfile(member)

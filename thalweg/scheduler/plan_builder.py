@@ -1,10 +1,71 @@
-"""Builds one `StepPlan`."""
+"""Builds one `StepPlan`, and what decides how many prompt tokens it has."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import NamedTuple, Protocol
+
 from thalweg.core.plan import Bind, PageAppend, Row, SamplingNeeds, StepPlan
 from thalweg.core.request import Request
-from thalweg.scheduler.prompt_share import DecodeLoad
+
+
+class LatencyTargets(NamedTuple):
+    """What the user asked for, in seconds; 0.0: nothing."""
+
+    first_token: float = 0.0  # from the arrival of a request
+    between_tokens: float = 0.0  # time of a step with decode rows
+
+
+class DecodeLoad(NamedTuple):
+    """The decode rows of a step."""
+
+    rows: int
+    tokens: int
+    context: int  # sum of the tokens before the rows
+
+
+class WaitingPrompt(NamedTuple):
+    """A request that has no token yet."""
+
+    tokens: int  # prompt tokens to compute
+    start: int  # tokens before them
+    seconds: float  # since it came
+    is_first: bool  # false for a preempted request that has had its first token
+
+
+class PromptShare(Protocol):
+    """Chooses the prompt tokens of a step."""
+
+    targets: LatencyTargets
+
+    def choose(self, load: DecodeLoad, waiting: Iterable[WaitingPrompt], others: int, most: int) -> int:
+        """Prompt tokens beside these decode rows, from 1 to `most`. waiting: the next requests in order. others: so
+        many more wait.
+        """
+
+    def expect(self, step: int, load: DecodeLoad, tokens: int, pairs: int) -> None:
+        """The step was planned with so many prompt tokens; pairs: with tokens before their chunks."""
+
+    def observe(self, step: int, is_busy: bool) -> bool:
+        """The step was committed. is_busy: it was in flight, or planned at once, when the step before was committed.
+
+        Returns whether it has missed the target between tokens.
+        """
+
+
+class WholeBudget:
+    """Prompts get all that the budget of a step leaves."""
+
+    targets = LatencyTargets()
+
+    def choose(self, load: DecodeLoad, waiting: Iterable[WaitingPrompt], others: int, most: int) -> int:
+        return most
+
+    def expect(self, step: int, load: DecodeLoad, tokens: int, pairs: int) -> None:
+        return
+
+    def observe(self, step: int, is_busy: bool) -> bool:
+        return False
 
 
 class PlanBuilder:

@@ -21,79 +21,20 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
-from typing import NamedTuple, Protocol
 
-from thalweg.core.request import Request
+from thalweg.core.request import ReleaseReason, Request
 from thalweg.core.step_times import Line, StepTimes
+from thalweg.scheduler.plan_builder import DecodeLoad, LatencyTargets, WaitingPrompt
 
 JITTER = 0.02
 PATIENCE = 0.05  # seconds of waiting after which a request counts twice
-MARGIN = 0.85  # of the target between tokens: the longest expected step, since real ones vary
+MARGIN = 0.93  # of the target between tokens: the longest expected step, since real ones vary
 NEAR = 1.1  # where no step keeps the target: up to this multiple of the shortest step with prompt tokens
 SIZES = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384, 32768)
 MAX_WAITING = 256  # requests that are looked at; more count as these
 DECAY = 0.98  # weight of a real step after the next one
 MAX_FACTOR = 5.0  # by which real steps may correct measured times, up or down
 MAX_DEVIATION = 3.0  # a step that took a larger multiple of the expected time was disturbed
-
-
-class LatencyTargets(NamedTuple):
-    """What the user asked for, in seconds; 0.0: nothing."""
-
-    first_token: float = 0.0  # from the arrival of a request
-    between_tokens: float = 0.0  # time of a step with decode rows
-
-
-class DecodeLoad(NamedTuple):
-    """The decode rows of a step."""
-
-    rows: int
-    tokens: int
-    context: int  # sum of the tokens before the rows
-
-
-class WaitingPrompt(NamedTuple):
-    """A request that has no token yet."""
-
-    tokens: int  # prompt tokens to compute
-    start: int  # tokens before them
-    seconds: float  # since it came
-    is_first: bool  # false for a preempted request that has had its first token
-
-
-class PromptShare(Protocol):
-    """Chooses the prompt tokens of a step."""
-
-    targets: LatencyTargets
-
-    def choose(self, load: DecodeLoad, waiting: Iterable[WaitingPrompt], others: int, most: int) -> int:
-        """Prompt tokens beside these decode rows, from 1 to `most`. waiting: the next requests in order. others: so
-        many more wait.
-        """
-
-    def expect(self, step: int, load: DecodeLoad, tokens: int, pairs: int) -> None:
-        """The step was planned with so many prompt tokens; pairs: with tokens before their chunks."""
-
-    def observe(self, step: int, is_busy: bool) -> bool:
-        """The step was committed. is_busy: it was in flight, or planned at once, when the step before was committed.
-
-        Returns whether it has missed the target between tokens.
-        """
-
-
-class WholeBudget:
-    """Prompts get all that the budget of a step leaves."""
-
-    targets = LatencyTargets()
-
-    def choose(self, load: DecodeLoad, waiting: Iterable[WaitingPrompt], others: int, most: int) -> int:
-        return most
-
-    def expect(self, step: int, load: DecodeLoad, tokens: int, pairs: int) -> None:
-        return
-
-    def observe(self, step: int, is_busy: bool) -> bool:
-        return False
 
 
 class StepCost:
@@ -112,10 +53,9 @@ class StepCost:
     def seconds(self, load: DecodeLoad, tokens: int, pairs: int) -> float:
         """Without the correction."""
         times = self.times
+        base = interpolate(times.decode, load.tokens) if load.tokens else 0.0
         if tokens:
-            base = interpolate(self._mixed(load.tokens), tokens)
-        else:
-            base = interpolate(times.decode, load.tokens) if load.tokens else 0.0
+            base = max(interpolate(self._mixed(load.tokens), tokens), base)
         longer = times.context_seconds * (load.context - times.context * load.rows) + times.pair_seconds * pairs
         return max(base + longer, base / 2)  # a shorter context saves no more than that
 
@@ -125,15 +65,19 @@ class StepCost:
         self.expected, self.elapsed = DECAY * self.expected + expected, DECAY * self.elapsed + elapsed
 
     def _mixed_line(self, decode_tokens: int) -> Line:
-        """Seconds by prompt tokens, beside decode rows with so many tokens."""
-        mixed = self.times.mixed
-        if len(mixed) == 1:
-            return mixed[0][1]
-        i = min(max(bisect_left(mixed, decode_tokens, key=lambda entry: entry[0]), 1), len(mixed) - 1)
+        """Seconds by prompt tokens, beside decode rows with so many tokens. Beyond the measured lines the next one is
+        longer by what decode rows alone take more.
+        """
+        mixed, decode = self.times.mixed, self.times.decode
+        i = bisect_left(mixed, decode_tokens, key=lambda entry: entry[0])
+        if i in (0, len(mixed)):
+            count, line = mixed[min(i, len(mixed) - 1)]
+            more = interpolate(decode, decode_tokens) - interpolate(decode, count)
+            return tuple((tokens, max(seconds + more, 0.0)) for tokens, seconds in line)
         (few, below), (many, above) = mixed[i - 1], mixed[i]
         share = (decode_tokens - few) / (many - few)
         pairs = zip(below, above, strict=True)
-        return tuple((tokens, max(a + (b - a) * share, min(a, b) / 2)) for (tokens, a), (_, b) in pairs)
+        return tuple((tokens, a + (b - a) * share) for (tokens, a), (_, b) in pairs)
 
 
 class CostBasedShare:
@@ -159,7 +103,7 @@ class CostBasedShare:
                 limit = max(limit, NEAR * seconds)
             if limit and seconds > limit:
                 break
-            more = seconds - alone
+            more = max(seconds - alone, 0.0)
             cost = (load.rows * (more + jitter * more * more / alone) + weight * seconds) / tokens
             is_faster = tokens / seconds > fastest
             if is_faster and fastest < rate or cost < least and tokens / seconds >= rate:
@@ -195,9 +139,13 @@ def waiting_prompts(
 ) -> Iterator[WaitingPrompt]:
     """In the order in which they are computed. hit_tokens: of a queued request, found in the prefix cache now."""
     for r in prefilling:
+        if r.release_reason is not ReleaseReason.NONE:
+            continue
         tokens, start = r.prefill_len - r.num_computed_tokens, r.num_computed_tokens
         yield WaitingPrompt(tokens, start, now - r.arrived, not r.output_ids)
     for r in queued:
+        if r.ticket is not None or r.sibling is not None:  # blocked: it waits for no prompt tokens of this step
+            continue
         start = hit_tokens(r)
         yield WaitingPrompt(r.num_tokens - start, start, now - r.arrived, not r.output_ids)
 

@@ -37,8 +37,8 @@ from thalweg.core.request import ReleaseReason, Request, RequestState
 from thalweg.core.ticket import TicketState, Tier
 from thalweg.scheduler.draft_length import DraftLengthPolicy, FixedDraftLength, VerifiedDrafts
 from thalweg.scheduler.kv_cache import KVCacheManager, NoTier
-from thalweg.scheduler.plan_builder import PlanBuilder
-from thalweg.scheduler.prompt_share import MAX_WAITING, PromptShare, WholeBudget, waiting_prompts
+from thalweg.scheduler.plan_builder import PlanBuilder, PromptShare, WholeBudget
+from thalweg.scheduler.prompt_share import MAX_WAITING, waiting_prompts
 from thalweg.scheduler.requests import Limits, WaitingQueue, make_request
 from thalweg.scheduler.results import StepResultProcessor
 
@@ -112,7 +112,8 @@ class Scheduler:
 
     def add(self, r: Request) -> None:
         """Queues a request with a new uid, whose prompt and end fit `context`."""
-        r.arrived = self.clock()
+        if not r.preempted:
+            r.arrived = self.clock()
         self.requests[r.uid] = r
         self.kv_cache.add(r)
         self.queue.add(r)
@@ -421,7 +422,7 @@ class Scheduler:
         for row, output in zip(plan.rows, outputs, strict=True):
             r = self.requests[row.uid]
             r.rows_in_flight -= 1
-            if first_token and output.tokens and not r.output_ids and r.arrived < latest_arrival:
+            if r.arrived < latest_arrival and output.tokens and not r.output_ids and r.release_reason not in ENDED:
                 self.counters.late_first_tokens += 1
             if row.samples:
                 r.samples_in_flight -= 1
@@ -436,7 +437,7 @@ class Scheduler:
                 self.results.process(r, output)
             if r.release_reason is not ReleaseReason.NONE and not r.rows_in_flight and r.slot >= 0:
                 self._release(r)
-        self._was_busy = bool(self.requests)
+        self._was_busy = bool(self._decoding or self._prefilling)
         if verified:
             self.draft_length.observe(verified)
 

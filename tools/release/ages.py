@@ -16,6 +16,7 @@ from tools.size import code_of
 
 CHANGED = "+changes"  # behind the commit of a result that was measured in a tree with changes
 SHOWN = 3  # commits that are named
+TRAILER, UNCHANGED = "Results", "unchanged"  # of a commit that cannot change what was measured, and says why
 
 
 class NoHistory(Exception):
@@ -68,8 +69,10 @@ def age(root: Path, path: str, result: Mapping[str, Any], code: Sequence[str]) -
     commit, unsure = measured_at(root, path, result)
     names = git(root, "diff", "--name-only", "--no-renames", commit, "HEAD", "--", *code).splitlines()
     files = [name for name in names if _code(root, commit, name) != _code(root, "HEAD", name)]
-    log = git(root, "log", "--format=%h%x09%s", f"{commit}..HEAD", "--", *files) if files else ""
-    commits = tuple((line.partition("\t")[0], line.partition("\t")[2]) for line in log.splitlines())
+    form = f"--format=%h%x09%(trailers:key={TRAILER},valueonly,separator=%x2C)%x09%s"
+    log = git(root, "log", form, f"{commit}..HEAD", "--", *files) if files else ""
+    lines = [line.split("\t", 2) for line in log.splitlines()]
+    commits = tuple((short, title) for short, trailer, title in lines if not trailer.startswith(UNCHANGED))
     changed = git(root, "diff", "--name-only", "HEAD", "--", *code).splitlines()
     return Age(commit, commits, tuple(changed), unsure)
 

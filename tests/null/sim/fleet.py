@@ -21,7 +21,7 @@ from thalweg.core.request import Request
 from thalweg.core.tree import CHAIN, TreeShape
 from thalweg.engine.loop import Loop
 from thalweg.scheduler.draft_length import VerifiedDrafts
-from thalweg.scheduler.prompt_share import DecodeLoad, WaitingPrompt, WholeBudget
+from thalweg.scheduler.plan_builder import DecodeLoad, WaitingPrompt, WholeBudget
 from thalweg.scheduler.requests import Limits, make_request
 from thalweg.scheduler.scheduler import Scheduler
 

@@ -176,14 +176,15 @@ def choose(folder: Path, environment: Mapping[str, str], compilers: Sequence[Com
 
     folder: keeps the choice for the next start, as long as the compilers and the user's variables are the same.
     """
-    stamps = [(*one, Path(one.file).stat().st_mtime_ns) for one in compilers]
+    stamps = [(*one, Path(one.file).stat().st_mtime_ns if Path(one.file).is_file() else 0) for one in compilers]
     state = json.dumps([SOURCE, stamps, [environment.get(name) for name in VARIABLES]])
     file, key = folder / "choice.json", hashlib.sha256(state.encode()).hexdigest()
     try:
         kept = json.loads(file.read_text())
-        if kept["key"] == key:
-            kind, path, home, includes = kept["compiler"]
-            return [ProbeResult(Compiler(kind, path, home, tuple(includes)), kept["version"])]
+        kind, path, home, includes = kept["compiler"]
+        compiler = Compiler(kind, path, home, tuple(includes))
+        if kept["key"] == key and compiler in compilers:
+            return [ProbeResult(compiler, kept["version"])]
     except (OSError, ValueError, KeyError, TypeError):
         pass  # none yet, or written by another version
     trials: list[ProbeResult] = []
