@@ -122,9 +122,9 @@ def _resolve_targets(options: Options, device: str, kernels: KernelConfig, decis
     """
     schedule, fields = options.schedule, dict[str, object]()
     for name in ("max_ttft_ms", "max_itl_ms"):
-        wish = getattr(schedule, name)
-        decisions.record(name, wish or "none", wish is not None, "every request waits its share")
-        fields[name] = wish or 0.0
+        fields[name] = wish = getattr(schedule, name) or 0.0
+        if wish:
+            decisions.add(name, wish, USER, "prompt tokens of each step follow it")
     has_target = any(fields.values())
     if has_target and not can_measure_steps(kernels):
         raise UnsupportedConfig(

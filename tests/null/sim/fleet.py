@@ -54,8 +54,7 @@ class RandomShare(WholeBudget):
         self.rng = random.Random(rng.random())
 
     def choose(self, load: DecodeLoad, waiting: Iterable[WaitingPrompt], others: int, most: int) -> int:
-        prompts = list(waiting)
-        assert load.rows and prompts and most and others >= 0 and all(prompt.tokens for prompt in prompts)
+        assert load.rows and most and others >= 0 and all(prompt.tokens > 0 for prompt in waiting)
         return self.rng.randint(1, most)
 
 
