@@ -152,7 +152,7 @@ class Calibrator:
         most = min(config.max_running_requests - 1, config.num_pages, config.chunked_prefill_size - 1)
         if most < 1 or longest < 2:
             return None
-        rows = [count for count in DECODE_ROWS if count <= most]
+        rows = [count for count in DECODE_ROWS if count <= min(most + 1, config.num_pages)]
         beside = [count for count in MIXED_ROWS if count <= most]
         prompts = config.max_running_requests - beside[-1]
         held = (prompts - 1) * min(MIXED_CONTEXT, longest) + longest
