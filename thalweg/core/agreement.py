@@ -7,6 +7,7 @@ without rows runs the padded passes too.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -38,12 +39,27 @@ class RankStep(NamedTuple):
     written_if_deferred: int = 0  # after this step, if the draft KV of this step is deferred as well
     written_if_extended: int = 0  # after this step, if the drafter extends by this step
     pass_checksum: int = 0  # checksum of all passes that the rank has run
+    control: int = 0  # the control message that the rank carries out next; 0: none
+    has_ended: bool = False  # it drains and has no request left
+
+    def pack(self) -> bytes:
+        """PACKED_BYTES bytes, which other processes read."""
+        return RANK_STEP.pack(*self).ljust(PACKED_BYTES, b"\0")
+
+    @classmethod
+    def unpack(cls, data: bytes) -> RankStep:
+        return cls(*RANK_STEP.unpack(data[: RANK_STEP.size]))
+
+
+RANK_STEP = struct.Struct("=QIHIHB??HB?IIIIH?")
+PACKED_BYTES = 48
+assert RANK_STEP.size <= PACKED_BYTES
 
 
 class AgreedStep(NamedTuple):
     """The passes of a step, the same on every rank. Sizes are the largest of any rank; smaller ranks are padded."""
 
-    ranks: int
+    ranks: int  # processes that run it
     rows: int
     tokens: int  # of the model pass; 0 if no rank has rows
     sampled_rows: int
@@ -56,6 +72,8 @@ class AgreedStep(NamedTuple):
     written_before: int  # tokens of the draft pass before the step; 0 is no pass
     written_after: int  # tokens of the draft pass for deferred KV after the step; 0 is no pass
     extends: bool  # the drafter extends by the step; False defers the draft KV of the step
+    control: int = 0  # the control message that all ranks carry out after the step; 0: none
+    has_ended: bool = False  # all ranks drain and have no request left
 
     @property
     def logits(self) -> int:
@@ -129,6 +147,8 @@ def coordinate_step(rank_steps: Sequence[RankStep]) -> AgreedStep:
         written_after=max(rank.written_if_extended if extends else rank.written_if_deferred for rank in rank_steps)
         * has_drafter,
         extends=extends,
+        control=first.control if all(rank.control == first.control for rank in rank_steps) else 0,
+        has_ended=all(rank.has_ended for rank in rank_steps),
     )
 
 
@@ -151,4 +171,6 @@ def _single_rank_step(own: RankStep) -> AgreedStep:
         written_before=own.written_before * own.has_drafter,
         written_after=written_after * own.has_drafter,
         extends=extends,
+        control=own.control,
+        has_ended=own.has_ended,
     )

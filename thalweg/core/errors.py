@@ -7,6 +7,7 @@ ThalwegError
 │   └── InsufficientMemory  memory is too small for it
 ├── CheckpointError         a checkpoint is missing, truncated, of the wrong shape, or unknown
 │   └── WeightUpdateError   the weights that replaced the starting ones cannot be loaded again
+├── RankLost                a process of those that share a model has ended or hangs: names it
 ├── NumericalError          the model computed NaN for a request: becomes a 500
 └── EngineDead              the engine process is gone: becomes a 503
     └── EngineStarting      the engine does not serve yet
@@ -66,6 +67,10 @@ class CheckpointError(ThalwegError):
 
 class WeightUpdateError(CheckpointError):
     """The weights that replaced the starting ones cannot be loaded again."""
+
+
+class RankLost(ThalwegError):
+    """A process of those that share a model has ended, or takes no part in a step; the message names it."""
 
 
 class NumericalError(ThalwegError):

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import zip_longest
+from typing import Any
+
 import msgspec
 
 from thalweg.core.acceptance import AcceptanceCounts
@@ -141,6 +145,23 @@ class Stats(msgspec.Struct):
         )
 
 
+LARGEST = "steps", "step_seconds"  # of ranks that run the same steps
+
+
+def merged_stats(of_ranks: Sequence[Stats]) -> Stats:
+    """The gauges and counters of all data-parallel ranks together."""
+    if len(of_ranks) == 1:
+        return of_ranks[0]
+    merged: dict[str, Any] = {}
+    for name in Stats.__struct_fields__:
+        values = [getattr(stats, name) for stats in of_ranks]
+        if isinstance(values[0], tuple):
+            merged[name] = tuple(map(sum, zip_longest(*values, fillvalue=0)))
+        else:
+            merged[name] = max(values) if name in LARGEST else sum(values)
+    return Stats(**merged)
+
+
 class RequestEvent(msgspec.Struct, frozen=True, array_like=True):
     """An event of a sequence other than new tokens."""
 
@@ -174,6 +195,12 @@ class ControlReply(msgspec.Struct, tag=True, frozen=True):
     replaced_all: bool = False  # of an `UpdateWeights`: every tensor was replaced
     error: str = ""  # why it was not carried out
     field: str = ""  # the part of the message that is wrong
+
+
+def merged_reply(replies: Sequence[ControlReply]) -> ControlReply:
+    """The answer of all data-parallel ranks as one: the first error, else the first result."""
+    failed = next((reply for reply in replies if reply.error), None)
+    return failed or msgspec.structs.replace(replies[0], replaced_all=all(reply.replaced_all for reply in replies))
 
 
 class EngineReady(msgspec.Struct, tag=True, frozen=True):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from thalweg.core.errors import UnsupportedConfig
@@ -55,6 +56,23 @@ class SingleRank:
 
 
 SINGLE = SingleRank()
+
+
+MAX_TEXT = 1000  # bytes
+
+
+def gather_texts(axis: Axis, text: str, device: torch.device) -> list[str]:
+    """The texts of all ranks, cut to MAX_TEXT bytes."""
+    data = text.encode()[:MAX_TEXT].ljust(MAX_TEXT, b"\0")
+    texts = axis.all_gather(torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device))
+    return [bytes(one.tolist()).rstrip(b"\0").decode(errors="ignore") for one in texts]
+
+
+def first_ranks(axis: Axis, value: float, device: torch.device) -> float:
+    """The value of rank 0, on every rank."""
+    if axis.size == 1:
+        return value
+    return float(axis.all_gather(torch.tensor(value, dtype=torch.float64, device=device))[0])
 
 
 def share_of(units: int, axis: Axis, what: str, may_repeat: bool = False) -> range:

@@ -22,6 +22,7 @@ class Layout:
     dense: Axis = SINGLE
     ep: Axis = SINGLE  # shares experts
     moe_tp: Axis = SINGLE  # shares the width of each expert
+    world: Axis = SINGLE  # all ranks of the model
     is_single: bool = field(init=False)  # one rank computes everything
 
     def __post_init__(self) -> None:

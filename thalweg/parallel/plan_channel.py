@@ -1,0 +1,108 @@
+"""A channel from the leader of tensor-parallel ranks to the others, in shared memory: a ring of bytes that each
+follower reads at its own pace.
+
+Layout, in words of 8 bytes: the position up to which the leader has written, then for each follower the position up to
+which it has read, and how many messages it has carried out. A position counts bytes from the start. Messages follow in
+the ring, each behind its length. A message that is longer than the ring goes through it in parts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from thalweg.core.errors import RankLost
+from thalweg.parallel.shared_memory import Doorbell, SharedMemory
+
+RING = 1 << 20  # bytes: many steps of 256 rows (4 kB), or the prompts of a few binds
+WRITTEN, READ = 0, 8  # word of the leader; first word of the followers, two each
+HEADER = 64 * 8  # bytes before the ring
+MOST_FOLLOWERS = (HEADER // 8 - READ) // 2
+LENGTH = 8  # bytes before a message
+
+
+class PlanChannel:
+    """The shared state. bells: of the leader, then of each follower. names: of the same, for errors."""
+
+    def __init__(self, bells: Sequence[Doorbell], names: Sequence[str], ring: int = RING) -> None:
+        assert 2 <= len(bells) <= 1 + MOST_FOLLOWERS and ring % 8 == 0
+        self.memory, self.bells, self.names, self.ring = SharedMemory(HEADER + ring), list(bells), list(names), ring
+
+    @property
+    def followers(self) -> int:
+        return len(self.bells) - 1
+
+    def carried_out(self, follower: int) -> int:
+        """How many messages a follower, numbered from 0, has carried out."""
+        return self.memory.words[READ + 2 * follower + 1]
+
+
+class PlanWriter:
+    """The leader's end."""
+
+    def __init__(self, channel: PlanChannel, timeout: float) -> None:
+        """timeout: seconds that a follower may take to make room in the ring."""
+        self.channel, self.timeout, self.written = channel, timeout, 0
+
+    def write(self, message: bytes) -> None:
+        """Sends a message to every follower. Raises RankLost if one makes no room in time."""
+        self._put(len(message).to_bytes(LENGTH, "little") + message)
+
+    def _put(self, data: bytes) -> None:
+        channel, sent = self.channel, 0
+        ring = channel.memory.bytes[HEADER:]
+        while sent < len(data):
+            room = self._room(min(len(data) - sent, channel.ring))
+            at = self.written % channel.ring
+            part = data[sent : sent + min(room, channel.ring - at)]
+            ring[at : at + len(part)] = part
+            sent += len(part)
+            self.written += len(part)
+            channel.memory.words[WRITTEN] = self.written  # after the bytes: a follower reads up to here
+            for bell in channel.bells[1:]:
+                bell.ring()
+
+    def _room(self, wanted: int) -> int:
+        """Bytes that every follower has read, at least `wanted` of them or half of the ring."""
+        channel, words = self.channel, self.channel.memory.words
+        enough = min(wanted, channel.ring // 2)
+
+        def room() -> int:
+            slowest = min(words[READ + 2 * follower] for follower in range(channel.followers))
+            return channel.ring - (self.written - slowest)
+
+        if room() < enough and not channel.bells[0].wait(lambda: room() >= enough, time.monotonic() + self.timeout):
+            slowest = min(range(channel.followers), key=lambda follower: words[READ + 2 * follower])
+            raise RankLost(f"{channel.names[1 + slowest]} has taken no step for {self.timeout:g} s")
+        return room()
+
+
+class PlanReader:
+    """A follower's end. follower: its number, from 0."""
+
+    def __init__(self, channel: PlanChannel, follower: int) -> None:
+        self.channel, self.word, self.at = channel, READ + 2 * follower, 0
+        self.bell = channel.bells[1 + follower]
+
+    def read(self) -> bytes:
+        """The next message. Sleeps until there is one."""
+        return self._take(int.from_bytes(self._take(LENGTH), "little"))
+
+    def done(self) -> None:
+        """The last message has been carried out."""
+        self.channel.memory.words[self.word + 1] += 1
+
+    def _take(self, count: int) -> bytes:
+        channel, words, taken = self.channel, self.channel.memory.words, bytearray()
+        ring = channel.memory.bytes[HEADER:]
+        while len(taken) < count:
+            while not self.bell.wait(lambda: words[WRITTEN] > self.at, time.monotonic() + 3600):
+                pass
+            at, unread = self.at % channel.ring, words[WRITTEN] - self.at
+            n = min(count - len(taken), unread, channel.ring - at)
+            taken += ring[at : at + n]
+            self.at += n
+            words[self.word] = self.at
+            if unread > channel.ring // 2:  # the leader may wait for room
+                channel.bells[0].ring()
+        return bytes(taken)
