@@ -154,7 +154,7 @@ def test_plan_needs_no_weights_and_no_tokenizer(tmp_path: Path, thalweg: Run) ->
     [
         (["plan"], ("model", "--model models/tiny")),
         (["plan", "/nowhere/at/all"], ("/nowhere/at/all", "check the path")),
-        (["plan", TINY, "--tp-size", "2"], ("tp_size", "use --tp-size 1")),
+        (["plan", TINY, "--tp-size", "3"], ("tp_size", "use --tp-size 1, 2, 4 or 8")),
         (["plan", TINY, "--attention-backend", "fa3"], ("attention_backend", "fa3", "reference")),
         (["plan", TINY, "--max-model-len", "999999"], ("context_length", "999999")),
         (["plan", TINY, "--tool-call-parser", "x"], ("tool_call_parser", "'x'", "deepseekv32")),

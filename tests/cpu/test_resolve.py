@@ -179,10 +179,12 @@ def test_a_model_that_does_not_fit_names_what_would() -> None:
         ({"max_total_tokens": 640, "context_length": 700}, ("context_length: 700", "at most 640")),
         ({"attention_backend": "flashmla"}, ("attention_backend", "flashmla", "reference")),
         ({"attention_backend": "flash"}, ("attention_backend", "'flash'", "flashmla", "fa3", "reference")),
-        ({"tp_size": 2}, ("tp_size", "--tp-size 1")),
-        ({"dp_size": 2}, ("dp_size", "--dp-size 1")),
+        ({"tp_size": 3}, ("tp_size: 4 attention heads", "--tp-size 1, 2 or 4")),
+        ({"tp_size": 4, "dp_size": 3, "enable_dp_attention": True}, ("dp_size: 3", "--dp-size 1, 2 or 4")),
         ({"pp_size": 2}, ("pp_size", "--pp-size 1")),
-        ({"ep_size": 2}, ("ep_size", "--ep-size 1")),
+        ({"ep_size": 2}, ("ep_size: no experts", "--ep-size 1")),
+        ({"tp_size": 4, "moe_dense_tp_size": 2}, ("moe_dense_tp_size", "--moe-dense-tp-size 1 or 4")),
+        ({"enable_dp_lm_head": False}, ("enable_dp_lm_head", "leave the flag out")),
     ],
 )
 def test_refusals_name_the_setting_and_the_nearest(wishes: dict[str, Any], words: tuple[str, ...]) -> None:

@@ -70,6 +70,17 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     warmup: bool = True
     """Whether every kind of step runs once before the first request."""
 
+    # ---- several devices ----
+    tp_size: int = 1
+    """Processes that share the layers of one copy of the model."""
+    dp_size: int = 1
+    """Groups with requests of their own: copies, or with `enable_dp_attention` parts of the `tp_size` processes."""
+    enable_dp_attention: bool = False
+    ep_size: int = 1
+    """Groups of processes that the experts are divided over."""
+    moe_dense_tp_size: int = 1
+    """Processes that share the width of dense MLPs: those of one attention, or 1."""
+
     # ---- KV cache ----
     max_total_tokens: int = 1024 * PAGE
     """Tokens that the KV cache holds; 0: start-up measures how many fit a GPU."""
@@ -143,6 +154,26 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     def num_pages(self) -> int:
         """Pages of the KV cache without the null page; 0 before start-up has measured them."""
         return self.max_total_tokens // PAGE
+
+    @property
+    def processes(self) -> int:
+        """Of the engine, a device each."""
+        return self.tp_size * self.copies
+
+    @property
+    def copies(self) -> int:
+        """Of the model; they share nothing."""
+        return 1 if self.enable_dp_attention else self.dp_size
+
+    @property
+    def attention_dp(self) -> int:
+        """Data-parallel ranks of one copy, which share its experts and agree on each step."""
+        return self.dp_size if self.enable_dp_attention else 1
+
+    @property
+    def attention_tp(self) -> int:
+        """Processes that share the attention and the head; the first has the scheduler."""
+        return self.tp_size // self.attention_dp
 
     @property
     def max_steps_in_flight(self) -> int:

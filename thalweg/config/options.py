@@ -263,17 +263,21 @@ class ParallelOptions(Section):
 
     tp_size: int = setting(
         1,
-        "devices that share every layer (tensor parallelism)",
+        "processes that share every layer, a device each (tensor parallelism)",
         aliases=("tp",),
         foreign=("tensor-parallel-size",),
         **_DEVICES,
     )
     dp_size: int = setting(
         1,
-        "copies of the attention, each with its own requests",
+        "groups with requests of their own: copies of the model, of tp_size devices each; with enable_dp_attention,"
+        " parts of the tp_size devices, which share the experts",
         aliases=("dp",),
         foreign=("data-parallel-size",),
         **_DEVICES,
+    )
+    enable_dp_attention: bool = setting(
+        False, "dp_size divides tp_size: attention has tp_size / dp_size devices, and all share the experts"
     )
     pp_size: int = setting(
         1,
@@ -283,7 +287,22 @@ class ParallelOptions(Section):
         **_DEVICES,
     )
     ep_size: int = setting(
-        1, "devices that share the experts", aliases=("ep",), foreign=("expert-parallel-size",), **_DEVICES
+        1,
+        "groups of devices that the experts are divided over; 1 cuts each expert instead",
+        aliases=("ep",),
+        foreign=("expert-parallel-size",),
+        **_DEVICES,
+    )
+    moe_dense_tp_size: int | None = setting(
+        None,
+        "devices that share the dense MLPs of a model with experts: those of the attention, or 1",
+        least=1,
+        auto="as the attention",
+    )
+    enable_dp_lm_head: bool | None = setting(
+        None,
+        "the head is divided over the devices of one attention, so no logits cross data-parallel ranks",
+        auto="always",
     )
 
 

@@ -18,12 +18,13 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from thalweg.core.agreement import AgreedStep
 from thalweg.core.errors import CheckpointError, InvalidRequest
 from thalweg.core.grammar import GrammarMasks
-from thalweg.core.messages import StartProfile, UpdateWeights
+from thalweg.core.messages import StartProfile, StopProfile, UpdateWeights
 from thalweg.core.plan import StepPlan
 from thalweg.engine.recording import file_stamp, make_folder
 from thalweg.engine.worker import Worker
 from thalweg.models.catalog import read_facts
 from thalweg.models.token_by_token import TokenByToken
+from thalweg.parallel.axis import gather_texts
 from thalweg.runner.runner import ForwardResult, Runner
 from thalweg.sampling.sample import Sampled
 from thalweg.spec.drafter import DraftOutput
@@ -69,10 +70,11 @@ class AdminOperations:
 
     def update_weights(self, wish: UpdateWeights, alive: Callable[[], None]) -> Callable[[], tuple[int, int]]:
         """Reads and checks everything. The returned function writes the tensors: (replaced, total). Raises
-        InvalidRequest.
+        InvalidRequest, on all processes if one of them refuses its part.
 
         alive: called often while tensors are read and written.
         """
+        self.worker.followers.control(wish)
         models, folder = (self.model, *self.drafting.drafter.modules()), Path(wish.path)
         try:
             quantization = quantization_of(folder, self.model.facts, read_facts)
@@ -82,8 +84,12 @@ class AdminOperations:
                 counts = [
                     check_loadable(_module(model), model.table(), *given, model is self.model) for model in models
                 ]
+            problem = ""
         except (CheckpointError, OSError) as error:
-            raise InvalidRequest("model_path", f"{error}; nothing was changed") from error
+            problem = f"{error}; nothing was changed"
+        problems = gather_texts(self.model.factory.layout.world, problem, self.model.factory.device)
+        if problem := next(filter(None, problems), ""):
+            raise InvalidRequest("model_path", problem)
         replaced, total = (sum(count) for count in zip(*counts, strict=True))
 
         def write() -> tuple[int, int]:
@@ -99,6 +105,7 @@ class AdminOperations:
 
         Raises InvalidRequest if a profile runs already, and for a folder or an activity that is not there.
         """
+        self.worker.followers.control(wish)
         if self._running is not None:
             raise InvalidRequest("", f"a profile runs already, into {self._running[2]}: POST /stop_profile ends it")
         with_gpu = wish.gpu and self.has_gpu
@@ -121,6 +128,7 @@ class AdminOperations:
 
     def stop_profile(self) -> str:
         """Writes the Chrome trace and returns its path. Raises InvalidRequest if none runs or it cannot be written."""
+        self.worker.followers.control(StopProfile(0))
         if self._running is None:
             raise InvalidRequest("", "no profile runs: POST /start_profile starts one")
         (profiler, self.worker.runner, folder), self._running = self._running, None

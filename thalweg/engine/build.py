@@ -40,10 +40,13 @@ from thalweg.engine.calibration_memory import (
 )
 from thalweg.engine.calibration_warmup import warm_up
 from thalweg.engine.compile_ahead import CompileAhead, NothingAhead, compile_ahead
+from thalweg.engine.coordination import OWN_PLAN, Coordinator, DataParallelSteps, TensorParallelSteps
+from thalweg.engine.follower import Follower, PlanSender
 from thalweg.engine.grammars import GrammarRegistry
+from thalweg.engine.group import ALONE, Seat, timeout_of
 from thalweg.engine.loop import Channel, Loop
 from thalweg.engine.recording import StepRecorder
-from thalweg.engine.worker import InlineStream, ThreadStream, Worker
+from thalweg.engine.worker import NO_FOLLOWERS, InlineStream, ThreadStream, Worker
 from thalweg.kernels.tuned import TUNED
 from thalweg.layers.factory import LayerFactory
 from thalweg.layers.reference import ReferenceLayers
@@ -53,6 +56,9 @@ from thalweg.models.catalog import published_dtype, read_facts
 from thalweg.models.interface import Model
 from thalweg.models.token_by_token import TokenByToken
 from thalweg.models.traced import TracedModel, traced
+from thalweg.parallel.layout import SINGLE_RANK, Layout
+from thalweg.parallel.plan_channel import PlanReader
+from thalweg.parallel.step_board import StepExchange
 from thalweg.quant.catalog import Declared, Schemes
 from thalweg.runner.captured import tree_shapes
 from thalweg.runner.drafting import DrafterError, raise_as_drafter_error
@@ -106,9 +112,28 @@ class StartupTimes:
         return f"{', '.join(self.phases)}; {self.last - self.begun:.1f} s in all"
 
 
-def build(config: EngineConfig, channel: Channel) -> Rank:
-    """Builds a rank. Raises CheckpointError and UnsupportedConfig."""
-    times, facts = StartupTimes(), read_facts(Path(config.model_path))
+def build(config: EngineConfig, channel: Channel, seat: Seat = ALONE) -> Rank:
+    """Builds a rank, in the process of its scheduler. Raises CheckpointError and UnsupportedConfig."""
+    times = StartupTimes()
+    config, facts, runner = prepare(config, seat, times)
+    loop = build_loop(config, facts, runner, channel, seat)
+    loop.scheduler.counters.drafter_failures += config.drafter_left_out
+    log.info("started: %s", times)
+    return Rank(loop, runner, facts, config)
+
+
+def build_follower(config: EngineConfig, seat: Seat) -> Follower:
+    """Builds what another process of a rank runs. Raises as `build`."""
+    config, _, runner = prepare(config, seat, StartupTimes())
+    assert seat.member.plans is not None, "a follower has a leader"
+    worker = Worker(runner, _stream(config))
+    reader = PlanReader(seat.member.plans, seat.layout.tp.rank - 1)
+    return Follower(reader, worker, AdminOperations(runner, worker), config.max_steps_in_flight)
+
+
+def prepare(config: EngineConfig, seat: Seat, times: StartupTimes) -> tuple[EngineConfig, ModelFacts, Runner]:
+    """The runner of this process, ready for the first step, and the configuration with what the start measured."""
+    facts = read_facts(Path(config.model_path))
     caches.use(config.cache_dir)
     if len(config.eos_ids) > MAX_EOS_IDS:
         raise CheckpointError(
@@ -121,14 +146,13 @@ def build(config: EngineConfig, channel: Channel) -> Rank:
     wished = config
     with compile_ahead(config) as ahead:
         config = check_backends(config)
-        config, runner = build_or_drop_drafter(lambda wish: build_runner(wish, facts, times, ahead), config)
+        config, runner = build_or_drop_drafter(
+            lambda wish: build_runner(wish, facts, times, ahead, seat.layout), config
+        )
     runner.drafting.drop_deferred()
     if config.device == "cuda" and config.warmup and not config.drafter_left_out:
         caches.mark_warm(wished)
-    loop = build_loop(config, facts, runner, channel)
-    loop.scheduler.counters.drafter_failures += config.drafter_left_out
-    log.info("started: %s", times)
-    return Rank(loop, runner, facts, config)
+    return config, facts, runner
 
 
 def build_or_drop_drafter(build: Callable[[EngineConfig], T], config: EngineConfig) -> T:
@@ -166,11 +190,13 @@ def without_drafter(config: EngineConfig, why: str) -> EngineConfig:
     )
 
 
-def assemble(config: EngineConfig, facts: ModelFacts, device: torch.device) -> tuple[LayerFactory, Model, Drafter]:
+def assemble(
+    config: EngineConfig, facts: ModelFacts, device: torch.device, layout: Layout = SINGLE_RANK
+) -> tuple[LayerFactory, Model, Drafter]:
     """A model and its drafter without weights. Raises CheckpointError."""
     is_random = config.load_format == "dummy"
     schemes = None if is_random else schemes_in(Path(config.model_path), facts.quantization_config)
-    factory = layer_factory(facts, str(device), config.kernels, config.dtype, schemes)
+    factory = layer_factory(facts, str(device), config.kernels, config.dtype, schemes, layout)
     model = catalog.assemble(facts, factory)
     draft_sampling = draft_sampling_for(config.speculative_acceptance, config.num_drafts, facts.vocab, device)
     drafter = build_drafter(
@@ -180,13 +206,17 @@ def assemble(config: EngineConfig, facts: ModelFacts, device: torch.device) -> t
 
 
 def build_runner(
-    config: EngineConfig, facts: ModelFacts, times: StartupTimes, ahead: CompileAhead | NothingAhead
+    config: EngineConfig,
+    facts: ModelFacts,
+    times: StartupTimes,
+    ahead: CompileAhead | NothingAhead,
+    layout: Layout = SINGLE_RANK,
 ) -> tuple[EngineConfig, Runner]:
     """Loads the checkpoint and allocates planes and slots. Raises CheckpointError and UnsupportedConfig."""
     torch.set_num_threads(config.threads)
     TUNED.use(config.tuned_kernels)
     device = torch.device(config.device)
-    factory, model, drafter = assemble(config, facts, device)
+    factory, model, drafter = assemble(config, facts, device, layout)
     times.end_phase("model")
     if factory.notes:
         shown = "; ".join(factory.notes[:NOTES_SHOWN])
@@ -205,7 +235,8 @@ def build_runner(
     if isinstance(steps, TracedModel):
         with raise_as_drafter_error():
             drafter.capture(planes)
-    slots = Slots(config.max_running_requests, config.context_length, device, drafter.fields(), config.tree)
+    rows = config.max_running_requests + (not layout.is_single)  # padding of drafts has a slot of its own
+    slots = Slots(rows, config.context_length, device, drafter.fields(), config.tree)
     times.end_phase("captured steps")
     models: tuple[Model, Model] = (TokenByToken(model), TokenByToken(steps)) if one_by_one else (model, steps)
     runner = _with_acceptance_rule(Runner(*models, planes, slots, drafter), config)
@@ -265,16 +296,21 @@ def _with_acceptance_rule(runner: Runner, config: EngineConfig) -> Runner:
 
 
 def layer_factory(
-    facts: ModelFacts, device: str, kernels: KernelConfig, dtype: str, schemes: Schemes | None = None
+    facts: ModelFacts,
+    device: str,
+    kernels: KernelConfig,
+    dtype: str,
+    schemes: Schemes | None = None,
+    layout: Layout = SINGLE_RANK,
 ) -> LayerFactory:
     """The factory of a model's layers. schemes: of the checkpoint's weights; None: as its configuration declares."""
     published = published_dtype(facts)
     if kernels.decode == "reference":
-        return ReferenceLayers(DTYPES[dtype], torch.device(device), kernels=kernels, published=published)
+        return ReferenceLayers(DTYPES[dtype], torch.device(device), kernels, layout, published)
     from thalweg.layers.kernel_layers import KernelLayers  # needs Triton, which a CPU installation does not have
 
     schemes = schemes or Declared(facts.quantization_config)
-    return KernelLayers(DTYPES[dtype], torch.device(device), kernels, published=published, schemes=schemes)
+    return KernelLayers(DTYPES[dtype], torch.device(device), kernels, layout, published, schemes=schemes)
 
 
 def _capture(config: EngineConfig, runner: Runner) -> None:
@@ -372,7 +408,7 @@ def _fill(
     return module
 
 
-def build_loop(config: EngineConfig, facts: ModelFacts, runner: Runner, channel: Channel) -> Loop:
+def build_loop(config: EngineConfig, facts: ModelFacts, runner: Runner, channel: Channel, seat: Seat = ALONE) -> Loop:
     """Builds the scheduler, the worker and the loop around a runner."""
     tree = RadixTree(PAGE) if config.radix_cache else NoPrefixCache(PAGE)
     limits = Limits(
@@ -393,9 +429,21 @@ def build_loop(config: EngineConfig, facts: ModelFacts, runner: Runner, channel:
     policy = MeasuredDraftLength(times, planning_clock(config)) if times else FixedDraftLength(_max_drafts(config))
     pages, share = PageAllocator(config.num_pages + 1, tree), _prompt_share(config)
     scheduler = Scheduler(limits, pages, draft_length=policy, prompt_share=share, grammars=grammars)
-    worker = Worker(runner, _stream(config), grammars)
+    member = seat.member
+    followers = NO_FOLLOWERS if member.plans is None else PlanSender(member.plans, timeout_of(config))
+    worker = Worker(runner, _stream(config), grammars, followers)
     recorder = StepRecorder(config, scheduler.requests) if config.crash_dump_folder else None
-    return Loop(channel, scheduler, worker, config.max_steps_in_flight, recorder, AdminOperations(runner, worker))
+    admin, coordinator = AdminOperations(runner, worker), _coordinator(worker, seat)
+    return Loop(channel, scheduler, worker, config.max_steps_in_flight, recorder, admin, coordinator)
+
+
+def _coordinator(worker: Worker, seat: Seat) -> Coordinator:
+    layout, board = seat.layout, seat.member.board
+    if layout.is_single:
+        return OWN_PLAN
+    if board is None:
+        return TensorParallelSteps(worker, layout.tp.size)
+    return DataParallelSteps(worker, StepExchange(board, layout.dp.rank), layout.world.size)
 
 
 def _prompt_share(config: EngineConfig) -> PromptShare:

@@ -28,6 +28,8 @@ from thalweg.core.plan import PAGE, Bind, PageAppend, Row, StepPlan
 from thalweg.core.report import START_UP, Decision
 from thalweg.core.sampling import SamplingParams
 from thalweg.core.step_times import Line, StepTimes
+from thalweg.layers.factory import LayerFactory
+from thalweg.parallel.axis import first_ranks
 from thalweg.runner.piecewise import Piecewise
 from thalweg.runner.runner import Runner
 from thalweg.scheduler.draft_length import draft_length_choices
@@ -81,6 +83,12 @@ def step_clock(config: EngineConfig) -> Callable[[], float]:
     return time.thread_time if config.device == "cpu" and config.threads == 1 else time.perf_counter
 
 
+def shared_clock(clock: Callable[[], float], factory: LayerFactory) -> Callable[[], float]:
+    """The clock of the first rank, so that all ranks measure the same times and then run the same steps."""
+    world, device = factory.layout.world, factory.device
+    return clock if world.size == 1 else lambda: first_ranks(world, clock(), device)
+
+
 def planning_clock(config: EngineConfig) -> Callable[[], float]:
     """Times steps in the thread that plans them."""
     return step_clock(config) if config.max_steps_in_flight == 1 else time.perf_counter
@@ -97,7 +105,7 @@ class Calibrator:
 
     def __init__(self, config: EngineConfig, runner: Runner) -> None:
         self.config, self.runner = config, runner
-        self.clock = step_clock(config)
+        self.clock = shared_clock(step_clock(config), runner.model.factory)
         self.tokens = tuple(Random(0).choices(range(runner.model.facts.vocab), k=4096))
         self.rows: dict[int, Row] = {}  # by slot, rows of mixed steps whose synthetic requests are bound
 

@@ -1,14 +1,12 @@
-"""The client of an engine process: spawns it, sends requests, streams pieces, and restarts it if it fails."""
+"""The client of an engine: spawns its processes, sends requests, streams pieces, and restarts it if it fails."""
 
 from __future__ import annotations
 
 import asyncio
-import atexit
 import contextlib
 import fcntl
 import logging
 import math
-import multiprocessing
 import os
 import shutil
 import signal
@@ -42,17 +40,20 @@ from thalweg.core.messages import (
     ToEngine,
     TokenDelta,
     UpdateWeights,
+    merged_reply,
+    merged_stats,
 )
 from thalweg.core.request import check_request
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine import process
 from thalweg.engine.local import SubmitOptions, sequences
+from thalweg.engine.processes import EngineProcesses
+from thalweg.engine.routing import RequestRouter
 from thalweg.engine.streams import Assembler, Piece
 from thalweg.text.tokenizer import Tokenizer
 
 log = logging.getLogger("thalweg.client")
 RESTARTS = 5  # failed starts in a row after which the client gives up
-SPAWN = multiprocessing.get_context("spawn")
 FOLDER = "thalweg-engine-"  # prefix of the folders with a socket
 GRACE = 5.0  # seconds that a process may take to end before it is killed
 # hung: it makes no step, and may yet; restarting: a new engine must serve before a deadline; dead: none will
@@ -152,11 +153,13 @@ class EngineClient:
         self._controls: dict[int, tuple[FlushCache | Control, asyncio.Future[str]]] = {}
         self._serving = asyncio.Event()
         self._runner: asyncio.Task[None] | None = None
-        self._socket: zmq.Socket[bytes] | None = None
-        self._folder: str  # with the socket
+        self._processes: EngineProcesses | None = None
+        self._router = RequestRouter(config.dp_size, config.num_pages)
+        self._stats: dict[int, Stats] = {}  # the latest, by data-parallel rank
+        self._ready: list[EngineReady] = []  # of the processes that serve, those with a scheduler first
+        self._replies: dict[int, list[ControlReply]] = {}  # that some data-parallel ranks have not answered, by id
+        self._folder: str  # with the sockets
         self._ended: asyncio.Future[str]
-        self._encode = msgspec.msgpack.Encoder().encode
-        self._decode = msgspec.msgpack.Decoder(FromEngine).decode
         # uids, and control ids below 0, that the engine has not finished: those that nobody waits for any more too
         self._owed: set[int] = set()
         self._last_message = 0.0  # time.monotonic() of the engine's last message, or of the first that it must answer
@@ -303,8 +306,9 @@ class EngineClient:
         if not self.config.crash_dump_folder:
             log.warning("nothing is recorded: start with --crash-dump-folder DIR")
         elif self.ready is not None:
-            with contextlib.suppress(ProcessLookupError):  # it has just ended and has written its steps
-                os.kill(self.ready.pid, number)
+            for pid in self._processes.leader_pids if self._processes else ():
+                with contextlib.suppress(ProcessLookupError):  # it has just ended and has written its steps
+                    os.kill(pid, number)
 
     async def drain(self, timeout: float) -> None:
         """Refuses new requests, waits up to `timeout` seconds for running ones, then stops the engine."""
@@ -348,22 +352,21 @@ class EngineClient:
             self._fail_all(EngineDead(self.reason))
 
     async def _run_engine(self, deadline: float) -> None:
-        """Runs one engine process and sets `reason` to why it ended. It ends if it does not serve by the deadline."""
+        """Runs one engine and sets `reason` to why it ended. It ends with any of its processes, or if it does not serve
+        by the deadline.
+        """
         loop = asyncio.get_running_loop()
         with _socket_folder() as self._folder:
-            address = f"ipc://{self._folder}/engine"
-            context = zmq.Context(1)
-            socket = self._socket = context.socket(zmq.PAIR)
-            socket.set_hwm(0)
-            socket.bind(address)
-            child = SPAWN.Process(target=process.main, args=(self.config, address), name="thalweg-engine")
-            child.start()
-            # if nobody closes this client, multiprocessing would wait at exit for a process that waits for us
-            atexit.register(child.kill)
-            arrivals = int(socket.getsockopt(zmq.FD))
+            processes = self._processes = EngineProcesses(self.config, Path(self._folder))
+            processes.start()
+            self._router = RequestRouter(self.config.dp_size, self.config.num_pages)
+            self._ready, self._replies, self._stats = [], {}, {}
+            arrivals = [int(socket.getsockopt(zmq.FD)) for socket in processes.sockets]
             self._ended = loop.create_future()
-            loop.add_reader(arrivals, self._receive)
-            loop.add_reader(child.sentinel, self._end, "")
+            for descriptor in arrivals:
+                loop.add_reader(descriptor, self._receive)
+            for child in processes.children:
+                loop.add_reader(child.sentinel, self._end, "")
             watching = loop.create_task(self._watch())
             late = None if deadline == math.inf else loop.call_at(deadline, self._end_unready)
             try:
@@ -373,9 +376,10 @@ class EngineClient:
                 self._receive()  # messages sent before it ended
                 if error:
                     self.reason = error
-                elif self.reason == reason:
-                    await asyncio.to_thread(child.join, GRACE)
-                    self.reason = f"the engine process ended with exit code {child.exitcode}"
+                if len(processes.children) > 1:  # one that was killed is the cause, not those that miss it
+                    self.reason = await asyncio.to_thread(processes.killed) or self.reason
+                if not error and self.reason == reason:
+                    self.reason = await asyncio.to_thread(processes.why_ended)
                 if self.ready is not None and self.state != "draining":
                     self.state = "restarting"
             finally:
@@ -383,20 +387,18 @@ class EngineClient:
                 if late is not None:
                     late.cancel()
                 watching.cancel()
-                loop.remove_reader(child.sentinel)
+                for child in processes.children:
+                    loop.remove_reader(child.sentinel)
                 self._send(Abort(tuple(self._by_uid)))
                 self._send(Drain())
-                self._socket = None
-                loop.remove_reader(arrivals)
+                self._processes = None
+                for descriptor in arrivals:
+                    loop.remove_reader(descriptor)
                 try:
-                    await asyncio.to_thread(child.join, GRACE)
+                    await asyncio.to_thread(processes.join, GRACE)
                 finally:  # close() may cancel the wait
-                    if child.is_alive():
-                        child.kill()
-                        child.join()
-                    atexit.unregister(child.kill)
-                    socket.close(linger=0)
-                    context.term()
+                    processes.kill()
+                    processes.close()
 
     async def _watch(self) -> None:
         """Logs and records when the engine is silent although it owes replies, and changes the state "ready" to
@@ -409,9 +411,10 @@ class EngineClient:
             if self._is_silent or not self._owed or time.monotonic() - self._last_message <= timeout:
                 continue
             self._is_silent = True
+            stuck = self._processes.stuck() if self._processes else ""
             reason = (
-                f"the engine has made no step for {timeout:g} s while {len(self._owed)} sequences wait; /health says"
-                " when it goes on"
+                f"the engine has made no step for {timeout:g} s while {len(self._owed)} sequences wait"
+                f"{f' ({stuck})' if stuck else ''}; /health says when it goes on"
             )
             log.error("%s", reason)
             self.record(process.HANG)
@@ -435,23 +438,40 @@ class EngineClient:
         if not self._owed:
             self._last_message = time.monotonic()
         self._owed.update(owed)
-        if self._socket is not None:
-            with contextlib.suppress(zmq.Again):  # the engine is gone; its sentinel will fail all requests
-                self._socket.send(self._encode(message), zmq.NOBLOCK)
+        if self._processes is not None:
+            for rank, part in self._parts(message):
+                with contextlib.suppress(zmq.Again):  # the engine is gone; its sentinel will fail all requests
+                    self._processes.send(rank, part)
             asyncio.get_running_loop().call_soon(self._receive)
+
+    def _parts(self, message: ToEngine) -> Iterator[tuple[int, ToEngine]]:
+        """The data-parallel ranks that a message is for, and what of it each gets."""
+        match message:
+            case Submit():
+                yield self._router.route(message), message
+            case Abort():
+                for rank, uids in self._router.by_rank(message.uids).items():
+                    yield rank, Abort(uids)
+            case _:
+                if isinstance(message, FlushCache):
+                    self._router.flush()
+                for rank in range(self.config.dp_size):
+                    yield rank, message
 
     def _receive(self) -> None:
         """Handles all messages of the engine. ZeroMQ's descriptor signals changes only, so this runs after every send
         too.
         """
-        while self._socket is not None and int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            try:
-                message = self._decode(self._socket.recv(zmq.NOBLOCK))
-            except UNREADABLE as error:  # tokens may be lost
-                return self._end(f"the engine sent a message that cannot be read: {error}")
-            self._handle(message)
+        if self._processes is None:
+            return
+        try:
+            for rank, message in self._processes.receive():
+                self._handle(message, rank)
+        except UNREADABLE as error:  # tokens may be lost
+            self._end(f"the engine sent a message that cannot be read: {error}")
 
-    def _handle(self, message: FromEngine) -> None:
+    def _handle(self, message: FromEngine, rank: int) -> None:
+        """rank: the data-parallel rank that sends it; -1: another process."""
         self._last_message = time.monotonic()
         if self._is_silent:
             self._is_silent = False
@@ -460,30 +480,42 @@ class EngineClient:
             self.state, self.reason = "ready", ""
         match message:
             case StepUpdate():
-                self._handle_update(message)
+                self._handle_update(message, rank)
             case Rejected():
+                self._router.forget(message.uid)
                 self._owed.discard(message.uid)
                 if request := self._by_uid.pop(message.uid, None):
                     id = request.assemblers[message.uid].request_id
                     log.warning("refused by the engine", extra=_log_fields(id, field=message.field))
                     request.fail(InvalidRequest(message.field, message.message))
             case ControlReply():
-                self._handle_reply(message)
+                replies = self._replies.setdefault(message.id, [])
+                replies.append(message)
+                if len(replies) == self.config.dp_size:
+                    self._handle_reply(merged_reply(self._replies.pop(message.id)))
             case EngineReady():
-                self.ready = message
-                if self.state != "draining":
-                    self.state, self.reason = "ready", ""
-                self._serving.set()
-                if message.weights_lost:
-                    self.weights_lost, self.weight_version = message.weights_lost, "default"
-                    self.config = msgspec.structs.replace(self.config, weight_updates=())
-                for request in self._live:  # those that the engine before has not answered
-                    self._send_all(request)
-                    request.submits = []
-                # both ends are connected; a client that is killed leaves no files
-                shutil.rmtree(self._folder, ignore_errors=True)
+                self._ready.insert(0 if rank >= 0 else len(self._ready), message)
+                if self._processes and len(self._ready) == len(self._processes.children):
+                    self._handle_ready(self._ready[0])
             case _:
                 self._end(message.message)
+
+    def _handle_ready(self, ready: EngineReady) -> None:
+        """All processes serve. ready: of a process with a scheduler; all of those are alike."""
+        ranks = self.config.dp_size
+        self.ready = msgspec.structs.replace(ready, pages=ranks * ready.pages, slots=ranks * ready.slots)
+        self._router.pages = ready.pages
+        if self.state != "draining":
+            self.state, self.reason = "ready", ""
+        self._serving.set()
+        if ready.weights_lost:
+            self.weights_lost, self.weight_version = ready.weights_lost, "default"
+            self.config = msgspec.structs.replace(self.config, weight_updates=())
+        for request in self._live:  # those that the engine before has not answered
+            self._send_all(request)
+            request.submits = []
+        # both ends are connected; a client that is killed leaves no files
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def _handle_reply(self, reply: ControlReply) -> None:
         self._owed.discard(-reply.id)
@@ -503,9 +535,10 @@ class EngineClient:
         else:
             result.set_result(reply.result)
 
-    def _handle_update(self, update: StepUpdate) -> None:
+    def _handle_update(self, update: StepUpdate, rank: int) -> None:
         if update.stats is not None:
-            self.stats = update.stats
+            self._stats[rank] = update.stats
+            self.stats = merged_stats(list(self._stats.values()))
         for event in update.events:
             if request := self._by_uid.get(event.uid):
                 assembler = request.assemblers[event.uid]
@@ -515,6 +548,7 @@ class EngineClient:
                     values = _log_fields(assembler.request_id, choice=assembler.index, tokens=tokens)
                     log.info("preempted", extra=values)
         for delta in update.deltas:
+            self._router.follow(delta)
             if delta.finish:
                 self._owed.discard(delta.uid)
             if request := self._by_uid.get(delta.uid):

@@ -1,8 +1,11 @@
-"""An engine in the caller's thread, for offline generation and benchmarks: the caller turns its loop."""
+"""An engine in the caller's thread, for offline generation and benchmarks: the caller turns its loop. Where several
+processes share the model, the caller's is the first of them.
+"""
 
 from __future__ import annotations
 
 import time
+import weakref
 from typing import Callable, Sequence, TypedDict, Unpack
 
 import msgspec
@@ -21,10 +24,15 @@ from thalweg.core.messages import (
     Submit,
     ToEngine,
     TokenDelta,
+    merged_reply,
 )
 from thalweg.core.retention import CacheRetention
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.build import build
+from thalweg.engine.other_processes import NO_OTHERS, OtherProcesses
+from thalweg.engine.routing import RequestRouter
+
+LONGEST_WAIT = 0.05  # seconds to wait for other processes, between two looks at the requests
 
 
 class SubmitOptions(TypedDict, total=False):
@@ -55,15 +63,20 @@ def choice_params(params: SamplingParams, index: int) -> SamplingParams:
 
 
 class LocalChannel:
-    """Both ends in one thread: the engine receives what is put into `inbox`, and sends to `outbox`."""
+    """Both ends in one thread: the engine receives what is put into `inbox`, and sends to `outbox`. wait: sleeps up to
+    so many seconds, while only a ticket or another process can change anything.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, wait: Callable[[float], None] = time.sleep) -> None:
         self.inbox: list[ToEngine] = []
         self.outbox: list[FromEngine] = []
+        self.wait = wait
 
     def receive(self, timeout: float | None) -> list[ToEngine]:
         if timeout and not self.inbox:
-            time.sleep(timeout)  # only a ticket can change anything
+            self.wait(timeout)
+        elif timeout is None and not self.inbox and self.wait is not time.sleep:
+            self.wait(LONGEST_WAIT)
         messages, self.inbox = self.inbox, []
         return messages
 
@@ -75,15 +88,29 @@ class LocalEngine:
     """`submit` requests, then `step` until `idle`."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self.channel = LocalChannel()
-        self.loop, self.runner, facts, self.config = build(config, self.channel)
+        self.others = OtherProcesses(config) if config.processes > 1 else NO_OTHERS
+        self._close = weakref.finalize(self, self.others.close)
+        self.channel = LocalChannel(self.others.wait)
+        try:
+            self.loop, self.runner, facts, self.config = build(config, self.channel, self.others.join())
+            self.others.wait_ready()
+        except Exception as error:
+            self.others.close(error)
+            raise
         self.vocab, self.context = facts.vocab, self.loop.scheduler.context
-        self.next_uid = 0
+        self.router = RequestRouter(config.dp_size, self.config.num_pages)
+        self.next_uid = self.next_control = 0
         self.is_broken = False  # a step began and did not end
+
+    def close(self) -> None:
+        """Ends the other processes that share the model. Nothing can be submitted any more."""
+        self.is_broken = True
+        self._close()
 
     @property
     def idle(self) -> bool:
-        return not self.channel.inbox and self.loop.scheduler.is_idle and not self.loop.inflight
+        has_ended = self.loop.scheduler.is_idle and not self.loop.inflight and not self.others.running
+        return not self.channel.inbox and has_ended
 
     def submit(
         self, prompt: Sequence[int], params: SamplingParams, **options: Unpack[SubmitOptions]
@@ -91,14 +118,27 @@ class LocalEngine:
         """Queues params.n sequences and returns their uids."""
         submits = sequences(self.next_uid, prompt, params, **options)
         self.next_uid += params.n
-        self.channel.inbox += submits
+        for message in submits:
+            self._put(self.router.route(message), message)
         return tuple(message.uid for message in submits)
 
     def abort(self, uids: Sequence[int]) -> None:
-        self.channel.inbox.append(Abort(tuple(uids)))
+        for rank, some in self.router.by_rank(uids).items():
+            self._put(rank, Abort(some))
 
     def flush_cache(self) -> None:
-        self.channel.inbox.append(FlushCache(-1))
+        self.router.flush()
+        self._put_all(FlushCache(-1))
+
+    def _put(self, rank: int, message: ToEngine) -> None:
+        if rank == 0:
+            self.channel.inbox.append(message)
+        else:
+            self.others.send(rank, message)
+
+    def _put_all(self, message: ToEngine) -> None:
+        for rank in range(self.config.dp_size):
+            self._put(rank, message)
 
     def step(self) -> list[TokenDelta]:
         """Runs one step of the loop. Returns the deltas of the step that was committed.
@@ -107,22 +147,31 @@ class LocalEngine:
         interrupted.
         """
         self._run(self.loop.step)
+        self.channel.outbox += self.others.receive()
         messages, self.channel.outbox = self.channel.outbox, []
         deltas: list[TokenDelta] = []
         for message in messages:
             if isinstance(message, Rejected):
+                self.router.forget(message.uid)
                 raise InvalidRequest(message.field, message.message)
             if isinstance(message, StepUpdate):
                 deltas += message.deltas
+        for delta in deltas:
+            self.router.follow(delta)
         return deltas
 
     def control(self, message: Control) -> str:
         """Carries out a control message between two steps and returns its result. Raises InvalidRequest."""
-        self.channel.inbox.append(message)
-        self._run(self.loop.receive)
-        replies = (reply for reply in self.channel.outbox if isinstance(reply, ControlReply))
-        reply = next(reply for reply in replies if reply.id == message.id)
-        self.channel.outbox.remove(reply)
+        self.next_control += 1
+        message = msgspec.structs.replace(message, id=self.next_control)
+        self._put_all(message)
+        replies = list[ControlReply]()
+        while len(replies) < self.config.dp_size:
+            self._run(self.loop.step if self.loop.coordinator.is_shared else self.loop.receive)
+            self.channel.outbox += self.others.receive()
+            replies = [r for r in self.channel.outbox if isinstance(r, ControlReply) and r.id == message.id]
+        self.channel.outbox = [other for other in self.channel.outbox if other not in replies]
+        reply = merged_reply(replies)
         if reply.error:
             raise InvalidRequest(reply.field, reply.error)
         return reply.result
@@ -136,5 +185,6 @@ class LocalEngine:
         except Exception as error:
             if self.loop.recorder:
                 self.loop.recorder.save_crash(error)
+            self.others.close(error)
             raise
         self.is_broken = False

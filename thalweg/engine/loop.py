@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Callable, Protocol, Sequence
+from typing import TYPE_CHECKING, Protocol, Sequence
 
 from thalweg.core.agreement import AgreedStep
 from thalweg.core.errors import InvalidRequest
@@ -26,6 +26,7 @@ from thalweg.core.messages import (
     UpdateWeights,
 )
 from thalweg.core.plan import StepPlan
+from thalweg.engine.coordination import OWN_PLAN, Coordinator, RankState
 from thalweg.engine.recording import StepRecorder
 from thalweg.scheduler.scheduler import Scheduler
 
@@ -61,13 +62,16 @@ class Loop:
         depth: int,
         recorder: StepRecorder | None = None,
         admin: AdminOperations | None = None,
-        coordinate: Callable[[StepPlan], AgreedStep] | None = None,
+        coordinator: Coordinator = OWN_PLAN,
     ) -> None:
         assert 1 <= depth <= scheduler.stages + 1, (
             f"depth {depth} with {scheduler.stages} stages: masks would miss their commit"
         )
         self.channel, self.scheduler, self.worker, self.depth = channel, scheduler, worker, depth
-        self.recorder, self.admin, self.coordinate = recorder, admin, coordinate
+        self.recorder, self.admin, self.coordinator = recorder, admin, coordinator
+        self.controls: deque[Control] = deque()  # that wait until all data-parallel ranks have them
+        self.epoch = 0  # of the weights
+        self.has_ended = False  # drained, and every request has ended
         self.profile_end = NEVER  # step before which a profile ends by itself
         self.inflight: deque[StepPlan] = deque()
         self.num_drafts = 0  # that the last launched step was asked for
@@ -76,19 +80,26 @@ class Loop:
 
     def run(self) -> None:
         """Serves until a client has asked to drain and every request has ended."""
-        while not (self.scheduler.draining and self.scheduler.is_idle and not self.inflight):
+        while not self.has_ended:
             self.step()
 
     def step(self) -> None:
         plan = self.plan_step()
-        self.launch_and_commit(plan, self.coordinate(plan) if self.coordinate else None)
+        has_ended = self.scheduler.draining and self.scheduler.is_idle and not self.inflight
+        control = self.controls[0].id if self.controls else 0
+        agreed = self.coordinator.agree(plan, RankState(self.epoch, control, has_ended))
+        self.launch_and_commit(plan, agreed)
+        if agreed is not None and agreed.control:
+            for reply in self._control(self.controls.popleft()):
+                self.channel.send(reply)
+        self.has_ended = agreed.has_ended if self.coordinator.is_shared and agreed else has_ended
 
     def plan_step(self) -> StepPlan:
         self.receive()
         return self.scheduler.plan(self.num_drafts)
 
     def launch_and_commit(self, plan: StepPlan, agreed: AgreedStep | None) -> None:
-        """agreed: the step of all DP ranks; None: there is one rank, whose plan decides."""
+        """agreed: the step of all processes; None: there is one, whose plan decides."""
         num_drafts, is_launched = (agreed or plan).num_drafts, bool(agreed.rows if agreed else plan.rows)
         if is_launched:
             if not self.inflight:
@@ -126,7 +137,9 @@ class Loop:
         """Handles all messages in their order."""
         messages, replies = list[ToEngine](), Replies()
         for message in self.channel.receive(self._timeout()):
-            if isinstance(message, Control):
+            if isinstance(message, Control) and self.coordinator.is_shared:
+                self.controls.append(message)
+            elif isinstance(message, Control):
                 replies += self._handle(messages)
                 messages = []
                 replies += self._control(message)
@@ -136,7 +149,7 @@ class Loop:
             self.channel.send(reply)
 
     def _timeout(self) -> float | None:
-        if self.inflight or self.scheduler.has_work:
+        if self.inflight or self.scheduler.has_work or self.coordinator.is_busy or self.controls:
             return 0.0
         return None if self.scheduler.is_idle and not self.scheduler.draining else TICKET_POLL
 
@@ -186,6 +199,7 @@ class Loop:
         write = admin.update_weights(message, self.alive)
         replies = self._handle([Abort(tuple(self.scheduler.requests))]) if message.abort else []
         replaced, total = write()
+        self.epoch += 1
         self.scheduler.kv_cache.prompt_logprobs.drop()
         if message.flush:
             self.scheduler.allocator.flush()

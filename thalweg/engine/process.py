@@ -1,5 +1,5 @@
-"""The engine process: builds a rank, sends `EngineReady`, and runs the loop until it is drained. Sends `Fatal` if it
-fails.
+"""An engine process: builds a rank, sends `EngineReady`, and runs the loop until it is drained. Sends `Fatal` if it
+fails. A follower does the same with the plans of its leader, and sends nothing but `Fatal`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import multiprocessing
 import os
 import signal
 import threading
+from collections.abc import Callable
+from typing import TypeVar
 
 import msgspec
 import torch
@@ -20,12 +22,15 @@ from thalweg.config.engine import EngineConfig
 from thalweg.core import logs
 from thalweg.core.errors import ThalwegError, WeightUpdateError
 from thalweg.core.messages import UNREADABLE, ControlReply, EngineReady, Fatal, FromEngine, Rejected, ToEngine
-from thalweg.engine.build import Rank, build
+from thalweg.engine.build import build, build_follower
+from thalweg.engine.group import Member, Seat, join
 from thalweg.engine.recording import StepRecorder
+from thalweg.parallel.shared_memory import Doorbell
 
 log = logging.getLogger("thalweg.engine")
 RECORD = signal.SIGUSR1  # asks for a recording
 HANG = signal.SIGUSR2  # the same, because the client misses replies
+T = TypeVar("T")
 
 
 class _Sender(msgspec.Struct):
@@ -41,17 +46,26 @@ class ZmqChannel:
     Raises zmq.ZMQError if the address is unreachable.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, bell: Doorbell | None = None) -> None:
+        """bell: other ranks ring it; then `receive` returns, too."""
+        self.bell = bell
         self.context = zmq.Context(1)
         self.socket = self.context.socket(zmq.PAIR)
         self.socket.set_hwm(0)
         self.socket.connect(address)
+        self.poller = zmq.Poller()
+        self.poller.register(self.socket, zmq.POLLIN)
+        if bell is not None:
+            self.poller.register(bell.receives, zmq.POLLIN)
         self.decode = msgspec.msgpack.Decoder(ToEngine).decode
         self.encode = msgspec.msgpack.Encoder().encode
 
     def receive(self, timeout: float | None) -> list[ToEngine]:
-        if timeout != 0.0 and not self.socket.poll(None if timeout is None else int(timeout * 1000)):
-            return []
+        if timeout != 0.0:
+            if not self.poller.poll(None if timeout is None else int(timeout * 1000)):
+                return []
+            if self.bell is not None:
+                self.bell.clear()
         messages: list[ToEngine] = []
         while True:
             try:
@@ -83,32 +97,26 @@ class ZmqChannel:
         self.context.term()
 
 
-def main(config: EngineConfig, address: str) -> None:
-    """Entry of the spawned process. Exit code 0 after a drain, 1 after an error."""
+def main(config: EngineConfig, member: Member, address: str) -> None:
+    """Entry of a spawned process. address: of its client. Exit code 0 after a drain, 1 after an error."""
     logs.configure(config.log_level, config.log_format)
     # the client decides when the engine ends, and there is nothing to record yet
     for number in signal.SIGINT, signal.SIGTERM, RECORD, HANG:
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
-    channel = ZmqChannel(address)
+    channel = ZmqChannel(address, member.bell)
     try:
-        (loop, _, facts, config), weights_lost = _build(config, channel)
-        gc.collect()
-        gc.freeze()  # a full collection over loaded modules and weights would delay a step by hundreds of ms
-        context = loop.scheduler.context
-        if loop.recorder:
-            _record_on_signal(loop.recorder)
-        sizes = context, facts.vocab, config.num_pages, config.max_running_requests
-        channel.send(EngineReady(os.getpid(), *sizes, config.report, weights_lost))
-        try:
-            loop.run()
-        except Exception as error:
-            if loop.recorder:
-                loop.recorder.save_crash(error)
-            raise
+        seat = join(config, member)
+        if seat.is_leader:
+            _lead(config, seat, channel)
+        else:
+            follower, _ = _with_starting_weights(config, lambda wish: build_follower(wish, seat))
+            channel.send(EngineReady(os.getpid(), 0, 0, 0, 0, config.report))
+            follower.run()
     except Exception as error:
         # the client fails its requests with this text and starts a new engine
         message = str(error) if isinstance(error, ThalwegError) else f"{type(error).__name__}: {error}"
+        message = f"{member.name}: {message}" if member.name else message
         log.error("the engine ends: %s", message, exc_info=not isinstance(error, ThalwegError))
         channel.send(Fatal(message))
         channel.close()
@@ -116,17 +124,36 @@ def main(config: EngineConfig, address: str) -> None:
     channel.close()
 
 
-def _build(config: EngineConfig, channel: ZmqChannel) -> tuple[Rank, str]:
-    """The rank, and why it has the starting weights; "": it has those that replaced them, or none did."""
+def _lead(config: EngineConfig, seat: Seat, channel: ZmqChannel) -> None:
+    """Serves with a scheduler until it is drained."""
+    (loop, _, facts, config), weights_lost = _with_starting_weights(config, lambda wish: build(wish, channel, seat))
+    gc.collect()
+    gc.freeze()  # a full collection over loaded modules and weights would delay a step by hundreds of ms
+    context = loop.scheduler.context
+    if loop.recorder:
+        _record_on_signal(loop.recorder)
+    sizes = context, facts.vocab, config.num_pages, config.max_running_requests
+    channel.send(EngineReady(os.getpid(), *sizes, config.report, weights_lost))
     try:
-        return build(config, channel), ""
+        loop.run()
+        loop.worker.followers.stop()
+    except Exception as error:
+        if loop.recorder:
+            loop.recorder.save_crash(error)
+        raise
+
+
+def _with_starting_weights(config: EngineConfig, build: Callable[[EngineConfig], T]) -> tuple[T, str]:
+    """What `build` makes, and why it has the starting weights; "": it has those that replaced them, or none did."""
+    try:
+        return build(config), ""
     except WeightUpdateError as error:
         reason = f"the replaced weights cannot be loaded again, so the starting weights serve: {error}"
         log.error("%s", reason)
     # after the except block the error's frames, and the memory that they hold, are gone
     gc.collect()
     torch.cuda.empty_cache()
-    return build(msgspec.structs.replace(config, weight_updates=()), channel), reason
+    return build(msgspec.structs.replace(config, weight_updates=())), reason
 
 
 def _exit_with_parent() -> None:

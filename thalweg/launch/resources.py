@@ -12,7 +12,7 @@ from typing import NamedTuple
 from thalweg.config.engine import EngineConfig
 from thalweg.config.machine import Machine
 from thalweg.config.model import ModelFacts
-from thalweg.config.options import Options, ParallelOptions
+from thalweg.config.options import Options
 from thalweg.core.errors import InsufficientMemory, UnsupportedConfig
 from thalweg.core.format import format_bytes
 from thalweg.core.kernels import TORCH_ATTENTION, KernelConfig
@@ -21,6 +21,7 @@ from thalweg.core.report import AUTO, MODEL, USER
 from thalweg.launch.decisions import NO_CACHE, Decisions
 from thalweg.launch.graphs import resolve_graphs
 from thalweg.launch.kernels import resolve_kernels
+from thalweg.launch.parallelism import resolve_parallelism
 from thalweg.launch.resolved import Sizes
 
 TYPICAL_TOKENS = 2048  # of a request; by default a CPU's cache holds no more than this for each running request
@@ -61,12 +62,6 @@ class Resources(NamedTuple):
     context: int  # as `pages`
 
 
-def unsupported_parallelism(parallel: ParallelOptions) -> str:
-    """Why this version does not run such a layout; "" where it does."""
-    wrong = next((name for name, size in vars(parallel).items() if size > 1), "")
-    return wrong and f"{wrong}: this version runs a model on one device"
-
-
 def resolve_resources(
     options: Options,
     facts: ModelFacts,
@@ -79,12 +74,15 @@ def resolve_resources(
     Raises UnsupportedConfig; InsufficientMemory where weights and one page of KV cache, or the user's sizes, do not
     fit.
     """
-    if reason := unsupported_parallelism(options.parallel):
-        raise UnsupportedConfig(f"{reason}; use --{reason.partition(':')[0].replace('_', '-')} 1")
     choose, schedule = decisions.choose, options.schedule
     device = _device(options, machine, decisions)
-    defaults, free = DEFAULTS[device], machine.gpu_free if device == "cuda" else machine.free
-    choose("threads", options.load.threads, max(1, machine.cores - 1), "one core stays free for the server")
+    resolve_parallelism(options.parallel, facts, machine, device, decisions)
+    defaults, processes = DEFAULTS[device], decisions.config().processes
+    free = machine.gpu_free if device == "cuda" else machine.free // processes
+    reason = "one core stays free for the server"
+    if processes > 1:
+        reason += f", {processes} processes share the others"
+    choose("threads", options.load.threads, max(1, (machine.cores - 1) // processes), reason)
     drafting = decisions.config()
     kernels = resolve_kernels(options, facts, machine, device, decisions, drafting.tree.is_tree)
     decisions.fields |= {"mla": kernels.latent, "kv_cache_dtype": kernels.kv}

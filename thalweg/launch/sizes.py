@@ -10,7 +10,7 @@ from torch import nn
 from thalweg.config.engine import EngineConfig
 from thalweg.config.model import ModelFacts
 from thalweg.core.plan import PAGE
-from thalweg.launch.planning.layouts import ONE
+from thalweg.launch.planning.layouts import ParallelLayout
 from thalweg.launch.planning.weights import META, PlannedModel
 from thalweg.launch.resolved import Plane, Sizes
 from thalweg.models import catalog
@@ -19,14 +19,17 @@ from thalweg.spec.catalog import build_drafter
 
 
 def measure(facts: ModelFacts, config: EngineConfig) -> Sizes:
-    """Raises CheckpointError for an architecture that is unknown, or a drafter that is not there."""
+    """Of one process. Raises CheckpointError for an architecture that is unknown, or a drafter that is not there, and
+    UnsupportedConfig where the layers cannot be divided so.
+    """
+    layout = ParallelLayout(config.tp_size, config.attention_dp, config.ep_size)
     planned = PlannedModel(facts, config.dtype, config.decode_attention_backend == "reference", config.kernels)
-    model = catalog.assemble(facts, planned.factory())
+    model = catalog.assemble(facts, planned.factory(layout))
     sampling = draft_sampling_for(config.speculative_acceptance, config.num_drafts, facts.vocab, META)
     folder, tree = config.speculative_draft_model_path, config.tree
     drafter = build_drafter(config.speculative_algorithm, model, folder, sampling, tree)
     parts = [part for part in (*drafter.modules(), *drafter.own_weight_modules()) if isinstance(part, nn.Module)]
-    groups = [*planned.on(ONE).groups, *(group for part in parts for group in planned.groups(part))]
+    groups = [*planned.on(layout).groups, *(group for part in parts for group in planned.groups(part))]
     buffers = sum(buffer.nbytes for part in (model, *parts) for buffer in part.buffers())
     layers, page_bytes = Counter[str](), Counter[str]()
     for plane in (*model.planes(), *drafter.planes()):

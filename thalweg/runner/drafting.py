@@ -65,6 +65,7 @@ class Drafting:
         self.deferred = DeferredKV(slots, copies_tensors=captured)
         self.has_draft_kv = bool(drafter.planes())  # a drafter without planes has nothing to extend
         self.drafter_failed = False
+        self.output_rejected = False  # it is switched off before the next step, on all ranks together
         self.is_off = drafter is NO_DRAFTER
         self.hidden_TX: Tensor | None = None  # of the last step; padded passes take its width and type
 
@@ -75,11 +76,11 @@ class Drafting:
     def rank_step(self, plan: StepPlan, rank_step: RankStep) -> RankStep:
         """Adds the drafter's part to the sizes of a step."""
         if not self.has_draft_kv:
-            return rank_step._replace(has_drafter=not self.drafter_failed)
+            return rank_step._replace(has_drafter=not self.has_failed)
         slots = self._slots_to_write(plan)
         deferred, extended = (self._plan(plan.rows, False, False, slots, defers) for defers in (True, False))
         return rank_step._replace(
-            has_drafter=not self.drafter_failed,
+            has_drafter=not self.has_failed,
             written_before=sum(len(self.deferred.by_slot[slot].locations) for slot in slots),
             written_if_deferred=deferred.written_tokens,
             written_if_extended=extended.written_tokens,
@@ -87,8 +88,9 @@ class Drafting:
 
     def prepare(self, plan: StepPlan, agreed: AgreedStep | None) -> None:
         """Before a step: writes the deferred KV of slots that are rebound and of pages that a new request may share."""
-        if agreed is not None and not agreed.has_drafter and not self.drafter_failed:
-            log.error(OFF, "the drafter of another rank has failed")
+        if not self.drafter_failed and (self.output_rejected if agreed is None else not agreed.has_drafter):
+            if not self.output_rejected:
+                log.error(OFF, "the drafter of another rank has failed")
             self._switch_off()
         size = agreed.written_before if agreed else 0
         slots = self._slots_to_write(plan)
@@ -241,10 +243,16 @@ class Drafting:
         return None
 
     def reject_output(self) -> None:
-        """Switches the drafter off: its output was NaN or no token."""
-        if not self.drafter_failed:
+        """Switches the drafter off before the next step: its output was NaN or no token. Steps in flight run as they
+        were planned, since the same passes run on other ranks.
+        """
+        if not self.has_failed:
             log.error(OFF, "its hidden states or logits are NaN or infinite, or its drafts are no token ids")
-            self._switch_off()
+            self.output_rejected = True
+
+    @property
+    def has_failed(self) -> bool:
+        return self.drafter_failed or self.output_rejected
 
     def _switch_off(self) -> None:
         self.drafter_failed, self.is_off, self.has_draft_kv, self.drafter = True, True, False, NO_DRAFTER

@@ -232,7 +232,7 @@ class Runner:
         """
         if drafted is not None and not drafted.is_valid.all():
             self.drafting.reject_output()
-        failed = self.drafting.drafter_failed
+        failed = self.drafting.has_failed
         if drafted is None and not failed:
             return outputs
         sampled = iter([] if drafted is None else _row_drafts(drafted))

@@ -175,7 +175,8 @@ def _layout(options: Options, machine: Hardware) -> ParallelLayout | None:
         return None
     from thalweg.launch.planning.layouts import ParallelLayout  # loads torch, which --help need not
 
-    one = ParallelLayout(wish.tp_size, wish.dp_size, wish.ep_size, wish.pp_size)
+    attention_dp = wish.dp_size if wish.enable_dp_attention else 1
+    one = ParallelLayout(wish.tp_size, attention_dp, wish.ep_size, wish.pp_size)
     if machine.gpus % one.gpus:
         raise UnsupportedConfig(
             f"--tp-size {one.tp}, --pp-size {one.pp}: {one.gpus} GPUs a copy, of which {machine.name} has no whole"

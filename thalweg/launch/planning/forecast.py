@@ -18,6 +18,7 @@ from thalweg.core.errors import InsufficientMemory, UnsupportedConfig
 from thalweg.core.format import format_bytes
 from thalweg.core.plan import PAGE
 from thalweg.launch.hub import locate
+from thalweg.launch.parallelism import unsupported_parallelism
 from thalweg.launch.planning import processor, search
 from thalweg.launch.planning.collectives import collectives
 from thalweg.launch.planning.draft_cost import DrafterPlanner, drafter_planner, drafting
@@ -29,7 +30,6 @@ from thalweg.launch.planning.weights import PlannedModel
 from thalweg.launch.report import as_json, holding
 from thalweg.launch.resolve import resolve
 from thalweg.launch.resolved import Resolved
-from thalweg.launch.resources import unsupported_parallelism
 from thalweg.models.catalog import read_facts
 
 INPUT, OUTPUT = 1024, 256  # tokens of a request by default
@@ -78,9 +78,9 @@ def forecast(options: Options, request: PlanRequest, folder: str) -> Forecast:
             " machine"
         )
     machine = Machine.here() if named is None else named.machine()
-    # layouts of a named machine are forecast whether this version runs them or not
+    # layouts of GPUs are forecast one by one, whether this version runs them or not
     single = tree.replace(options, model=folder)
-    if named is not None:
+    if named is not None or machine.gpus:
         single = dataclasses.replace(single, parallel=ParallelOptions())
     resolved, alone = _resolve(single, machine, named is not None)
     engine, facts = resolved.engine, read_facts(resolved.path)

@@ -45,7 +45,8 @@ class ParallelLayout:
 
     def flags(self) -> tuple[str, ...]:
         """The command-line flags of one copy."""
-        return tuple(word for name, count in self._sizes() for word in (f"--{name}-size", str(count)))
+        sizes = (word for name, count in self._sizes() for word in (f"--{name}-size", str(count)))
+        return (*sizes, *["--enable-dp-attention"][: self.dp - 1])
 
     def _sizes(self) -> Iterator[tuple[str, int]]:
         for name in ("tp", "dp", "ep", "pp"):

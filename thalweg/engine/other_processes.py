@@ -1,0 +1,132 @@
+"""The processes beside the caller's own, of an engine whose first process is the caller's."""
+
+from __future__ import annotations
+
+import select
+import tempfile
+import threading
+import time
+from multiprocessing.connection import wait as wait_for
+from pathlib import Path
+
+import zmq
+
+from thalweg.config.engine import EngineConfig
+from thalweg.core.errors import EngineDead
+from thalweg.core.messages import EngineReady, Fatal, FromEngine, StepUpdate, Submit, ToEngine
+from thalweg.engine.group import ALONE, Seat, join
+from thalweg.engine.processes import EngineProcesses
+from thalweg.parallel.process_axis import disconnect
+
+
+class NoOthers:
+    """The caller's process is the only one."""
+
+    running = 0
+
+    def join(self) -> Seat:
+        return ALONE
+
+    def wait_ready(self) -> None:
+        return
+
+    def wait(self, timeout: float) -> None:
+        time.sleep(timeout)
+
+    def send(self, rank: int, message: ToEngine) -> None:
+        raise AssertionError(f"there is no data-parallel rank {rank}")
+
+    def receive(self) -> list[FromEngine]:
+        return []
+
+    def close(self, error: Exception | None = None) -> None:
+        return
+
+
+NO_OTHERS = NoOthers()
+
+
+class OtherProcesses:
+    """Starts the processes at once; `join` connects this one with them."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self._folder = tempfile.TemporaryDirectory(prefix="thalweg-engine-", ignore_cleanup_errors=True)
+        self._processes = EngineProcesses(config, Path(self._folder.name), with_own=True)
+        self._processes.start()
+        self._alive: set[int] = set()  # uids of sequences there that have not ended
+        self._is_closed = False
+        threading.Thread(target=self._watch, name="watch", daemon=True).start()
+
+    @property
+    def running(self) -> int:
+        return len(self._alive)
+
+    def join(self) -> Seat:
+        return join(self.config, self._processes.first)
+
+    def wait_ready(self) -> None:
+        """Until the other processes serve. Raises EngineDead."""
+        missing = len(self._processes.children)
+        while missing:
+            missing -= sum(isinstance(message, EngineReady) for message in self.receive())
+            if missing:
+                self._processes.wait(1.0)
+        self._folder.cleanup()
+
+    def wait(self, timeout: float) -> None:
+        """Until a message comes from another process, or another rank rings, or so many seconds have passed."""
+        bell = self._processes.first.bell
+        if bell is None:
+            return self._processes.wait(timeout)
+        sockets = [int(socket.getsockopt(zmq.FD)) for socket in self._processes.sockets]
+        select.select([bell.receives, *sockets], [], [], timeout)
+        bell.clear()
+
+    def send(self, rank: int, message: ToEngine) -> None:
+        if isinstance(message, Submit):
+            self._alive.add(message.uid)
+        self._processes.send(rank, message)
+
+    def receive(self) -> list[FromEngine]:
+        """What the other leaders have sent. Raises EngineDead if a process has ended."""
+        messages = [message for _, message in self._processes.receive()]
+        for message in messages:
+            match message:
+                case StepUpdate():
+                    self._alive -= {delta.uid for delta in message.deltas if delta.finish}
+                case Fatal():
+                    raise EngineDead(message.message)
+        if any(child.exitcode is not None for child in self._processes.children):
+            raise EngineDead(self._processes.why_ended())
+        return messages
+
+    def _cause(self) -> str:
+        """Why another process has ended; "" if none has."""
+        if why := self._processes.killed():
+            return why
+        return next((m.message for _, m in self._processes.receive() if isinstance(m, Fatal)), "")
+
+    def _watch(self) -> None:
+        """Tells a rank that waits for one that has ended."""
+        children = self._processes.children
+        ended = wait_for([child.sentinel for child in children])
+        if self._is_closed:
+            return
+        board = self._processes.first.board
+        if board is not None:
+            rank = next(i for i, child in enumerate(children, 1) if child.sentinel in ended)
+            board.mark_lost(rank // self.config.attention_tp)
+
+    def close(self, error: Exception | None = None) -> None:
+        """Ends the processes. error: of a step; if another process has caused it, raises EngineDead that names that."""
+        if self._is_closed:
+            return
+        why = "" if error is None else self._cause()
+        self._is_closed = True
+        self._processes.kill()
+        self._processes.close()
+        self._folder.cleanup()
+        disconnect()
+        if why:
+            raise EngineDead(why) from error

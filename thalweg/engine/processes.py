@@ -1,0 +1,150 @@
+"""The processes of an engine, as their client starts, reaches and watches them."""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from thalweg.config.engine import EngineConfig
+from thalweg.core.messages import FromEngine, ToEngine
+from thalweg.engine import process
+from thalweg.engine.group import Member, leaders_of, members_of
+
+SPAWN = multiprocessing.get_context("spawn")
+BLAME_S = 0.5  # after a process is killed, another may report a broken connection first
+
+
+class EngineProcesses:
+    """All processes of an engine, or those beside the caller's own. Each has a PAIR socket of msgpack messages."""
+
+    def __init__(self, config: EngineConfig, folder: Path, with_own: bool = False) -> None:
+        """folder: for sockets and the start's files. with_own: the caller is the first process itself."""
+        self.members = members_of(config, folder)
+        self.config, self.own = config, int(with_own)
+        self.context = zmq.Context(1)
+        self.sockets: list[zmq.Socket[bytes]] = []  # of the spawned processes
+        self.children: list[BaseProcess] = []
+        for i, member in enumerate(self.members[self.own :]):
+            socket = self.context.socket(zmq.PAIR)
+            socket.set_hwm(0)
+            socket.bind(address := f"ipc://{folder}/engine{i}")
+            self.sockets.append(socket)
+            name = member.name or "thalweg-engine"
+            self.children.append(SPAWN.Process(target=process.main, args=(config, member, address), name=name))
+        self.leaders = [self.members.index(member) for member in leaders_of(config, self.members)]
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decode = msgspec.msgpack.Decoder(FromEngine).decode
+
+    def start(self) -> None:
+        # if nobody closes the client, multiprocessing would wait at exit for processes that wait for us
+        atexit.register(self.kill)
+        for child in self.children:
+            child.start()
+
+    @property
+    def first(self) -> Member:
+        return self.members[0]
+
+    @property
+    def leader_pids(self) -> list[int]:
+        return [self._child(leader).pid or 0 for leader in self.leaders if leader >= self.own]
+
+    def _child(self, member: int) -> BaseProcess:
+        return self.children[member - self.own]
+
+    # ---- messages
+
+    def send(self, leader: int, message: ToEngine) -> None:
+        """leader: its number among the leaders. Raises zmq.Again if it is gone."""
+        self.sockets[self.leaders[leader] - self.own].send(self._encode(message), zmq.NOBLOCK)
+
+    def receive(self) -> Iterator[tuple[int, FromEngine]]:
+        """What has come, each with the number of its leader, or -1 for a follower's. Raises as decoding does."""
+        numbers = {member: number for number, member in enumerate(self.leaders)}
+        for i, socket in enumerate(self.sockets):
+            while int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+                yield numbers.get(i + self.own, -1), self._decode(socket.recv(zmq.NOBLOCK))
+
+    def wait(self, timeout: float) -> None:
+        """Until a message has come, or a process has ended, or so many seconds have passed."""
+        poller = zmq.Poller()
+        for socket in self.sockets:
+            poller.register(socket, zmq.POLLIN)
+        for child in self.children:
+            poller.register(child.sentinel, zmq.POLLIN)
+        poller.poll(int(timeout * 1000))
+
+    # ---- their end
+
+    def why_ended(self) -> str:
+        """Which process has ended and how; "" if none has. One that was killed is named before those that miss it."""
+        return self.killed() or self._ended(lambda code: code > 0) or self._ended(lambda code: True)
+
+    def killed(self) -> str:
+        """As `why_ended`, of a process that a signal has ended."""
+        deadline = time.monotonic() + BLAME_S
+        while not (killed := self._ended(lambda code: code < 0)) and time.monotonic() < deadline:
+            if len(self.members) == 1 and self._ended(lambda code: True):
+                break
+            time.sleep(0.01)
+        return killed
+
+    def _ended(self, is_it: Callable[[int], bool]) -> str:
+        for member, child in self._others():
+            if child.exitcode is not None and is_it(child.exitcode):
+                return f"{member.name or 'the engine process'} ended with exit code {child.exitcode}"
+        return ""
+
+    def stuck(self) -> str:
+        """The processes that are behind the others in a step, or stopped; "" if none is."""
+        names = [member.name for member, child in self._others() if _is_stopped(child.pid)]
+        if names:
+            return f"{' and '.join(names)}: stopped by a signal"
+        behind = []
+        for member in self.members:
+            plans, tp = member.plans, member.rank % self.config.attention_tp
+            if plans is not None and tp:
+                counts = [plans.carried_out(follower) for follower in range(plans.followers)]
+                if counts[tp - 1] < max(counts):
+                    behind.append(member.name)
+        return f"behind the others: {' and '.join(behind)}" if behind else ""
+
+    def _others(self) -> Iterator[tuple[Member, BaseProcess]]:
+        return zip(self.members[self.own :], self.children, strict=True)
+
+    def join(self, timeout: float) -> None:
+        """Waits so many seconds for all to end, and kills those that have not."""
+        deadline = time.monotonic() + timeout
+        try:
+            for child in self.children:
+                child.join(max(deadline - time.monotonic(), 0))
+        finally:  # the wait may be interrupted
+            self.kill()
+
+    def kill(self) -> None:
+        for child in self.children:
+            if child.pid is not None and child.is_alive():
+                child.kill()
+                child.join()
+        atexit.unregister(self.kill)
+
+    def close(self) -> None:
+        """After all have ended."""
+        for socket in self.sockets:
+            socket.close(linger=0)
+        self.context.term()
+
+
+def _is_stopped(pid: int | None) -> bool:
+    """Whether a signal has stopped a process, where the system says so."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except OSError:
+        return False

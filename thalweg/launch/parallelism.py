@@ -1,0 +1,89 @@
+"""Decides how many processes share a model, and how. A number that cannot divide is refused with those that can."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from thalweg.config.machine import Machine
+from thalweg.config.model import ModelFacts
+from thalweg.config.options import ParallelOptions
+from thalweg.core.errors import UnsupportedConfig
+from thalweg.core.report import AUTO, USER, Decision
+from thalweg.launch.decisions import Decisions
+
+
+def unsupported_parallelism(parallel: ParallelOptions) -> str:
+    """Why this version does not run such a layout; "" where it does."""
+    return "pp_size: this version runs all layers on each device" if parallel.pp_size > 1 else ""
+
+
+def resolve_parallelism(
+    parallel: ParallelOptions, facts: ModelFacts, machine: Machine, device: str, decisions: Decisions
+) -> None:
+    """Raises UnsupportedConfig."""
+    if reason := unsupported_parallelism(parallel):
+        raise UnsupportedConfig(f"{reason}; use --pp-size 1")
+    for name in ("tp_size", "dp_size", "enable_dp_attention"):
+        decisions.fields[name] = getattr(parallel, name)
+    tp, dp = parallel.tp_size, parallel.dp_size
+    if parallel.enable_dp_attention:
+        if tp % dp:
+            raise UnsupportedConfig(f"dp_size: {dp} does not divide --tp-size {tp}; use --dp-size {_or(_divisors(tp))}")
+    config = decisions.config()
+    _check_heads(facts, config.attention_tp, config.attention_dp)
+    _resolve_experts(parallel, facts, config.attention_tp, decisions)
+    if device == "cuda" and config.processes > len(machine.gpus):
+        raise UnsupportedConfig(
+            f"tp_size: {config.processes} GPUs are needed, and this machine has {len(machine.gpus)}; use fewer"
+        )
+    if config.processes > 1:
+        copies = f"{config.copies} copies of " if config.copies > 1 else ""
+        inner = f"{config.attention_dp} data-parallel x {config.attention_tp} tensor-parallel ranks"
+        decisions.entries.append(Decision("processes", config.processes, USER, f"{copies}{inner}"))
+
+
+def _check_heads(facts: ModelFacts, tp: int, dp: int) -> None:
+    """Attention heads are divided evenly; key heads too, or neighbouring ranks hold the same ones."""
+    keys = facts.heads if facts.mla is not None else facts.kv_heads
+    legal = [size for size in _divisors(facts.heads) if keys % size == 0 or size % keys == 0]
+    if tp not in legal:
+        raise UnsupportedConfig(
+            f"tp_size: {facts.heads} attention heads cannot be shared by {tp} ranks; use --tp-size"
+            f" {_or(size * dp for size in legal)}"
+        )
+
+
+def _resolve_experts(parallel: ParallelOptions, facts: ModelFacts, attention_tp: int, decisions: Decisions) -> None:
+    tp, ep, moe = parallel.tp_size, parallel.ep_size, facts.moe
+    legal = [size for size in _divisors(tp) if size == 1 or moe is not None and moe.experts % size == 0]
+    experts = "no experts" if moe is None else f"{moe.experts} experts on {tp} ranks"
+    if ep not in legal:
+        raise UnsupportedConfig(f"ep_size: {experts} cannot be divided into {ep} groups; use --ep-size {_or(legal)}")
+    decisions.fields["ep_size"] = ep
+    dense = parallel.moe_dense_tp_size
+    if dense not in (None, 1, attention_tp):
+        raise UnsupportedConfig(
+            f"moe_dense_tp_size: dense MLPs are divided over the {attention_tp} ranks of an attention, or not; use"
+            f" --moe-dense-tp-size {_or(sorted({1, attention_tp}))}"
+        )
+    if attention_tp > 1:
+        decisions.choose("moe_dense_tp_size", dense, attention_tp, "as the attention")
+    else:
+        decisions.fields["moe_dense_tp_size"] = 1
+    if parallel.enable_dp_lm_head is False:
+        raise UnsupportedConfig(
+            "enable_dp_lm_head: the head is always divided over the ranks of one attention; leave the flag out"
+        )
+    if parallel.enable_dp_attention:
+        source = AUTO if parallel.enable_dp_lm_head is None else USER
+        decisions.add("enable_dp_lm_head", True, source, "no logits cross data-parallel ranks")
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def _or(sizes: Iterable[int]) -> str:
+    """1, 2 or 4"""
+    *first, last = map(str, sizes)
+    return f"{', '.join(first)} or {last}" if first else last
