@@ -64,11 +64,11 @@ def warm_up_work(runner: Runner, config: EngineConfig, context: int) -> list[Wor
 
 def _samplings(runner: Runner, config: EngineConfig, context: int) -> Iterator[Work]:
     """Samples from zero logits; greedy steps also with grammar masks for all rows and for the first one."""
-    vocab, slots = runner.model.facts.vocab, runner.slots
+    vocab, width, slots = runner.model.facts.vocab, len(runner.model.shards.here), runner.slots
 
     def forwarded(plan: StepPlan) -> ForwardResult:
         slot_E = torch.arange(len(plan.rows), device=slots.ints_SI.device)
-        logits_EV = torch.zeros(len(slot_E), vocab, device=slot_E.device)
+        logits_EV = torch.zeros(len(slot_E), width, device=slot_E.device)
         return ForwardResult(plan, logits_EV, slot_E, slots.ints_SI.index_select(0, slot_E), {})
 
     def sample(plan: StepPlan, masked: int) -> None:

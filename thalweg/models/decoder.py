@@ -24,6 +24,7 @@ from thalweg.layers.residual import stream
 from thalweg.memory.planes import Planes, PlaneSpec
 from thalweg.models.interface import DecoderLayer
 from thalweg.models.stages import PipelineStage
+from thalweg.parallel.vocabulary import VocabularyShards
 from thalweg.weights.table import WeightTable, table_of
 
 ROTARY_BUFFERS = (
@@ -56,6 +57,7 @@ class Decoder(Module):
         """workspace: of the attention of a step, see `attention.context`. stage: None is the whole model."""
         super().__init__()
         self.facts, self.factory, self.watched = facts, factory, tuple[int, ...]()
+        self.shards = VocabularyShards(factory.layout.tp, facts.vocab)
         self.stage = stage or PipelineStage(0, facts.layers, facts.layers)
         self.is_last = self.stage.is_last
         self.embedding: Vocabulary | None = None
@@ -130,8 +132,15 @@ class Decoder(Module):
         return [by_layer[layer] for layer in self.watched]
 
     def logits(self, hidden_NX: Tensor) -> Tensor:
+        own_NV = self._own_logits(hidden_NX)
+        return own_NV if self.factory.layout.is_single else self.shards.gather(own_NV)
+
+    def shard_logits(self, hidden_NX: Tensor) -> Tensor:
+        return self.logits(hidden_NX) if self.factory.layout.is_single else self._own_logits(hidden_NX)
+
+    def _own_logits(self, hidden_NX: Tensor) -> Tensor:
         assert self.head is not None, "the last stage has the head"
-        return gathered_logits(self.factory, self.head, hidden_NX[:, : self.facts.hidden], self.facts.vocab)
+        return self.head.logits(hidden_NX[:, : self.facts.hidden])
 
     def table(self) -> WeightTable:
         return table_of(self)
@@ -142,14 +151,3 @@ def settled_copy(h: ResidualStream) -> Tensor:
     part.
     """
     return h.value().clone()
-
-
-def gathered_logits(factory: LayerFactory, head: Vocabulary, hidden_NH: Tensor, vocab: int) -> Tensor:
-    """float32 [N, vocab]: of a head whose rows are shared by tensor-parallel ranks, gathered from all of them."""
-    own_NV, axis = head.logits(hidden_NH), factory.layout.tp
-    if axis.size == 1:
-        return own_NV
-    each = -(-vocab // axis.size)
-    padded_NV = own_NV.new_full((len(own_NV), each), -torch.inf)
-    padded_NV[:, : own_NV.shape[1]] = own_NV
-    return axis.all_gather(padded_NV).transpose(0, 1).flatten(1)[:, :vocab].contiguous()

@@ -25,10 +25,10 @@ from thalweg.core.errors import CheckpointError
 from thalweg.layers.interface import ResidualStream
 from thalweg.layers.residual import stream
 from thalweg.memory.planes import Planes, PlaneSpec
-from thalweg.models.decoder import gathered_logits
 from thalweg.models.dense import DenseLayer, dense_planes
 from thalweg.models.draft_head import DraftEmbedding, DraftHead, EntryProjection
 from thalweg.models.interface import Target
+from thalweg.parallel.vocabulary import VocabularyShards
 from thalweg.quant.catalog import Schemes
 
 EMBEDDING = "embed_tokens.weight"
@@ -58,6 +58,7 @@ class Eagle3(DraftHead):
         self.mlp = factory.mlp(f"{prefix}.mlp", facts.hidden, facts.intermediate, facts.mlp_bias)
         self.norm = factory.norm("norm", facts.hidden, facts.norm_eps)
         self.head = factory.vocabulary("lm_head", given.draft_vocab, facts.hidden)
+        self.shards = VocabularyShards(factory.layout.tp, given.draft_vocab)
         self.metadata = factory.metadata(facts, WorkspaceNeed(per_pair=facts.heads))
         self.weights.skips += ["t2d", r".*rotary_emb\.inv_freq"]  # t2d follows from d2t
         if given.draft_vocab < facts.vocab:
@@ -90,7 +91,7 @@ class Eagle3(DraftHead):
         self.attention.write_kv(joined_TX, self.metadata.build(batch, planes))
 
     def logits(self, state_NW: Tensor) -> Tensor:
-        return gathered_logits(self.factory, self.head, self.norm.forward(state_NW), self.given.draft_vocab)
+        return self.shards.gather(self.head.logits(self.norm.forward(state_NW)))
 
     def _joined(self, ids_T: Tensor, normed_TW: Tensor) -> Tensor:
         return torch.cat([self.embedding_norm.forward(self.embedding.forward(ids_T)), normed_TW], -1)

@@ -13,6 +13,7 @@ from thalweg.config.model import ModelFacts
 from thalweg.layers.factory import LayerFactory
 from thalweg.layers.interface import MetadataBuilder, ResidualStream
 from thalweg.memory.planes import Planes, PlaneSpec
+from thalweg.parallel.vocabulary import VocabularyShards
 from thalweg.weights.table import WeightTable
 
 
@@ -36,6 +37,13 @@ class Model(Protocol):
     def logits(self, hidden_NX: Tensor) -> Tensor:
         """float32 [N, vocabulary]."""
 
+    @property
+    def shards(self) -> VocabularyShards:
+        """The token ids whose logits this rank computes."""
+
+    def shard_logits(self, hidden_NX: Tensor) -> Tensor:
+        """float32 [N, token ids of this rank]."""
+
     def table(self) -> WeightTable:
         """Mapping of checkpoint tensors to its parameters."""
 
@@ -57,10 +65,13 @@ class WrappedModel:
 
     def __init__(self, model: Model) -> None:
         self.model, self.facts, self.factory, self.metadata = model, model.facts, model.factory, model.metadata
-        self.planes, self.table = model.planes, model.table
+        self.planes, self.table, self.shards = model.planes, model.table, model.shards
 
     def logits(self, hidden_NX: Tensor) -> Tensor:
         return self.model.logits(hidden_NX)
+
+    def shard_logits(self, hidden_NX: Tensor) -> Tensor:
+        return self.model.shard_logits(hidden_NX)
 
 
 class DecoderLayer(Protocol):

@@ -62,7 +62,10 @@ class TokenByToken(WrappedModel):
         return hidden
 
     def logits(self, hidden_NX: Tensor) -> Tensor:
-        return torch.cat([self.model.logits(hidden_NX[i : i + 1].clone()) for i in range(len(hidden_NX))])
+        return self.shards.gather(self.shard_logits(hidden_NX))
+
+    def shard_logits(self, hidden_NX: Tensor) -> Tensor:
+        return torch.cat([self.model.shard_logits(hidden_NX[i : i + 1].clone()) for i in range(len(hidden_NX))])
 
 
 def _put(entries: list[Tensor], column: Tensor, entry: list[Tensor]) -> None:

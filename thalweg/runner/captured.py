@@ -105,7 +105,7 @@ class CapturedPass:
         )
         batch = context.batch(step, self.every_T, self.rows, self.query, self.shares_slots)
         hidden_TX = context.model.forward(batch, context.planes)
-        return step, batch, hidden_TX, context.model.logits(hidden_TX)
+        return step, batch, hidden_TX, context.model.shard_logits(hidden_TX)
 
     def release_pool_memory(self) -> None:
         """Lets later graphs use the memory of this pass. Call it when all graphs that read its outputs are captured.

@@ -27,6 +27,7 @@ from thalweg.runner.drafting import Drafting
 from thalweg.runner.piecewise import Piecewise
 from thalweg.sampling.catalog import sampler_on
 from thalweg.sampling.sample import NO_TOKEN, Sampled, Sampler, accept
+from thalweg.sampling.sharded import sharded
 from thalweg.spec.drafter import NO_DRAFTER, Drafter, DraftExtendInput, DraftOutput, DraftRequest
 
 RowDrafts = tuple[tuple[int, ...], tuple[int, ...]]  # drafts and parents of a row, see `Output`
@@ -75,7 +76,7 @@ class Runner:
         self.model, self.planes, self.slots = model, planes, slots
         self.forward_model = forward_model  # the model, or its piecewise graphs
         self.drafting = Drafting(drafter, slots, planes)
-        self.sampler: Sampler = sampler_on(planes.device)
+        self.sampler: Sampler = sharded(sampler_on(planes.device), model.shards)
         self.compact_kv = kv_mover(planes, model.planes() if slots.tree.is_tree else ())
         self.graphs = CapturedSteps()
         self.pass_checksum = 0  # of all passes with several ranks, see `RankStep`
@@ -161,10 +162,10 @@ class Runner:
         return compact_accepted_path(draft_input, *paths, self.slots, self.compact_kv)
 
     def _logits(self, hidden_NH: Tensor, rows: int) -> Tensor | None:
-        """Logits of hidden states. rows: of the head pass, if that is more."""
+        """This rank's logits of hidden states. rows: of the head pass, if that is more."""
         if (own := len(hidden_NH)) < rows:
             hidden_NH = torch.cat((hidden_NH, hidden_NH.new_zeros(rows - own, hidden_NH.shape[1])))
-        return self.model.logits(hidden_NH)[:own] if len(hidden_NH) else None
+        return self.model.shard_logits(hidden_NH)[:own] if len(hidden_NH) else None
 
     def _prompt_logprobs(
         self, plan: StepPlan, hidden_TH: Tensor, agreed: AgreedStep | None

@@ -26,14 +26,14 @@ def mix(x: Tensor) -> Tensor:
     return x
 
 
-def exponential(seed_E: Tensor, position_E: Tensor, vocab: int) -> Tensor:
-    """Exp(1) variates, float32 [E, vocab]: entry v depends on (seed, position, v) only.
+def exponential(seed_E: Tensor, position_E: Tensor, vocab: int, first: int = 0) -> Tensor:
+    """Exp(1) variates, float32 [E, vocab]: that of token id first + v depends on (seed, position, id) only.
 
     32 random bits each, used as v = (bits + 0.5) / 2^32 and -log1p(-v), which keeps its relative precision near 0,
     where the smallest of many variates (the sampled one) lies.
     """
     key_E = mix(mix(seed_E * _GOLDEN + position_E) + _GOLDEN)
-    bits_EV = mix(key_E[:, None] + torch.arange(vocab, device=seed_E.device) * _GOLDEN)
+    bits_EV = mix(key_E[:, None] + torch.arange(first, first + vocab, device=seed_E.device) * _GOLDEN)
     uniform_EV = ((bits_EV >> 32) & 0xFFFFFFFF).to(torch.float32).add_(0.5).mul_(2.0**-32)
     return uniform_EV.clamp_(max=1 - 2.0**-24).neg_().log1p_().neg_()
 

@@ -135,7 +135,7 @@ class ReferenceSampler:
         self, logits_EV: Tensor, slots: Slots, slot_E: Tensor, ints_EI: Tensor, needs: SamplingNeeds
     ) -> Sampled:
         tokens_E = self.sample_tokens(logits_EV, slots, slot_E, ints_EI, needs)
-        return _append_tokens(tokens_E, slots, slot_E, ints_EI)
+        return append_tokens(tokens_E, slots, slot_E, ints_EI)
 
     def logprobs(self, logits_NV: Tensor, tokens_N: Tensor, top: int) -> Logprobs:
         if top < 0:
@@ -204,7 +204,7 @@ def accept(
     return replace(sampled, logprob_N=logprob_N, top_ids_NK=ids_NK, top_logprobs_NK=values_NK)
 
 
-def _append_tokens(tokens_E: Tensor, slots: Slots, slot_E: Tensor, ints_EI: Tensor) -> Sampled:
+def append_tokens(tokens_E: Tensor, slots: Slots, slot_E: Tensor, ints_EI: Tensor) -> Sampled:
     """Appends the tokens to their slots, token 0 for NO_TOKEN, and ends slots at a stop id or their end."""
     (length_E, _, end_E, *_), stop_EK = ints_EI.unbind(1), slots.stop_SK.index_select(0, slot_E)
     live_E = end_E > 0
