@@ -208,7 +208,9 @@ def test_one_record_is_agreed_as_several_like_it() -> None:
             written_if_deferred=2,
             written_if_extended=rng.randrange(5),
         )
-        assert coordinate_step([rank_step]) == coordinate_step([rank_step, rank_step])._replace(ranks=1)
+        alone, several = coordinate_step([rank_step]), coordinate_step([rank_step, rank_step])
+        assert alone.may_prefill, "one rank has nobody to wait for"
+        assert alone == several._replace(ranks=1, may_prefill=True)
         assert rank_step.tokens == plan.tokens and rank_step.sampled_per_row == plan.sampled_per_row
         whole = (
             row.n == 1 + row.num_drafts and row.samples and row.prompt_logprobs_start == row.prompt_logprobs_stop
@@ -225,3 +227,13 @@ def test_records_of_another_step_or_of_other_passes_are_refused() -> None:
     for other in (rank_step._replace(step=2), rank_step._replace(epoch=1), rank_step._replace(pass_checksum=9)):
         with pytest.raises(RanksDisagree, match="rank 1"):
             coordinate_step([rank_step, other])
+
+
+def test_prompts_are_computed_on_many_ranks_together() -> None:
+    def may_prefill(*waits: int, rows: int = 1) -> bool:
+        return coordinate_step([RankStep(1, rows=rows, tokens=rows, prefill_wait=wait) for wait in waits]).may_prefill
+
+    assert may_prefill(1, 0) and may_prefill(1, 1, 0, 0)
+    assert not may_prefill(1, 0, 0, 0) and not may_prefill(3, 0, 0)
+    assert may_prefill(4, 0, 0, 0), "it has waited three steps"
+    assert may_prefill(1, 0, 0, 0, rows=0), "no rank decodes"

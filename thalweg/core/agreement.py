@@ -41,6 +41,7 @@ class RankStep(NamedTuple):
     pass_checksum: int = 0  # checksum of all passes that the rank has run
     control: int = 0  # the control message that the rank carries out next; 0: none
     has_ended: bool = False  # it drains and has no request left
+    prefill_wait: int = 0  # 0: no prompt waits; else 1 + the steps in which prompts waited for permission
 
     def pack(self) -> bytes:
         """PACKED_BYTES bytes, which other processes read."""
@@ -51,7 +52,8 @@ class RankStep(NamedTuple):
         return cls(*RANK_STEP.unpack(data[: RANK_STEP.size]))
 
 
-RANK_STEP = struct.Struct("=QIHIHB??HB?IIIIH?")
+RANK_STEP = struct.Struct("=QIHIHB??HB?IIIIH?B")
+MAX_PREFILL_WAIT = 3  # steps after which a prompt is computed though few ranks have one
 PACKED_BYTES = 48
 assert RANK_STEP.size <= PACKED_BYTES
 
@@ -74,6 +76,7 @@ class AgreedStep(NamedTuple):
     extends: bool  # the drafter extends by the step; False defers the draft KV of the step
     control: int = 0  # the control message that all ranks carry out after the step; 0: none
     has_ended: bool = False  # all ranks drain and have no request left
+    may_prefill: bool = True  # prompts may be planned in the next step
 
     @property
     def logits(self) -> int:
@@ -149,7 +152,17 @@ def coordinate_step(rank_steps: Sequence[RankStep]) -> AgreedStep:
         extends=extends,
         control=first.control if all(rank.control == first.control for rank in rank_steps) else 0,
         has_ended=all(rank.has_ended for rank in rank_steps),
+        may_prefill=_may_prefill(rank_steps),
     )
+
+
+def _may_prefill(rank_steps: Sequence[RankStep]) -> bool:
+    """All ranks pad to the longest step, so prompts are computed on many ranks together: when at least half of them
+    have some, when one has waited long enough, or when no rank has anything else to do.
+    """
+    waiting = [rank for rank in rank_steps if rank.prefill_wait]
+    has_waited = any(rank.prefill_wait > MAX_PREFILL_WAIT for rank in waiting)
+    return 2 * len(waiting) >= len(rank_steps) or has_waited or not any(rank.rows for rank in rank_steps)
 
 
 def _single_rank_step(own: RankStep) -> AgreedStep:

@@ -13,11 +13,12 @@ if TYPE_CHECKING:  # needs torch
 
 
 class RankState(NamedTuple):
-    """What a rank says besides its plan."""
+    """What a rank says besides its plan; see `core.agreement.RankStep`."""
 
     epoch: int = 0  # of its weights
     control: int = 0  # the control message that it carries out next; 0: none
     has_ended: bool = False  # it drains and has no request left
+    prefill_wait: int = 0
 
 
 class Coordinator(Protocol):
@@ -73,7 +74,7 @@ class DataParallelSteps:
         if not has_news and not self.exchange.is_called:
             return coordinate_step([RankStep(plan.step)])
         own = self.worker.rank_step(plan, state.epoch)
-        own = own._replace(control=state.control, has_ended=state.has_ended)
+        own = own._replace(control=state.control, has_ended=state.has_ended, prefill_wait=state.prefill_wait)
         agreed = coordinate_step(self.exchange.exchange(own))
         self.is_busy = agreed.rows > 0
         return agreed._replace(ranks=self.processes)

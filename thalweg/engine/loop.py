@@ -71,6 +71,7 @@ class Loop:
         self.recorder, self.admin, self.coordinator = recorder, admin, coordinator
         self.controls: deque[Control] = deque()  # that wait until all data-parallel ranks have them
         self.epoch = 0  # of the weights
+        self.may_prefill = True  # of the next plan, as the data-parallel ranks agreed
         self.has_ended = False  # drained, and every request has ended
         self.profile_end = NEVER  # step before which a profile ends by itself
         self.inflight: deque[StepPlan] = deque()
@@ -87,7 +88,8 @@ class Loop:
         plan = self.plan_step()
         has_ended = self.scheduler.draining and self.scheduler.is_idle and not self.inflight
         control = self.controls[0].id if self.controls else 0
-        agreed = self.coordinator.agree(plan, RankState(self.epoch, control, has_ended))
+        state = RankState(self.epoch, control, has_ended, self.scheduler.prefill_wait)
+        agreed = self.coordinator.agree(plan, state)
         self.launch_and_commit(plan, agreed)
         if agreed is not None and agreed.control:
             for reply in self._control(self.controls.popleft()):
@@ -96,10 +98,11 @@ class Loop:
 
     def plan_step(self) -> StepPlan:
         self.receive()
-        return self.scheduler.plan(self.num_drafts)
+        return self.scheduler.plan(self.num_drafts, self.may_prefill)
 
     def launch_and_commit(self, plan: StepPlan, agreed: AgreedStep | None) -> None:
         """agreed: the step of all processes; None: there is one, whose plan decides."""
+        self.may_prefill = agreed is None or agreed.may_prefill
         num_drafts, is_launched = (agreed or plan).num_drafts, bool(agreed.rows if agreed else plan.rows)
         if is_launched:
             if not self.inflight:

@@ -71,6 +71,7 @@ class Scheduler:
         self.context = min(limits.context, allocator.num_pages * allocator.page_size)
         self.draining = False
         self.step = 0  # the next one to launch
+        self.prefill_wait = 0  # see `core.agreement.RankStep`
         self.last_committed_step = -1  # the last one committed
         self.seeds = random.Random(limits.seed)
         self.counters = Stats()
@@ -169,8 +170,10 @@ class Scheduler:
         self._finish_request(r)
 
     # ---- planning
-    def plan(self, num_drafts: int) -> StepPlan:
-        """The next step; it may have no rows. num_drafts: that the last launched step was asked to propose."""
+    def plan(self, num_drafts: int, may_prefill: bool = True) -> StepPlan:
+        """The next step; it may have no rows. num_drafts: that the last launched step was asked to propose.
+        may_prefill: False leaves prompts to a later step.
+        """
         if self._sampled:
             for r in self._sampled:
                 r.num_drafts = num_drafts
@@ -185,9 +188,14 @@ class Scheduler:
         published_step = max(self.step - self.stages, self.last_committed_step)  # that of a drained pipeline is later
         builder = PlanBuilder(self.step, published_step, self.limits.budget)
         self._plan_decoding(builder)
-        builder.tokens_left, load = self._prompt_tokens(builder), builder.decode_load
-        self._plan_prefilling(builder)
-        self._plan_admissions(builder)
+        load = builder.decode_load
+        if may_prefill:
+            builder.tokens_left = self._prompt_tokens(builder)
+            self._plan_prefilling(builder)
+            self._plan_admissions(builder)
+        has_prompts = bool(self._prefilling or self.queue)
+        self._changed |= has_prompts and not may_prefill  # they may be allowed in the next step
+        self.prefill_wait = has_prompts * (1 if may_prefill else min(self.prefill_wait + 1, 255))
         # After the whole plan: rows of one step do not read each other's KV, LATER steps may read it.
         for r in builder.prefilling:
             self.kv_cache.cache_full_pages(r, min(r.num_computed_tokens, len(r.prompt)))

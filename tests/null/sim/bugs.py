@@ -139,17 +139,17 @@ def left_where_they_were(real: Wrapper, device: Device, x: Slot, *rest: Any) -> 
 
 
 @plant(Scheduler, "plan")
-def _remember_width(real: Wrapper, scheduler: Scheduler, width: int) -> Any:
+def _remember_width(real: Wrapper, scheduler: Scheduler, width: int, may_prefill: bool) -> Any:
     scheduler.loop_width = width  # type: ignore[attr-defined]
-    return real(scheduler, width)
+    return real(scheduler, width, may_prefill)
 
 
 PLANTED["wrong_width"] += PLANTED.pop("_remember_width")
 
 
 @plant(Scheduler, "plan")
-def stale_publish(real: Wrapper, scheduler: Scheduler, width: int) -> Any:
-    return replace(real(scheduler, width), published_step=max(scheduler.step - scheduler.stages, -1))
+def stale_publish(real: Wrapper, scheduler: Scheduler, width: int, may_prefill: bool) -> Any:
+    return replace(real(scheduler, width, may_prefill), published_step=max(scheduler.step - scheduler.stages, -1))
 
 
 @plant(Scheduler, "_plan_chunk")

@@ -234,7 +234,10 @@ def serve(ranks: Sequence[Rank], receive: Callable[[int], bool], clock: Clock, r
         turn += 1
         clock.spend(rng.randint(1, 3))
         plans = [rank.loop.plan_step() for rank in ranks]
-        agreed = coordinate_step([rank_step_of(plan) for plan in plans])
+        waits = [rank.scheduler.prefill_wait for rank in ranks]
+        agreed = coordinate_step(
+            [rank_step_of(plan)._replace(prefill_wait=wait) for plan, wait in zip(plans, waits, strict=True)]
+        )
         for rank, plan in zip(ranks, plans, strict=True):
             rank.loop.launch_and_commit(plan, agreed)
             rank.check_patience(plan, agreed.rows > 0)
