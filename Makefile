@@ -16,7 +16,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help install install-test serve test test-null check size format hooks kernels sanitize soak bench docs release-check clean
+.PHONY: help install install-test serve test test-null test-ranks check size format hooks kernels sanitize soak bench docs release-check clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' Makefile
@@ -34,6 +34,9 @@ test: install-test ## run every test on up to 4 cores (JOBS=0: one process; PYTE
 
 test-null: install-test ## run the tests that need no torch, in seconds
 	@$(BIN)/python -m pytest -q -m "not soak" -n $(JOBS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder tests/null $(PYTEST_ARGS)
+
+test-ranks: install-test ## run what several processes of one model do, on a CPU (4 processes, some minutes)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/ranks $(PYTEST_ARGS)
 
 check: install-test ## check lint, format, strict types, import direction
 	@$(BIN)/ruff check .

@@ -1,0 +1,70 @@
+"""Bugs that are planted in one rank of a group. Each returns the function that removes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from thalweg.core.agreement import AgreedStep, coordinate_step
+from thalweg.engine import coordination
+from thalweg.engine.follower import Follower, SampleStep
+from thalweg.layers.residual import ShardedStream
+from thalweg.parallel.process_axis import ProcessAxis
+
+
+def _replaced(owner: Any, name: str, value: Any) -> Callable[[], None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    return lambda: setattr(owner, name, before)
+
+
+def stream_not_summed() -> Callable[[], None]:
+    """The last rank keeps its own part of a sum."""
+
+    def own_part(self: ProcessAxis, partial: Tensor) -> Tensor:
+        return self.all_gather(partial)[self.rank].float() * self.size
+
+    return _replaced(ProcessAxis, "all_reduce", own_part)
+
+
+def masks_lost() -> Callable[[], None]:
+    """The follower samples without the grammar's masks, so its slots hold other tokens than the leader's."""
+    carry_out = Follower._carry_out
+
+    def without_masks(self: Follower, message: Any) -> bool:
+        if isinstance(message, SampleStep):
+            message = SampleStep(message.num_drafts)
+        return carry_out(self, message)
+
+    return _replaced(Follower, "_carry_out", without_masks)
+
+
+def own_step() -> Callable[[], None]:
+    """The rank runs its own plan's sizes, not the agreed ones."""
+
+    def own(rank_steps: Any) -> AgreedStep:
+        agreed = coordinate_step(rank_steps)
+        return agreed._replace(tokens=max(rank_steps[-1].tokens, 1)) if len(rank_steps) > 1 else agreed
+
+    return _replaced(coordination, "coordinate_step", own)
+
+
+def residual_twice() -> Callable[[], None]:
+    value = ShardedStream.value
+
+    def twice(self: ShardedStream) -> Tensor:
+        if self.pending_TH is not None:
+            self.pending_TH = self.pending_TH + self.x_TH / 50
+        return value(self)
+
+    return _replaced(ShardedStream, "value", twice)
+
+
+BUGS: dict[str, Callable[[], Callable[[], None]]] = {
+    "stream not summed": stream_not_summed,
+    "masks lost": masks_lost,
+    "own step": own_step,
+    "residual twice": residual_twice,
+}

@@ -1,0 +1,192 @@
+"""The processes of an engine: how they are started, named, controlled and lost. With the bundled model."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.compose.matrix import MODEL, settings
+from thalweg.core.errors import EngineDead, InvalidRequest
+from thalweg.core.messages import FlushCache, StartProfile, UpdateWeights
+from thalweg.core.sampling import SamplingParams
+from thalweg.engine.client import EngineClient
+from thalweg.engine.group import members_of, rank_name
+from thalweg.engine.local import LocalEngine
+from thalweg.text.tokenizer import Tokenizer
+
+TP2: dict[str, Any] = {"tp_size": 2, "moe_dense_tp_size": 2}
+DP2: dict[str, Any] = {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True, "ep_size": 2}
+COPIES: dict[str, Any] = {"dp_size": 2}
+PROMPT = list(range(20, 90))
+LIMIT_S = 15.0  # in which the loss of a process must be an answer
+
+
+def greedy(tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+
+
+def config(**fields: Any) -> Any:
+    return settings(num_pages=40, max_running_requests=4, **fields)
+
+
+@asynccontextmanager
+async def serving(**fields: Any) -> AsyncIterator[EngineClient]:
+    front = EngineClient(config(**fields), Tokenizer(Path(MODEL)))
+    await front.start()
+    try:
+        yield front
+    finally:
+        await front.close()
+
+
+async def collect(front: EngineClient, prompt: list[int], tokens: int) -> list[int]:
+    return [token async for piece in front.stream(prompt, greedy(tokens)) for token in piece.ids]
+
+
+async def eventually(is_true: Callable[[], bool], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not is_true():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.02)
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    async def limited() -> None:
+        await asyncio.wait_for(test(), 120)
+
+    asyncio.run(limited())
+
+
+def pids(front: EngineClient) -> list[int]:
+    assert front._processes is not None
+    return [child.pid or 0 for child in front._processes.children]
+
+
+def is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"
+
+
+@pytest.fixture(scope="module")
+def want() -> list[int]:
+    """The tokens of one rank."""
+    engine, tokens = LocalEngine(config()), list[int]()
+    engine.submit(PROMPT, greedy(24))
+    while not engine.idle:
+        tokens += [token for delta in engine.step() for token in delta.tokens]
+    return tokens
+
+
+def test_processes_have_names() -> None:
+    made = config(tp_size=4, dp_size=2, enable_dp_attention=True)
+    assert rank_name(made, 0, 3) == "rank 3 (DP 1, TP 1)"
+    assert [member.name for member in members_of(config(**TP2), Path())] == ["rank 0 (TP 0)", "rank 1 (TP 1)"]
+    copies = members_of(config(tp_size=2, dp_size=2, moe_dense_tp_size=2), Path())
+    assert [(member.rank, member.device) for member in copies] == [(0, 0), (1, 1), (0, 2), (1, 3)]
+    assert copies[2].name == "rank 2 (copy 1, TP 0)" and copies[2].store != copies[0].store
+
+
+@pytest.mark.parametrize("layout", [TP2, DP2], ids=["tp2", "dp2"])
+def test_a_killed_process_is_named_and_the_group_restarts(layout: dict[str, Any], want: list[int]) -> None:
+    """Control messages before, a kill in the middle of a step, and nothing left behind."""
+
+    async def test() -> None:
+        before = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+        async with serving(**layout) as front:
+            assert await collect(front, PROMPT, 24) == want
+            await front.control(FlushCache(0))
+            assert "tensors replaced" in await front.control(UpdateWeights(0, MODEL))
+            with pytest.raises(InvalidRequest, match="nothing was changed"):
+                await front.control(UpdateWeights(0, "/nowhere"))
+            assert await asyncio.gather(*(collect(front, PROMPT, 24) for _ in range(3))) == [want] * 3
+            await eventually(lambda: front.stats.finished >= 4)
+            old = pids(front)
+            stream = front.stream(PROMPT, greedy(300))
+            await anext(stream)
+            os.kill(old[-1], signal.SIGKILL)
+            begun = time.monotonic()
+            last = "DP 1, TP 0" if "dp_size" in layout else "TP 1"
+            with pytest.raises(EngineDead, match=rf"rank 1 \({last}\) ended with exit code -9"):
+                async for _ in stream:
+                    pass
+            assert time.monotonic() - begun < LIMIT_S
+            assert not any(map(is_running, old)), "the others end, too"
+            await eventually(lambda: front.state == "ready")
+            assert await collect(front, PROMPT, 24) == want and front.restarts == 1
+            new = pids(front)
+        assert not any(map(is_running, new)), "no process stays"
+        assert (set(os.listdir("/dev/shm")) if before or os.path.isdir("/dev/shm") else set()) <= before
+
+    run(test)
+
+
+def test_a_stopped_process_is_named_by_the_watchdog() -> None:
+    async def test() -> None:
+        async with serving(**TP2, watchdog_timeout=2.0, watchdog_action="restart") as front:
+            stream = front.stream(PROMPT, greedy(300))
+            await anext(stream)
+            os.kill(pids(front)[1], signal.SIGSTOP)
+            with pytest.raises(EngineDead, match=r"rank 1 \(TP 1\)"):
+                async for _ in stream:
+                    pass
+
+    run(test)
+
+
+def test_copies_share_nothing_and_the_load(want: list[int]) -> None:
+    async def test() -> None:
+        async with serving(**COPIES) as front:
+            answers = await asyncio.gather(*(collect(front, PROMPT[i:], 24) for i in range(4)))
+            assert answers[0] == want
+            await eventually(lambda: len(front._stats) == 2 and front.stats.finished == 4)
+            assert [stats.finished for stats in front._stats.values()] == [2, 2]
+            assert front.ready is not None and front.ready.slots == 8
+
+    run(test)
+
+
+def test_a_start_that_fails_says_why() -> None:
+    front = EngineClient(msgspec.structs.replace(config(**TP2), model_path="/nowhere"), Tokenizer(Path(MODEL)))
+
+    async def test() -> None:
+        with pytest.raises(EngineDead, match="/nowhere"):
+            await front.start()
+
+    run(test)
+
+
+@pytest.mark.parametrize("layout", [TP2, DP2, COPIES], ids=["tp2", "dp2", "copies"])
+def test_an_engine_in_the_callers_process(layout: dict[str, Any], want: list[int], tmp_path: Path) -> None:
+    engine = LocalEngine(config(**layout))
+    try:
+        uids = [engine.submit(PROMPT, greedy(24))[0] for _ in range(3)]
+        tokens: dict[int, list[int]] = {uid: [] for uid in uids}
+        while not engine.idle:
+            for delta in engine.step():
+                tokens[delta.uid] += delta.tokens
+        assert list(tokens.values()) == [want] * 3
+        assert "tensors replaced" in engine.control(UpdateWeights(0, MODEL))
+        engine.control(StartProfile(0, str(tmp_path), steps=1))
+        engine.submit(PROMPT, greedy(300))
+        for _ in range(5):
+            engine.step()
+        os.kill(engine.others._processes.children[0].pid, signal.SIGKILL)  # type: ignore[union-attr]
+        begun = time.monotonic()
+        with pytest.raises(EngineDead, match="ended with exit code -9"):
+            while True:
+                engine.step()
+        assert time.monotonic() - begun < LIMIT_S
+    finally:
+        engine.close()
