@@ -164,6 +164,10 @@ class LLM:
         """Writes the Chrome trace. Returns its path. Raises InvalidRequest if no profile runs."""
         return self.engine.control(StopProfile(0))
 
+    def close(self) -> None:
+        """Ends the processes beside this one (`tp_size`, `dp_size`). Python does it at its exit, too."""
+        self.engine.close()
+
     def _run(
         self, requests: Sequence[tuple[tuple[int, ...], SamplingParams, Grammar, CacheRetention]], progress: bool
     ) -> list[RequestOutput]:

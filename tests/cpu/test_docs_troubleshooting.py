@@ -12,7 +12,7 @@ from thalweg.config.args import options_parser
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
-QUOTED = re.findall(r"^\| (?:\d{3} )?`([^`]+)` \|", PAGE, re.M) + ["the engine process ended with exit code …"]
+QUOTED = re.findall(r"^\| (?:\d{3} )?`([^`]+)` \|", PAGE, re.M) + ["… ended with exit code …"]
 
 
 def texts(tree: ast.AST) -> list[str]:

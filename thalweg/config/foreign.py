@@ -43,7 +43,7 @@ speculative-draft-attention-backend speculative-moe-runner-backend speculative-m
 speculative-draft-model-revision: download that revision, and name its folder by --speculative-draft-model-path
 speculative-draft-load-format: not needed: a drafter is loaded as the model is, by --load-format
 speculative-draft-model-quantization: not needed: it is read from the config.json in the drafter's folder
-speculative-draft-tensor-parallel-size: not in this version: one device
+speculative-draft-tensor-parallel-size: not in this version: a drafter is divided as its target
 speculative-use-rejection-sampling: use --speculative-acceptance rejection-sampling
 speculative-adaptive-config: not needed: times are measured at the start, and --speculative-num-steps is the most
     drafts of a step
@@ -55,7 +55,7 @@ speculative-ngram-min-match-window-size speculative-ngram-max-match-window-size 
     speculative-ngram-branch-length: not needed: the longest earlier match of the last 2 to 5 tokens is used
 speculative-ngram-min-bfs-breadth speculative-ngram-max-bfs-breadth speculative-ngram-match-type
     speculative-ngram-capacity: not needed: what is looked up is one chain, in the sequence itself
-enable-dp-attention enable-eplb moe-a2a-backend enable-expert-parallel: not in this version: one device
+enable-eplb moe-a2a-backend enable-expert-parallel: not in this version; --ep-size divides experts
 enable-lora lora-paths lora-modules: not in this version
 compilation-config: use --cuda-graph-mode for its cudagraph_mode in lower case
 enable-flashinfer-mla: use --attention-backend flashinfer
@@ -64,8 +64,8 @@ nsa-prefill-backend nsa-decode-backend nsa-prefill nsa-decode dsa-prefill-backen
     --attention-backend, which chooses the kernels of both
 enable-nsa-prefill-context-parallel nsa-prefill-cp-mode enable-nsa-prefill-cp-cache-layer-split: not in this
     version: one device
-enable-ep-moe enable-deepep-moe enable-flashinfer-cutlass-moe deepep-mode enable-dp-lm-head enable-two-batch-overlap
-    moe-dense-tp-size: not in this version: one device
+enable-ep-moe enable-deepep-moe enable-flashinfer-cutlass-moe deepep-mode enable-two-batch-overlap: not in
+    this version
 disable-flashinfer disable-flashinfer-sampling: use --attention-backend triton; sampling has kernels of its own
 torch-compile-max-bs torch-compile enable-torch-compile: not needed: captured steps are faster than what
     torch.compile makes

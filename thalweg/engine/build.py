@@ -35,6 +35,7 @@ from thalweg.engine.calibration_memory import (
     measure_memory,
     provisional_context,
     runner_without_cache,
+    shared_budget,
     with_memory_report,
     with_pages,
 )
@@ -63,7 +64,8 @@ from thalweg.quant.catalog import Declared, Schemes
 from thalweg.runner.captured import tree_shapes
 from thalweg.runner.drafting import DrafterError, raise_as_drafter_error
 from thalweg.runner.runner import Runner
-from thalweg.sampling.catalog import draft_sampling_for, with_acceptance_rule
+from thalweg.sampling.catalog import draft_sampling_for, sampler_on, with_acceptance_rule
+from thalweg.sampling.sharded import sharded
 from thalweg.sampling.simulated_acceptance import SimulatedAcceptance
 from thalweg.scheduler.draft_length import FixedDraftLength, MeasuredDraftLength, draft_length_choices
 from thalweg.scheduler.plan_builder import LatencyTargets, PromptShare, WholeBudget
@@ -146,9 +148,7 @@ def prepare(config: EngineConfig, seat: Seat, times: StartupTimes) -> tuple[Engi
     wished = config
     with compile_ahead(config) as ahead:
         config = check_backends(config)
-        config, runner = build_or_drop_drafter(
-            lambda wish: build_runner(wish, facts, times, ahead, seat.layout), config
-        )
+        config, runner = build_or_drop_drafter(lambda wish: build_runner(wish, facts, times, ahead, seat), config)
     runner.drafting.drop_deferred()
     if config.device == "cuda" and config.warmup and not config.drafter_left_out:
         caches.mark_warm(wished)
@@ -210,12 +210,12 @@ def build_runner(
     facts: ModelFacts,
     times: StartupTimes,
     ahead: CompileAhead | NothingAhead,
-    layout: Layout = SINGLE_RANK,
+    seat: Seat = ALONE,
 ) -> tuple[EngineConfig, Runner]:
     """Loads the checkpoint and allocates planes and slots. Raises CheckpointError and UnsupportedConfig."""
     torch.set_num_threads(config.threads)
     TUNED.use(config.tuned_kernels)
-    device = torch.device(config.device)
+    device, layout = seat.device or torch.device(config.device), seat.layout
     factory, model, drafter = assemble(config, facts, device, layout)
     times.end_phase("model")
     if factory.notes:
@@ -249,7 +249,7 @@ def _build_on_gpu(
     """Warms up, measures memory, and gives the KV cache what is left. Raises UnsupportedConfig."""
     torch.cuda.synchronize(device)
     specs = *model.planes(), *drafter.planes()
-    context = provisional_context(config, specs, device)
+    context = provisional_context(config, specs, device, model.factory.layout.world)
     first = _with_acceptance_rule(runner_without_cache(config, model, drafter, context, device), config)
     if config.warmup:
         with _progress_bar("running every kind of step", config.show_progress) as progress:
@@ -269,7 +269,7 @@ def _build_on_gpu(
 
     budget = measure_memory(config, first, context, capture_largest)
     del first
-    config = with_pages(config, budget._replace(free=free_memory(device)))
+    config = with_pages(config, shared_budget(budget._replace(free=free_memory(device)), model.factory))
     times.end_phase("memory")
     planes = _allocate_planes(model, drafter, config, device)
     slots = Slots(config.max_running_requests + 1, config.context_length, device, drafter.fields(), config.tree)
@@ -289,9 +289,10 @@ def _build_on_gpu(
 def _with_acceptance_rule(runner: Runner, config: EngineConfig) -> Runner:
     """The runner with the configured acceptance of drafts, real or simulated."""
     rule = config.speculative_acceptance, config.speculative_relaxed_topk, config.speculative_relaxed_delta
-    runner.sampler = with_acceptance_rule(runner.sampler, *rule)
+    sampler = with_acceptance_rule(sampler_on(runner.planes.device), *rule)
     if length := config.speculative_simulate_accept_length:
-        runner.sampler = SimulatedAcceptance(runner.sampler, length)
+        sampler = SimulatedAcceptance(sampler, length)
+    runner.sampler = sharded(sampler, runner.model.shards)
     return runner
 
 

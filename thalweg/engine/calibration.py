@@ -29,7 +29,7 @@ from thalweg.core.report import START_UP, Decision
 from thalweg.core.sampling import SamplingParams
 from thalweg.core.step_times import Line, StepTimes
 from thalweg.layers.factory import LayerFactory
-from thalweg.parallel.axis import first_ranks
+from thalweg.parallel.axis import gather_number
 from thalweg.runner.piecewise import Piecewise
 from thalweg.runner.runner import Runner
 from thalweg.scheduler.draft_length import draft_length_choices
@@ -86,7 +86,7 @@ def step_clock(config: EngineConfig) -> Callable[[], float]:
 def shared_clock(clock: Callable[[], float], factory: LayerFactory) -> Callable[[], float]:
     """The clock of the first rank, so that all ranks measure the same times and then run the same steps."""
     world, device = factory.layout.world, factory.device
-    return clock if world.size == 1 else lambda: first_ranks(world, clock(), device)
+    return clock if world.size == 1 else lambda: gather_number(world, clock(), device)[0]
 
 
 def planning_clock(config: EngineConfig) -> Callable[[], float]:

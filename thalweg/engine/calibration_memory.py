@@ -21,9 +21,11 @@ from thalweg.core.plan import PAGE, StepPlan
 from thalweg.core.report import START_UP, Decision
 from thalweg.engine import calibration_plans as plans
 from thalweg.engine.calibration import run_step
+from thalweg.layers.factory import LayerFactory
 from thalweg.memory.planes import Planes, PlaneSpec
 from thalweg.models.interface import Model
 from thalweg.models.token_by_token import TokenByToken
+from thalweg.parallel.axis import SINGLE, Axis, gather_number
 from thalweg.runner.runner import Runner
 from thalweg.spec.drafter import Drafter
 
@@ -63,6 +65,13 @@ class MemoryBudget(NamedTuple):
         )
 
 
+def shared_budget(budget: MemoryBudget, factory: LayerFactory) -> MemoryBudget:
+    """The budget with which every rank has room: all of them hold as many pages."""
+    world, device = factory.layout.world, factory.device
+    free, step, graphs = (gather_number(world, value, device) for value in (budget.free, budget.step, budget.graphs))
+    return budget._replace(free=int(min(free)), step=int(max(step)), graphs=int(max(graphs)))
+
+
 class GraphMemory(NamedTuple):
     """Bytes that capturing the largest bucket took."""
 
@@ -81,11 +90,14 @@ def free_memory(device: torch.device) -> int:
     return int(torch.cuda.mem_get_info(device)[0])
 
 
-def provisional_context(config: EngineConfig, specs: tuple[PlaneSpec, ...], device: torch.device) -> int:
-    """The longest possible context, before other uses of memory are known."""
+def provisional_context(
+    config: EngineConfig, specs: tuple[PlaneSpec, ...], device: torch.device, world: Axis = SINGLE
+) -> int:
+    """The longest possible context, before other uses of memory are known; the same on all ranks."""
     if config.num_pages:
         return config.context_length
-    return max(min(config.context_length, free_memory(device) // Planes.page_cost(specs) * PAGE), 1)
+    free = int(min(gather_number(world, free_memory(device), device)))
+    return max(min(config.context_length, free // Planes.page_cost(specs) * PAGE), 1)
 
 
 def runner_without_cache(
@@ -106,7 +118,8 @@ def measure_memory(
     """
     device = runner.planes.device
     step = _measure_step(config, runner, context, device)
-    graphs, slots = _measure_graphs(runner, capture, device), runner.slots.nbytes
+    graphs = _measure_graphs(runner, capture, device, runner.model.factory.layout.world)
+    slots = runner.slots.nbytes
     page = Planes.page_cost(runner.planes.specs)
     return MemoryBudget(0, step, graphs, slots, RESERVE, page)
 
@@ -157,7 +170,9 @@ def _hidden_bytes(config: EngineConfig, model: Model) -> int:
     return 2 * config.chunked_prefill_size * model.facts.hidden * model.factory.dtype.itemsize
 
 
-def _measure_graphs(runner: Runner, capture: Callable[[Runner], int], device: torch.device) -> int:
+def _measure_graphs(
+    runner: Runner, capture: Callable[[Runner], int], device: torch.device, world: Axis = SINGLE
+) -> int:
     buckets = capture(runner)
     if not buckets:
         return 0
@@ -170,7 +185,8 @@ def _measure_graphs(runner: Runner, capture: Callable[[Runner], int], device: to
         capture(runner)
         captured.append((runner.forward_model, runner.graphs))
         pool = torch.cuda.memory_reserved(device) - reserved
-        measured.append(GraphMemory(pool, max(before - free_memory(device) - pool, 0)))
+        driver = gather_number(world, max(before - free_memory(device) - pool, 0), device)
+        measured.append(GraphMemory(pool, int(max(driver))))  # all ranks capture as often
     runner.disable_graphs()
     return min(measured, key=lambda memory: memory.driver).predict(buckets)
 

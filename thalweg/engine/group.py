@@ -40,6 +40,7 @@ class Seat:
 
     member: Member = Member()
     layout: Layout = SINGLE_RANK
+    device: torch.device | None = None  # None: the one that the configuration names
 
     @property
     def is_leader(self) -> bool:
@@ -90,12 +91,15 @@ def leaders_of(config: EngineConfig, members: Sequence[Member]) -> list[Member]:
 
 def join(config: EngineConfig, member: Member) -> Seat:
     """Connects this process with the others of its copy. All of them call this together."""
+    if config.processes == 1:
+        return Seat(member)
     device = torch.device(config.device)
     if device.type == "cuda":
         device = torch.device("cuda", member.device)
         torch.cuda.set_device(device)
     if config.tp_size == 1:
-        return Seat(member)
-    connect(member.store, member.rank, config.tp_size, device, timeout_of(config))
+        return Seat(member, device=device)
+    # some ranks wait for others already while these compile or load, so a start's time is the limit
+    connect(member.store, member.rank, config.tp_size, device, max(timeout_of(config), config.restart_timeout))
     sizes = MeshSizes(config.attention_tp, config.attention_dp, config.ep_size, config.moe_dense_tp_size)
-    return Seat(member, build_mesh(sizes, device))
+    return Seat(member, build_mesh(sizes, device), device)

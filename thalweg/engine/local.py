@@ -29,7 +29,8 @@ from thalweg.core.messages import (
 from thalweg.core.retention import CacheRetention
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.build import build
-from thalweg.engine.other_processes import NO_OTHERS, OtherProcesses
+from thalweg.engine.group import ALONE, Seat
+from thalweg.engine.other_processes import OtherProcesses
 from thalweg.engine.routing import RequestRouter
 
 LONGEST_WAIT = 0.05  # seconds to wait for other processes, between two looks at the requests
@@ -82,6 +83,33 @@ class LocalChannel:
 
     def send(self, message: FromEngine) -> None:
         self.outbox.append(message)
+
+
+class NoOthers:
+    """The caller's process is the only one."""
+
+    running = 0
+
+    def join(self) -> Seat:
+        return ALONE
+
+    def wait_ready(self) -> None:
+        return
+
+    def wait(self, timeout: float) -> None:
+        time.sleep(timeout)
+
+    def send(self, rank: int, message: ToEngine) -> None:
+        raise AssertionError(f"there is no data-parallel rank {rank}")
+
+    def receive(self) -> list[FromEngine]:
+        return []
+
+    def close(self, error: Exception | None = None) -> None:
+        return
+
+
+NO_OTHERS = NoOthers()
 
 
 class LocalEngine:

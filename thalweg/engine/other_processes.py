@@ -5,7 +5,6 @@ from __future__ import annotations
 import select
 import tempfile
 import threading
-import time
 from multiprocessing.connection import wait as wait_for
 from pathlib import Path
 
@@ -14,36 +13,9 @@ import zmq
 from thalweg.config.engine import EngineConfig
 from thalweg.core.errors import EngineDead
 from thalweg.core.messages import EngineReady, Fatal, FromEngine, StepUpdate, Submit, ToEngine
-from thalweg.engine.group import ALONE, Seat, join
+from thalweg.engine.group import Seat, join
 from thalweg.engine.processes import EngineProcesses
 from thalweg.parallel.process_axis import disconnect
-
-
-class NoOthers:
-    """The caller's process is the only one."""
-
-    running = 0
-
-    def join(self) -> Seat:
-        return ALONE
-
-    def wait_ready(self) -> None:
-        return
-
-    def wait(self, timeout: float) -> None:
-        time.sleep(timeout)
-
-    def send(self, rank: int, message: ToEngine) -> None:
-        raise AssertionError(f"there is no data-parallel rank {rank}")
-
-    def receive(self) -> list[FromEngine]:
-        return []
-
-    def close(self, error: Exception | None = None) -> None:
-        return
-
-
-NO_OTHERS = NoOthers()
 
 
 class OtherProcesses:

@@ -68,11 +68,11 @@ def gather_texts(axis: Axis, text: str, device: torch.device) -> list[str]:
     return [bytes(one.tolist()).rstrip(b"\0").decode(errors="ignore") for one in texts]
 
 
-def first_ranks(axis: Axis, value: float, device: torch.device) -> float:
-    """The value of rank 0, on every rank."""
+def gather_number(axis: Axis, value: float, device: torch.device) -> list[float]:
+    """The values of all ranks, on every rank."""
     if axis.size == 1:
-        return value
-    return float(axis.all_gather(torch.tensor(value, dtype=torch.float64, device=device))[0])
+        return [value]
+    return list(axis.all_gather(torch.tensor(value, dtype=torch.float64, device=device)).tolist())
 
 
 def share_of(units: int, axis: Axis, what: str, may_repeat: bool = False) -> range:

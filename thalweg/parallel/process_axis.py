@@ -6,6 +6,7 @@ float32. So all ranks hold equal bits, whatever algorithm the library chooses.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -60,6 +61,7 @@ def connect(store: Path, rank: int, size: int, device: torch.device, timeout: fl
     """Joins the processes that share a model. store: a file in a folder that all of them can write to. timeout: seconds
     after which a collective that some rank does not join fails.
     """
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # multicast over NVLink: no kernel here needs it, and it may hang
     dist.init_process_group(
         "gloo" if device.type == "cpu" else "nccl",
         store=FileStore(str(store), size),
