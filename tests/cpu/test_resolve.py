@@ -445,7 +445,7 @@ def test_pieces_are_for_the_tokens_asked_for() -> None:
     assert run(on=H100, piecewise_cuda_graph_tokens=(512, 64))[0].config.piecewise_cuda_graph_tokens == (64, 512)
     assert "piecewise_cuda_graph_tokens" in refusal(on=H100, piecewise_cuda_graph_tokens=(9000,))
     assert token_buckets(300) == (16, 32, 48, 64, 96, 128, 192, 256, 300)
-    assert token_buckets(2048)[-3:] == (1792, 1920, 2048)
+    assert token_buckets(2048)[-6:] == (896, 1024, 1280, 1536, 1792, 2048)
     assert run(on=H100, chunked_prefill_size=100)[0].config.piecewise_cuda_graph_tokens[-1] == 100
 
 

@@ -93,7 +93,7 @@ def buckets(most: int) -> tuple[int, ...]:
 
 def token_buckets(most: int) -> tuple[int, ...]:
     """Tokens that piecewise graphs are captured for: up to 256 in small steps, then every 128th, since matrix products
-    compute tiles of 128 rows anyway; and `most` itself.
+    compute tiles of 128 rows anyway, and from 1,024 on every 256th; and `most` itself.
     """
-    steps = [16, 32, 48, 64, 96, 128, 192, *range(256, most + 1, 128)]
+    steps = [16, 32, 48, 64, 96, 128, 192, *range(256, 1024, 128), *range(1024, most + 1, 256)]
     return tuple(sorted({step for step in steps if step < most} | {most}))

@@ -30,8 +30,10 @@ from thalweg.runner.captured import (
 from thalweg.runner.draft_graphs import DraftExtendGraph, DraftGraph, DraftGraphs, DraftStepGraph, TreeBuildGraph
 from thalweg.runner.drafting import raise_as_drafter_error
 from thalweg.runner.graph_pool import MAX_CAPTURED_ROWS, GraphPool
-from thalweg.runner.piecewise import Piecewise, PiecewiseBuffers, PiecewiseGraph
+from thalweg.runner.piecewise import Piecewise, PiecewiseGraph
+from thalweg.runner.ragged_graphs import ragged_graphs
 from thalweg.runner.runner import CapturedSteps, Runner
+from thalweg.runner.step_buffers import StepBuffers
 from thalweg.sampling.kernel_sampling import sample_into, sampled
 from thalweg.sampling.sample import Sampled
 from thalweg.spec.autoregressive import AutoregressiveDrafter
@@ -152,15 +154,20 @@ class Capture:
             self._propose(DraftStepGraph(self.drafter, self.context, rows, num_drafts))
 
     def pieces(self, runner: Runner, tokens: Sequence[int], beside: Sequence[int], report: Callable[[], None]) -> None:
-        """Steps of so many tokens in pieces, and the attention of so many decode rows beside prompts."""
+        """Steps of so many tokens in pieces and with their attention, beside which there may be so many decode rows."""
         model, planes, other = self.context.model, self.context.planes, GraphPool()
-        shared, pieces = PiecewiseBuffers(max(tokens), planes.device), list[PiecewiseGraph]()
+        shared, pieces = StepBuffers(max(tokens), planes.device), list[PiecewiseGraph]()
         for many in sorted(tokens, reverse=True):
             pieces.append(PiecewiseGraph(many, model, shared))
             with self.pool.running(f"{many} tokens"):
                 pieces[-1].capture(planes, self.context.max_kv_len, self.pool)
             report()
-        runner.forward_model = steps = Piecewise(model, pieces)
+        decode, context = max(beside, default=0), self.context.max_kv_len
+        ragged = ragged_graphs(model, planes, tokens, decode, context, shared)
+        for one in ragged:
+            with self.pool.running(f"{one.tokens} tokens with their attention"):
+                one.capture(planes, self.pool)
+        runner.forward_model = steps = Piecewise(model, pieces, ragged)
         for many in beside:
             with other.running(f"attention of {many} rows"):
                 steps.capture(many, self.context.max_kv_len, planes, other)
