@@ -18,6 +18,7 @@ from tests.gpu import growing
 from thalweg.batch.slots import Slots
 from thalweg.core.plan import Bind, SamplingNeeds
 from thalweg.core.sampling import SamplingParams
+from thalweg.kernels.all_reduce import case as all_reduce
 from thalweg.kernels.build_tree import ref as grow_ref
 from thalweg.kernels.build_tree import triton as grow
 from thalweg.kernels.draft_state import ref as draft_ref
@@ -136,6 +137,13 @@ def verified() -> None:
         assert max(errors) <= one.tolerance, (one.name, errors)
 
 
+def summed_over_ranks() -> None:
+    """All ranks in one process, one part after the other."""
+    for one in all_reduce.cases(torch.Generator().manual_seed(1)):
+        errors = one.errors(all_reduce.run_triton(**one.fresh_inputs()))
+        assert max(errors) <= one.tolerance, (one.name, errors)
+
+
 def trees() -> None:
     """Their paths, and how they are grown."""
     generator = torch.Generator().manual_seed(1)
@@ -184,6 +192,7 @@ def main() -> int:
         adjusted(*shape)
     verified()
     trees()
+    summed_over_ranks()
     concluded()
     for vocab in (300, 5000):
         broken(DRAWS[:2], vocab, SamplingNeeds(random=True))
