@@ -100,6 +100,7 @@ class StartupTimes:
     def end_phase(self, name: str) -> None:
         now = time.monotonic()
         self.phases.append(f"{name} {now - self.last:.1f} s")
+        log.debug("start: %s took %.2f s", name, now - self.last)
         self.last = now
 
     def __str__(self) -> str:
@@ -120,7 +121,9 @@ def build(config: EngineConfig, channel: Channel) -> Rank:
         use_stable_keys()
     wished = config
     with compile_ahead(config) as ahead:
+        times.end_phase("device")
         config = check_backends(config)
+        times.end_phase("libraries")
         config, runner = build_or_drop_drafter(lambda wish: build_runner(wish, facts, times, ahead), config)
     runner.drafting.drop_deferred()
     if config.device == "cuda" and config.warmup and not config.drafter_left_out:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import atexit
 import contextlib
 import fcntl
 import logging
 import math
-import multiprocessing
 import os
 import shutil
 import signal
@@ -45,14 +43,13 @@ from thalweg.core.messages import (
 )
 from thalweg.core.request import check_request
 from thalweg.core.sampling import SamplingParams
-from thalweg.engine import process
+from thalweg.engine.child import HANG, RECORD, EngineProcess
 from thalweg.engine.local import SubmitOptions, sequences
 from thalweg.engine.streams import Assembler, Piece
 from thalweg.text.tokenizer import Tokenizer
 
 log = logging.getLogger("thalweg.client")
 RESTARTS = 5  # failed starts in a row after which the client gives up
-SPAWN = multiprocessing.get_context("spawn")
 FOLDER = "thalweg-engine-"  # prefix of the folders with a socket
 GRACE = 5.0  # seconds that a process may take to end before it is killed
 # hung: it makes no step, and may yet; restarting: a new engine must serve before a deadline; dead: none will
@@ -136,7 +133,8 @@ def _locked(folder: Path) -> Iterator[None]:
 class EngineClient:
     """Requests in, pieces out. All methods belong to one event loop."""
 
-    def __init__(self, config: EngineConfig, tokenizer: Tokenizer) -> None:
+    def __init__(self, config: EngineConfig, tokenizer: Tokenizer, first: EngineProcess | None = None) -> None:
+        """first: a process that has been started for the first engine."""
         self.config = config  # of the next engine too, so weight updates are added to it
         self.tokenizer = tokenizer
         self.ready: EngineReady | None = None  # None unless the engine serves
@@ -154,6 +152,7 @@ class EngineClient:
         self._runner: asyncio.Task[None] | None = None
         self._socket: zmq.Socket[bytes] | None = None
         self._folder: str  # with the socket
+        self._first = first
         self._ended: asyncio.Future[str]
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(FromEngine).decode
@@ -298,7 +297,7 @@ class EngineClient:
         self._controls[message.id] = message, result
         return await result
 
-    def record(self, number: signal.Signals = process.RECORD) -> None:
+    def record(self, number: signal.Signals = RECORD) -> None:
         """Has the engine write its last steps (--crash-dump-folder). number: RECORD or HANG."""
         if not self.config.crash_dump_folder:
             log.warning("nothing is recorded: start with --crash-dump-folder DIR")
@@ -356,10 +355,9 @@ class EngineClient:
             socket = self._socket = context.socket(zmq.PAIR)
             socket.set_hwm(0)
             socket.bind(address)
-            child = SPAWN.Process(target=process.main, args=(self.config, address), name="thalweg-engine")
-            child.start()
-            # if nobody closes this client, multiprocessing would wait at exit for a process that waits for us
-            atexit.register(child.kill)
+            engine, self._first = self._first or EngineProcess(), None
+            child = engine.child
+            engine.run(self.config, address)
             arrivals = int(socket.getsockopt(zmq.FD))
             self._ended = loop.create_future()
             loop.add_reader(arrivals, self._receive)
@@ -391,10 +389,7 @@ class EngineClient:
                 try:
                     await asyncio.to_thread(child.join, GRACE)
                 finally:  # close() may cancel the wait
-                    if child.is_alive():
-                        child.kill()
-                        child.join()
-                    atexit.unregister(child.kill)
+                    engine.close()
                     socket.close(linger=0)
                     context.term()
 
@@ -414,7 +409,7 @@ class EngineClient:
                 " when it goes on"
             )
             log.error("%s", reason)
-            self.record(process.HANG)
+            self.record(HANG)
             if self.state == "ready":
                 self.state, self.reason = "hung", reason
             if self.config.watchdog_action == "restart":

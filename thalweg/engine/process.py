@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import logging
 import multiprocessing
 import os
@@ -17,15 +18,13 @@ import torch
 import zmq
 
 from thalweg.config.engine import EngineConfig
-from thalweg.core import logs
 from thalweg.core.errors import ThalwegError, WeightUpdateError
 from thalweg.core.messages import UNREADABLE, ControlReply, EngineReady, Fatal, FromEngine, Rejected, ToEngine
 from thalweg.engine.build import Rank, build
+from thalweg.engine.child import HANG, RECORD
 from thalweg.engine.recording import StepRecorder
 
 log = logging.getLogger("thalweg.engine")
-RECORD = signal.SIGUSR1  # asks for a recording
-HANG = signal.SIGUSR2  # the same, because the client misses replies
 
 
 class _Sender(msgspec.Struct):
@@ -83,12 +82,16 @@ class ZmqChannel:
         self.context.term()
 
 
+def import_gpu_modules() -> None:
+    """Imports what only an engine on a GPU needs, and starts the driver, where there is one."""
+    if torch.cuda.is_available():
+        with contextlib.suppress(ImportError):  # Triton
+            importlib.import_module("thalweg.layers.kernel_layers")
+            importlib.import_module("thalweg.runner.graphs")
+
+
 def main(config: EngineConfig, address: str) -> None:
-    """Entry of the spawned process. Exit code 0 after a drain, 1 after an error."""
-    logs.configure(config.log_level, config.log_format)
-    # the client decides when the engine ends, and there is nothing to record yet
-    for number in signal.SIGINT, signal.SIGTERM, RECORD, HANG:
-        signal.signal(number, signal.SIG_IGN)
+    """Builds and runs an engine. Exit code 0 after a drain, 1 after an error."""
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     channel = ZmqChannel(address)
     try:

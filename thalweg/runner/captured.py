@@ -25,7 +25,7 @@ from thalweg.kernels.verify.ref import AcceptedPaths, Verification
 from thalweg.memory.planes import Planes
 from thalweg.models.interface import Model
 from thalweg.runner.accepted_path import Move
-from thalweg.runner.graph_pool import MAX_CAPTURED_ROWS, NEEDS, WARM_UPS, GraphPool, capture, view_of
+from thalweg.runner.graph_pool import MAX_CAPTURED_ROWS, NEEDS, GraphPool, capture, view_of
 from thalweg.sampling.sample import Sampled, Sampler
 from thalweg.spec.drafter import DraftExtendInput
 
@@ -131,7 +131,6 @@ class CapturedStep(ABC):
     """A captured model pass and the graphs that sample up to `rows` rows of `query` tokens each."""
 
     kind: str
-    warm_ups = WARM_UPS
 
     def __init__(self, captured_pass: CapturedPass, rows: int, query: int) -> None:
         self.captured_pass, self.rows, self.query = captured_pass, rows, query
@@ -140,7 +139,7 @@ class CapturedStep(ABC):
     def capture(self, pool: GraphPool) -> None:
         """Captures sampling after the pass has been captured. It writes to the spare slot and the null page."""
         for needs in NEEDS:
-            self.graphs[needs], _ = capture(pool, partial(self._sample_tokens, needs), warm_ups=self.warm_ups)
+            self.graphs[needs], _ = capture(pool, partial(self._sample_tokens, needs))
 
     @abstractmethod
     def _sample_tokens(self, needs: SamplingNeeds) -> None:

@@ -46,7 +46,7 @@ Progress = Callable[[int, int], None]  # captured buckets, of how many
 class TokenStep(CapturedStep):
     """A step each of whose tokens becomes a row of the pass; its draws are those of decode rows."""
 
-    kind, warm_ups = "tokens", 1
+    kind = "tokens"
 
     def __init__(self, captured_pass: CapturedPass, mixed: bool) -> None:
         """mixed: there may be prompt tokens, too."""

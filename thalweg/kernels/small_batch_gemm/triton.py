@@ -33,7 +33,6 @@ SMS = 132  # of an H100 or H200; a wrong number costs speed only
 FEWEST, FEW, MOST = 9, 64, 128  # rows for which they are the fastest, and that one instruction multiplies
 PAIRED, HEAD = 16384, 65536  # rows of the least weights that fill the machine
 WIDTHS = ((64, 0), (64, 8), (64, 16), (32, 16), (64, 32))  # of a program with pairs
-SPLITS = 4  # parts of K
 
 
 @triton.jit
@@ -54,7 +53,7 @@ def _small_batch_gemm(
     pdl_launch(PDL)
     pdl_wait(PDL)
     FOLD: constexpr = 2 if PAIRS else 1
-    first, column = tl.program_id(1) * BLOCK_M, tl.program_id(0) * (BIG + SMALL)
+    first, column = tl.program_id(0) * BLOCK_M, tl.program_id(1) * (BIG + SMALL)
     row = first + tl.arange(0, BLOCK_M)
     big = tl.zeros((BLOCK_M, FOLD * BIG), tl.float32)
     if SMALL:
@@ -88,6 +87,24 @@ class SmallBatchTile(NamedTuple):
     k: int
     stages: int
     warps: int
+
+
+class SplitKTile(NamedTuple):
+    """Rows of x, columns of the result in three parts, parts of K, columns of K a step, stages of the pipeline,
+    warps.
+    """
+
+    rows: int
+    widths: tuple[int, int, int]
+    parts: int
+    k: int
+    stages: int
+    warps: int
+
+
+def split_k_tile(m: int) -> SplitKTile:
+    """The fastest of those tried on an H100."""
+    return SplitKTile(64, (64, 32, 16), 4, 128, 4, 4)
 
 
 def tile(m: int, n: int, pairs: bool) -> SmallBatchTile:
@@ -124,7 +141,8 @@ def split_k_fits(m: int, w_NK: Tensor) -> bool:
     wave of programs.
     """
     n, k = w_NK.shape
-    wave = 100 <= SPLITS * triton.cdiv(n, 112) <= SMS
+    shape = split_k_tile(m)
+    wave = 100 <= shape.parts * triton.cdiv(n, sum(shape.widths)) <= SMS
     return FEWEST <= m <= FEW and wave and k >= 4 * n and k % 128 == 0 and _hopper(w_NK)
 
 
@@ -158,7 +176,7 @@ def _launch(x_MK: Tensor, w: Tensor, y_MN: Tensor, pairs: bool) -> Tensor:
     (m, n), k = y_MN.shape, x_MK.shape[1]
     shape = tile(m, n, pairs)
     lead = [2] if pairs else []
-    _small_batch_gemm[(triton.cdiv(n, shape.big + shape.small), triton.cdiv(m, shape.rows))](
+    _small_batch_gemm[(triton.cdiv(m, shape.rows), triton.cdiv(n, shape.big + shape.small))](
         TensorDescriptor.from_tensor(x_MK, [shape.rows, shape.k]),
         TensorDescriptor.from_tensor(w, [*lead, shape.big, shape.k]),
         TensorDescriptor.from_tensor(w, [*lead, shape.small or shape.big, shape.k]),
@@ -210,13 +228,16 @@ def split_k(x_MK: Tensor, w_NK: Tensor, epilogue: Epilogue = PLAIN) -> Tensor:
     """x Wᵀ (+ residual) → [M, N] bf16, contiguous, without bias. x, w: as in `swiglu`. Where `split_k_fits`."""
     m, (n, k) = len(x_MK), w_NK.shape
     y = epilogue.result(m, n, x_MK)
-    rows, widths, step = FEW, (64, 32, 16), 128
-    part = torch.empty(SPLITS, m, n, dtype=torch.float32, device=x_MK.device)
-    _split_k_gemm[(triton.cdiv(n, sum(widths)), SPLITS)](
-        TensorDescriptor.from_tensor(x_MK, [rows, step]),
-        *(TensorDescriptor.from_tensor(w_NK, [width, step]) for width in widths),
-        part, m, n, triton.cdiv(k // step, SPLITS), k, rows, *widths, step, 4, **launch_config(x_MK, 4, 4),
+    shape = split_k_tile(m)
+    part = torch.empty(shape.parts, m, n, dtype=torch.float32, device=x_MK.device)
+    _split_k_gemm[(triton.cdiv(n, sum(shape.widths)), shape.parts)](
+        TensorDescriptor.from_tensor(x_MK, [shape.rows, shape.k]),
+        *(TensorDescriptor.from_tensor(w_NK, [width, shape.k]) for width in shape.widths),
+        part, m, n, triton.cdiv(k // shape.k, shape.parts), k, shape.rows, *shape.widths, shape.k, shape.stages,
+        **launch_config(x_MK, shape.warps, shape.stages),
     )  # fmt: skip
     accumulate = epilogue.residual_MN is not None
-    _add_partials[(triton.cdiv(m * n, 1024),)](part, y, m * n, SPLITS, 1024, accumulate, **launch_config(x_MK, 4, 3))
+    _add_partials[(triton.cdiv(m * n, 1024),)](
+        part, y, m * n, shape.parts, 1024, accumulate, **launch_config(x_MK, 4, 3)
+    )
     return y
