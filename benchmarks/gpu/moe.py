@@ -447,7 +447,7 @@ def main() -> None:
             share = log.left / (2 if shape is LITE else 1)
             until = log.left - share
             for tokens in (1, 32, 128, 8192, 8, 1024):
-                path = experts.path(tokens, shape.fp8, False)
+                path = experts.path(tokens, shape.fp8, False, not shape.fp8)
                 for given in variants(shape, tokens):
                     if log.left > until:
                         label = f"{shape.name} T={tokens} {name_of(given)}"

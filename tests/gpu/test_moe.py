@@ -192,7 +192,7 @@ def starts(most: int) -> list[int]:
     """Numbers of tokens, up to `most`, at which other kernels of the layer below begin."""
     keys: list[object] = []
     for tokens in range(1, most + 1):
-        by = experts.path(tokens, False, False)
+        by = experts.path(tokens, False, False, True)
         sorts = way_of(3 * tokens) if by == "sorted" else None
         scores = router.tiles(tokens, 8, 256, False), tokens <= router.FEW, tokens >= router.MANY
         keys.append((by, experts.tabled(by, tokens, 3, 9, False), sorts, tokens <= experts.SHARED_FIRST, scores))
