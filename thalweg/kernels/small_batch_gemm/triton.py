@@ -14,7 +14,6 @@ multiprocessors share what they read: x comes from L2 too often here.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -25,7 +24,7 @@ from triton.language import constexpr
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from thalweg.kernels.gemm.epilogue import PLAIN, Epilogue
-from thalweg.kernels.launch import launch_config
+from thalweg.kernels.launch import has_tma, launch_config
 from thalweg.kernels.pdl import pdl_launch, pdl_wait
 from thalweg.kernels.silu_mul.triton import gated
 
@@ -127,13 +126,13 @@ def _waste(n: int, width: int) -> float:
 def swiglu_fits(m: int, w_NK: Tensor) -> bool:
     """Whether `swiglu` is faster than a library's product and `silu_mul` for m rows of x. w: gate and up rows."""
     n, k = w_NK.shape
-    return FEWEST <= m <= MOST and n >= PAIRED and n % 16 == 0 and k % 128 == 0 and _hopper(w_NK)
+    return FEWEST <= m <= MOST and n >= PAIRED and n % 16 == 0 and k % 128 == 0 and has_tma(w_NK)
 
 
 def linear_fits(m: int, w_NK: Tensor) -> bool:
     """Whether `linear` is faster than a library's product."""
     n, k = w_NK.shape
-    return FEWEST <= m <= MOST and n >= HEAD and k % 128 == 0 and _hopper(w_NK)
+    return FEWEST <= m <= MOST and n >= HEAD and k % 128 == 0 and has_tma(w_NK)
 
 
 def split_k_fits(m: int, w_NK: Tensor) -> bool:
@@ -143,19 +142,7 @@ def split_k_fits(m: int, w_NK: Tensor) -> bool:
     n, k = w_NK.shape
     shape = split_k_tile(m)
     wave = 100 <= shape.parts * triton.cdiv(n, sum(shape.widths)) <= SMS
-    return FEWEST <= m <= FEW and wave and k >= 4 * n and k % 128 == 0 and _hopper(w_NK)
-
-
-def _hopper(w: Tensor) -> bool:
-    """Whether its device has what they are made for: TMA, and shared memory for deep pipelines, which consumer cards
-    (12.x) have not.
-    """
-    return w.is_cuda and _roomy(w.device)
-
-
-@cache
-def _roomy(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device)[0] in (9, 10)
+    return FEWEST <= m <= FEW and wave and k >= 4 * n and k % 128 == 0 and has_tma(w_NK)
 
 
 def swiglu(x_MK: Tensor, w_NK: Tensor) -> Tensor:
