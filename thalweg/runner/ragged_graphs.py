@@ -90,7 +90,7 @@ class RaggedGraph:
             ids[:tokens], positions[:tokens], write[:tokens], table, real[:tokens], sampled, groups,
             shares_slots=True, prompts=rows.of(self.decode, self.cached),
         )  # fmt: skip
-        self.graph, hidden_TH = capture(pool, lambda: self.model.forward(batch, planes), warm_ups=1)
+        self.graph, hidden_TH = capture(pool, lambda: self.model.forward(batch, planes))
         self.hidden_TH = view_of(hidden_TH)
 
     def fits(self, batch: Batch) -> bool:
