@@ -18,7 +18,6 @@ STEPS: dict[str, list[Part]] = {
     "chunks on a prefix": [(1, 101, 90), (4, 131, 33)],
     "decode beside prompts": [(1, 191, 1), (8, 8, 1), (10, 64, 70), (20, 0, 200)],
     "verification": [(1, 192, 3), (4, 164, 3)],
-    "a long prompt": [(24, 0, 1100)],
     "more decode": [(1, 195, 1), (4, 167, 1), (8, 9, 1), (10, 134, 1), (20, 200, 1)],
 }
 

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor, nn
 
 from thalweg.config.model import MoeFacts
 from thalweg.kernels.experts.backends import runner
-from thalweg.kernels.experts.triton import MANY, ExpertWeights
+from thalweg.kernels.experts.triton import ExpertWeights
 from thalweg.kernels.gemm import triton as gemm
-from thalweg.kernels.gemm.epilogue import PLAIN, Epilogue
 from thalweg.kernels.norm import triton as norm
 from thalweg.kernels.norm.triton import LazyNorm
 from thalweg.kernels.router import triton as routing
-from thalweg.kernels.router.ref import RouterConfig
-from thalweg.kernels.silu_mul.triton import silu_mul
 from thalweg.layers.factory import LayerFactory
 from thalweg.layers.interface import Activation, ResidualStream
-from thalweg.layers.kernel_linear import matmul, quantized_parameters
+from thalweg.layers.kernel_linear import quantized_parameters
 from thalweg.layers.module import Module, parameter
 from thalweg.layers.moe import RouterWeights, load_expert, load_experts
 from thalweg.parallel.axis import width_of
@@ -31,8 +26,7 @@ class KernelMoe(Module):
     """Σ_k w_k · expert_k(x) + shared(x).
 
     Shared experts whose scheme is the routed ones' lie behind these in the same stacks, and every token chooses them
-    with weight 1; others are an MLP. MANY tokens in bf16 choose routed experts only: no row is sorted and summed for
-    experts that all tokens share.
+    with weight 1; others are an MLP.
     """
 
     def __init__(
@@ -59,19 +53,13 @@ class KernelMoe(Module):
 
     def add_(self, h_TH: Tensor, x: Tensor | LazyNorm, real_T: Tensor | None) -> None:
         """h += the experts of the stacks, in place."""
-        rule, experts = self.router.rule, self.experts
-        if not rule.shared or len(x) < MANY or self.is_deterministic or experts.scheme is not None:
-            return self.run(h_TH, x, self._route(x, real_T, rule, experts.reads_codes), experts.stacks())
-        x_TH = norm.rows_of(x)  # before h changes
-        weights = ExpertWeights(experts.w13[: rule.experts], experts.w2[: rule.experts])
-        self.run(h_TH, x_TH, self._route(x_TH, real_T, replace(rule, shared=0), False), weights)
-        experts.add_shared(h_TH, x_TH, rule.shared)
+        self.run(h_TH, x, self._route(x, real_T, self.experts.reads_codes), self.experts.stacks())
 
     def partial(self, x: Tensor | LazyNorm, real_T: Tensor | None) -> Tensor:
         """float32 [T, H]: this rank's part of the sum over tensor-parallel ranks."""
         placement, x_TH = self.placement, norm.rows_of(x)
         assert placement is not None, "one rank adds to the stream itself"
-        routed = self._route(x_TH, real_T, self.router.rule, False)
+        routed = self._route(x_TH, real_T, False)
         x_TH, weights_TK, ids_TK = placement.dispatch(x_TH, routed.weights_TK, routed.ids_TK)
         ids_TK = placement.local_ids(ids_TK, len(x_TH) // placement.layout.dp.size)
         sum_TH = torch.empty_like(x_TH)
@@ -85,11 +73,10 @@ class KernelMoe(Module):
         )
         return placement.combine(sum_TH)
 
-    def _route(
-        self, x: Tensor | LazyNorm, real_T: Tensor | None, rule: RouterConfig, with_codes: bool
-    ) -> routing.RouterOutput:
-        router = self.router
-        return routing.route(x, router.weight, router.bias, rule, real_T, with_codes, self.is_deterministic)
+    def _route(self, x: Tensor | LazyNorm, real_T: Tensor | None, with_codes: bool) -> routing.RouterOutput:
+        return routing.route(
+            x, self.router.weight, self.router.bias, self.router.rule, real_T, with_codes, self.is_deterministic
+        )
 
 
 class KernelExperts(Module):
@@ -125,14 +112,6 @@ class KernelExperts(Module):
 
     def stacks(self) -> ExpertWeights:
         return ExpertWeights(self.w13, self.w2, self.w13_scale, self.w2_scale)
-
-    def add_shared(self, h_TH: Tensor, x_TH: Tensor, count: int) -> None:
-        """h += the last `count` experts of x, in bf16."""
-        multiply, (tokens, inner) = matmul(False), (len(x_TH), self.w2.shape[2])
-        gate_up = multiply(x_TH, self.w13[-count:].flatten(0, 1), PLAIN)
-        y_TSI = silu_mul(gate_up.view(-1, 2 * inner)).view(tokens, count, inner)
-        for i in range(count):
-            multiply(y_TSI[:, i], self.w2[i - count], Epilogue(residual_MN=h_TH))
 
     def quantized(self, x_TH: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """The activations as the experts' scheme multiplies them; None for plain ones."""

@@ -27,15 +27,12 @@ STACKS = ("w13_NIH", "w2_NHI", "s13", "s2")
 def searches(experts: int, hidden: int, inner: int, topk: int, shared: int, codes: bool) -> Iterator[TuningSearch]:
     """experts, topk: with the shared ones, whose number is `shared`. codes: whether weights are e4m3."""
     seen = set()
-    tma = not codes and torch.cuda.is_available() and triton.serves_tma(torch.empty(0, hidden, inner, device="cuda"))
     for tokens in TOKENS:
-        by = triton.path(tokens, codes, False, tma)
-        stacked = shared if codes or tokens < triton.MANY else 0
-        count, columns = experts - shared + stacked, topk - shared + stacked
-        plan = by, triton.tabled(by, tokens, columns, count, codes)
-        if (count, plan) not in seen:
-            seen.add((count, plan))
-            yield _search(case.Shape(tokens, count, columns, hidden, inner, stacked), codes, plan)
+        by = triton.path(tokens, codes, False)
+        plan = by, triton.tabled(by, tokens, topk, experts, codes)
+        if plan not in seen:
+            seen.add(plan)
+            yield _search(case.Shape(tokens, experts, topk, hidden, inner, shared), codes, plan)
 
 
 def candidates(default: ExpertTiles, by: str, codes: bool) -> Iterator[ExpertTiles]:
