@@ -47,7 +47,9 @@ from thalweg.kernels.silu_mul.triton import gated
 from thalweg.kernels.tuned import TUNED
 
 SHARED_FIRST = 256  # tokens up to which the shared experts of sorted pairs start before the choice
-MANY = 1024  # tokens from which bf16 weights come by TMA, and stacked shared experts are products of their own
+# Tokens from which bf16 weights come by TMA. A layer of V2-Lite on an H100, with TMA and without: 1,024 tokens 517 and
+# 490 us, 2,048 704 and 737, 8,192 2,154 and 2,353.
+MANY = 2048
 
 
 @dataclass(frozen=True, slots=True)
