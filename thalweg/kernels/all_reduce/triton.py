@@ -1,13 +1,13 @@
-"""The sum over ranks on one host, residual addition and RMSNorm in one launch: every rank writes into the others' memory
-(torch's symmetric memory), without barriers.
+"""The sum over ranks of one host, residual addition and RMSNorm in one launch, without barriers: every rank writes into
+the others' memory (torch's symmetric memory).
 
 A word is 64 bits: two bf16 numbers, and above them the number of the call. Such a word arrives whole, so a rank that
 reads the number of this call has the data too; nothing is ever cleared. There are two sets of buffers, used in turn: to
 finish a call a rank needs words of all others, so none is more than one call behind.
 
 - one-shot (few rows): each rank sends its rows to all, and each adds up all of them.
-- two-shot: row r is added up by rank r mod W, which sends the result to all. 2 (W - 1) / W of a row leave a rank instead
-  of W - 1 rows.
+- two-shot: row r is added up by rank r mod W, which sends the result to all. 2 (W - 1) / W of a row leave a rank for
+  each row, instead of W - 1 rows.
 
 All ranks call the same kernels with as many rows, in the same order. Sums are float32 in one order everywhere, so the
 bits are equal on all ranks. Programs wait for each other: there are never more than fit on the GPU at once.

@@ -41,8 +41,8 @@ class Crossover(NamedTuple):
 
 # By whether latents are e4m3, measured on an H100 (benchmarks/gpu/attention.py --only crossover). Own kernels and
 # FlashMLA in us: 128 heads, 1 x 1,024 tokens 24 and 21, 4 x 1,024 66 and 22, 4 x 16,384 125 and 65; 64 heads, 1 x 4,096
-# 23 and 31, 4 x 4,096 50 and 29. In e4m3: 128 heads, 1 x 1,024 29 and 41, 4 x 1,024 72 and 42, 4 x 16,384 180 and 74; 64
-# heads, 4 x 4,096 57 and 46.
+# 23 and 31, 4 x 4,096 50 and 29. In e4m3: 128 heads, 1 x 1,024 29 and 41, 4 x 1,024 72 and 42, 4 x 16,384 180 and 74;
+# 64 heads, 4 x 4,096 57 and 46.
 CROSSOVERS = {
     False: (Crossover(128, 1, 1), Crossover(64, 4, 1), Crossover(1, 8, 1)),
     True: (Crossover(64, 4, 1), Crossover(1, 32, 1)),
