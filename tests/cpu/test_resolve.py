@@ -232,7 +232,7 @@ def test_a_gpu_is_used_where_there_is_one() -> None:
         DEFAULTS["cuda"].tokens[0],
     )
     assert "NVIDIA H100" in why["device"].reason
-    assert graphs(found) == ("full_and_piecewise", buckets(found.config.max_running_requests), token_buckets(2048))
+    assert graphs(found) == ("full_and_piecewise", buckets(found.config.max_running_requests), token_buckets(2304))
     room = int(H100.gpu_free * DEFAULTS["cuda"].fraction[0]) - 2 * GB  # weights in bfloat16
     assert found.pages == room // (2 * 2 * 1000 * 2 // 2 * PAGE)
 
@@ -404,7 +404,7 @@ def test_graphs_are_for_the_rows_asked_for() -> None:
 
 def test_graph_modes_choose_what_is_recorded() -> None:
     plans = {mode: graphs(run(on=H100, cuda_graph_mode=mode, max_running_requests=8)[0]) for mode in GRAPH_MODES}
-    rows, tokens = buckets(8), token_buckets(2048)
+    rows, tokens = buckets(8), token_buckets(2304)
     assert plans == {
         "full": ("full", rows, ()),
         "full_decode_only": ("full_decode_only", rows, ()),

@@ -39,6 +39,7 @@ class CaptureContext:
     """Shared by all captured steps."""
 
     model: Model
+    thin_model: Model  # one layer of each kind
     planes: Planes
     slots: Slots
     sampler: Sampler
@@ -94,18 +95,20 @@ class CapturedPass:
         self.every_T = torch.arange(rows * query, device=context.planes.device)
 
     def capture(self, pool: GraphPool) -> None:
-        self.graph, outputs = capture(pool, self._forward)
+        context = self.context
+        warm_up = partial(self._forward, context.thin_model)
+        self.graph, outputs = capture(pool, partial(self._forward, context.model), warm_up=warm_up)
         self.step, self.batch, self.hidden_TX, self.logits_TV = outputs
         self.graph.replay()  # the graphs that follow read its outputs
 
-    def _forward(self) -> tuple[InputTensors, Batch, Tensor, Tensor]:
+    def _forward(self, model: Model) -> tuple[InputTensors, Batch, Tensor, Tensor]:
         context, ahead_R = self.context, None if self.is_tree else self.ahead_R
         step = context.build_inputs(
             self.slot_R, ahead_R, context.slots.tensors(self.is_tree), context.pages, PAGE, self.query
         )
         batch = context.batch(step, self.every_T, self.rows, self.query, self.shares_slots)
-        hidden_TX = context.model.forward(batch, context.planes)
-        return step, batch, hidden_TX, context.model.logits(hidden_TX)
+        hidden_TX = model.forward(batch, context.planes)
+        return step, batch, hidden_TX, model.logits(hidden_TX)
 
     def release_pool_memory(self) -> None:
         """Lets later graphs use the memory of this pass. Call it when all graphs that read its outputs are captured.

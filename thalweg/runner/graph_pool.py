@@ -80,13 +80,17 @@ class GraphPool:
 
 
 def capture(
-    pool: GraphPool, work: Callable[[], T], before: Callable[[], None] = lambda: None
+    pool: GraphPool,
+    work: Callable[[], T],
+    before: Callable[[], None] = lambda: None,
+    warm_up: Callable[[], object] | None = None,
 ) -> tuple[torch.cuda.CUDAGraph, T]:
-    """Captures `work` into the pool. → the graph and the outputs that each replay writes. `work` runs eagerly first: a
-    kernel is loaded, a library makes its handles. before: runs before both; it is not captured.
+    """Captures `work` into the pool. → the graph and the outputs that each replay writes. `warm_up` runs eagerly first,
+    which by default is `work`: a kernel is loaded, a library makes its handles. before: runs before both; it is not
+    captured.
     """
     before()
-    work()
+    (warm_up or work)()
     before()
     pool.begin()
     outputs = work()

@@ -17,6 +17,7 @@ from thalweg.batch.slots import upload
 from thalweg.core.agreement import AgreedStep
 from thalweg.core.plan import SamplingNeeds, StepPlan
 from thalweg.kernels.draft_state.ref import DraftRows
+from thalweg.models.one_of_each import one_layer_of_each_kind
 from thalweg.runner.captured import (
     CaptureContext,
     CapturedPass,
@@ -112,9 +113,11 @@ class Capture:
         drafter, self.pool, self.has_drafts = runner.drafting.drafter, pool, not runner.drafting.is_off
         self.drafter = drafter if isinstance(drafter, AutoregressiveDrafter) else None
         attends = self.drafter is not None and self.drafter.head.attends
+        model = runner.model
         self.context = CaptureContext(
-            runner.model, runner.planes, runner.slots, runner.sampler, runner.compact_kv, attends, context, spare
-        )
+            model, one_layer_of_each_kind(model), runner.planes, runner.slots, runner.sampler, runner.compact_kv,
+            attends, context, spare,
+        )  # fmt: skip
         self.steps, self.extends, self.proposes = list[CapturedStep](), list[DraftExtendGraph](), list[DraftGraph]()
 
     def tokens(self, tokens: int, mixed: bool, chains: Sequence[tuple[int, int]], extends: bool) -> None:
@@ -155,18 +158,18 @@ class Capture:
 
     def pieces(self, runner: Runner, tokens: Sequence[int], beside: Sequence[int], report: Callable[[], None]) -> None:
         """Steps of so many tokens in pieces and with their attention, beside which there may be so many decode rows."""
-        model, planes, other = self.context.model, self.context.planes, GraphPool()
-        shared, pieces = StepBuffers(max(tokens), planes.device), list[PiecewiseGraph]()
+        model, thin, planes = self.context.model, self.context.thin_model, self.context.planes
+        shared, pieces, other = StepBuffers(max(tokens), planes.device), list[PiecewiseGraph](), GraphPool()
         for many in sorted(tokens, reverse=True):
             pieces.append(PiecewiseGraph(many, model, shared))
             with self.pool.running(f"{many} tokens"):
-                pieces[-1].capture(planes, self.context.max_kv_len, self.pool)
+                pieces[-1].capture(planes, self.context.max_kv_len, self.pool, thin)
             report()
         decode, context = max(beside, default=0), self.context.max_kv_len
         ragged = ragged_graphs(model, planes, tokens, decode, context, shared)
         for one in ragged:
             with self.pool.running(f"{one.tokens} tokens with their attention"):
-                one.capture(planes, self.pool)
+                one.capture(planes, self.pool, thin)
         runner.forward_model = steps = Piecewise(model, pieces, ragged)
         for many in beside:
             with other.running(f"attention of {many} rows"):

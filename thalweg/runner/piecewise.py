@@ -44,10 +44,11 @@ class PieceCapture:
     def __call__(self, attend: Attend, step: Any, *inputs: Tensor) -> Tensor:
         graph = self.pool.end()
         self.pieces.append(Piece(graph, attend, tuple(map(view_of, inputs))))
-        graph.replay()  # attention compiles and warms up on numbers, not on what the memory held before
-        out_TX = self.shared.out(attend(step, *inputs))
+        if self.shared.out_TX is None:
+            graph.replay()  # attention computes with numbers, not with what the memory held before
+            self.shared.make_out(attend(step, *inputs))
         self.pool.begin()
-        return out_TX
+        return self.shared.out(len(inputs[0]))
 
 
 class PiecewiseGraph:
@@ -58,11 +59,11 @@ class PiecewiseGraph:
         self.pieces: list[Piece] = []
         self.attends: tuple[Attend, ...] = ()
 
-    def capture(self, planes: Planes, context: int, pool: GraphPool) -> None:
+    def capture(self, planes: Planes, context: int, pool: GraphPool, thin: Model) -> None:
         """One eager run, in which kernels compile and libraries make their handles, then the recording. All is
-        padding.
+        padding. thin: the model with one layer of each kind.
         """
-        self.model.forward(_padding(self.shared, self.tokens, context), planes)
+        thin.forward(_padding(self.shared, self.tokens, context), planes)
         cutter = PieceCapture(pool, self.shared)
         batch = _padding(self.shared, self.tokens, context, cutter)
         pool.begin()

@@ -8,6 +8,7 @@ ends at once where there is nothing to do. Steps with more rows or longer contex
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -78,8 +79,10 @@ class RaggedGraph:
         self.tokens, self.decode, self.cached = tokens, decode, cached
         self.model, self.shared, self.rows = model, shared, rows
 
-    def capture(self, planes: Planes, pool: GraphPool) -> None:
-        """The eager run before it, in which kernels compile, is of one prompt of padding."""
+    def capture(self, planes: Planes, pool: GraphPool, thin: Model) -> None:
+        """The eager run before it, in which kernels compile, is of one prompt of padding. thin: the model with one layer
+        of each kind.
+        """
         shared, rows, tokens = self.shared, self.rows, self.tokens
         rows.starts_2N.zero_()
         rows.starts_2N[:, 1:] = tokens
@@ -90,7 +93,8 @@ class RaggedGraph:
             ids[:tokens], positions[:tokens], write[:tokens], table, real[:tokens], sampled, groups,
             shares_slots=True, prompts=rows.of(self.decode, self.cached),
         )  # fmt: skip
-        self.graph, hidden_TH = capture(pool, lambda: self.model.forward(batch, planes))
+        forward, warm_up = (partial(model.forward, batch, planes) for model in (self.model, thin))
+        self.graph, hidden_TH = capture(pool, forward, warm_up=warm_up)
         self.hidden_TH = view_of(hidden_TH)
 
     def fits(self, batch: Batch) -> bool:

@@ -30,8 +30,11 @@ class StepBuffers:
             held[:count] = given
             held[count:tokens] = 0
 
-    def out(self, like_TX: Tensor) -> Tensor:
-        """Where the attention whose result is `like` puts it."""
-        if self.out_TX is None:
-            self.out_TX = like_TX.new_zeros(len(self.ids_T), *like_TX.shape[1:])
-        return self.out_TX[: len(like_TX)]
+    def make_out(self, like_TX: Tensor) -> None:
+        """Makes room for what attention returns, such as `like`."""
+        self.out_TX = like_TX.new_zeros(len(self.ids_T), *like_TX.shape[1:])
+
+    def out(self, tokens: int) -> Tensor:
+        """Where attention puts the results of so many tokens."""
+        assert self.out_TX is not None, "the first attention that was captured made it"
+        return self.out_TX[:tokens]
