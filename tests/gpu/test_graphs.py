@@ -125,9 +125,11 @@ def test_attention_is_captured_with_its_step(
         for plane in stored:  # what the step does not store it does not find
             plane[batch.write_T] = 0
         got_TH = graph.forward(batch)
-        _close(got_TH, plain_TH, 0.02)
+        # FP8 weights multiply bf16 activations of few tokens, and a graph has as many as its bucket
+        share = 0.1 if shape == "v3" else 0.02
+        _close(got_TH, plain_TH, share)
         for plane, before in zip(stored, kept, strict=True):
-            _close(plane[batch.write_T], before, 0.04)
+            _close(plane[batch.write_T], before, 2 * share)
         assert torch.equal(got_TH.clone(), graph.forward(batch))
     assert held >= 6
     for parts in ([(0, 9)] * 17, [(70, 1)] * 5 + [(0, 9)]):

@@ -202,7 +202,8 @@ def build_runner(
         with _progress_bar("compiling kernels ahead", config.show_progress) as progress:
             ahead.finish(progress)
         times.end_phase("kernels ahead")
-        return _build_on_gpu(config, TokenByToken(model) if one_by_one else model, drafter, device, times)
+        steps = TokenByToken(model) if one_by_one else model
+        return _build_on_gpu(config, steps, drafter, device, times, ahead.is_warm)
     planes = _allocate_planes(model, drafter, config, device)
     steps = traced(model, planes)
     if isinstance(steps, TracedModel):
@@ -216,16 +217,18 @@ def build_runner(
 
 
 def _build_on_gpu(
-    config: EngineConfig, model: Model, drafter: Drafter, device: torch.device, times: StartupTimes
+    config: EngineConfig, model: Model, drafter: Drafter, device: torch.device, times: StartupTimes, is_warm: bool
 ) -> tuple[EngineConfig, Runner]:
-    """Warms up, measures memory, and gives the KV cache what is left. Raises UnsupportedConfig."""
+    """Warms up, measures memory, and gives the KV cache what is left. is_warm: see `warm_up`. Raises
+    UnsupportedConfig.
+    """
     torch.cuda.synchronize(device)
     specs = *model.planes(), *drafter.planes()
     context = provisional_context(config, specs, device)
     first = _with_acceptance_rule(runner_without_cache(config, model, drafter, context, device), config)
     if config.warmup:
         with _progress_bar("running every kind of step", config.show_progress) as progress:
-            warm_up(first, config, context, progress)
+            warm_up(first, config, context, progress, is_warm)
         times.end_phase("kernels")
     largest = msgspec.structs.replace(
         config,

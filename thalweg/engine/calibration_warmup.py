@@ -24,15 +24,19 @@ from thalweg.models.token_by_token import TokenByToken
 from thalweg.runner.runner import ForwardResult, Runner
 
 TORCH_CONTEXT = 1024  # tokens
+OFTEN = 4
 Work = Callable[[], object]
 
 
-def warm_up(runner: Runner, config: EngineConfig, context: int, progress: Callable[[int, int], None]) -> None:
+def warm_up(
+    runner: Runner, config: EngineConfig, context: int, progress: Callable[[int, int], None], is_warm: bool = False
+) -> None:
     """Runs all kinds of steps on empty slots: every row is padding and uses the null page only.
 
-    progress: called with (steps done, steps in all).
+    progress: called with (steps done, steps in all). is_warm: all kernels are in the cache folder; then every OFTEN-th
+    step is run, since a kernel that is still missing takes some ms to load.
     """
-    work = warm_up_work(runner, config, context)
+    work = warm_up_work(runner, config, context)[:: OFTEN if is_warm else 1]
     with torch.inference_mode():
         for done, run in enumerate(work, 1):
             run()
