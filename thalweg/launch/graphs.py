@@ -10,7 +10,7 @@ from thalweg.core.report import AUTO, Decision
 from thalweg.launch.decisions import Decisions
 
 MAX_CAPTURED_ROWS = 256  # larger steps keep the device busier than Python
-# A larger step computes for about as long as Python takes to launch it. 2,048 of a prompt and 256 decode rows are within.
+# A larger step computes for about as long as Python takes to launch it. 2,048 prompt tokens and 256 decode rows fit.
 MAX_PIECEWISE_TOKENS = 2304
 WHOLE_STEPS = ("full", "full_decode_only", "full_and_piecewise")
 PIECEWISE = ("piecewise", "full_and_piecewise")

@@ -80,8 +80,8 @@ class RaggedGraph:
         self.model, self.shared, self.rows = model, shared, rows
 
     def capture(self, planes: Planes, pool: GraphPool, thin: Model) -> None:
-        """The eager run before it, in which kernels compile, is of one prompt of padding. thin: the model with one layer
-        of each kind.
+        """The eager run before it, in which kernels compile, is of one prompt of padding. thin: the model with one
+        layer of each kind.
         """
         shared, rows, tokens = self.shared, self.rows, self.tokens
         rows.starts_2N.zero_()
