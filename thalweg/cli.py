@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import gc
 import importlib
 import json
 import os
@@ -112,17 +114,23 @@ finish."""
         "thalweg serve", "Serves a model over HTTP: OpenAI's routes, its own, and a page to chat on.", epilog
     )
     config = _parse(parser, argv).options
-    from thalweg.launch.serve import serve as run
-    from thalweg.server.app import build
-    from thalweg.server.connection import bounded
+    from thalweg.engine.child import EngineProcess
 
-    return run(
-        config,
-        lambda front, options, resolved: {
-            "app": build(front, options, resolved.chat, path=config.model.model, defaults=resolved.sampling),
-            "http": bounded(options),
-        },
-    )
+    with contextlib.closing(EngineProcess()) as engine:  # imports while this process does
+        gc.disable()  # imports leave no garbage
+        from thalweg.launch.serve import serve as run
+        from thalweg.server.app import build
+        from thalweg.server.connection import bounded
+
+        gc.enable()
+        return run(
+            config,
+            lambda front, options, resolved: {
+                "app": build(front, options, resolved.chat, path=config.model.model, defaults=resolved.sampling),
+                "http": bounded(options),
+            },
+            engine,
+        )
 
 
 def plan(argv: Sequence[str]) -> int:

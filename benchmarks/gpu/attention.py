@@ -1,7 +1,7 @@
 """Attention on one GPU: every case against float64, then the shapes that matter, timed inside a CUDA graph over buffers
 that no cache holds.
 
-    python benchmarks/gpu/attention.py [--quick] [--only write,mla,prefill,ext,gqa] [--no-check]
+    python benchmarks/gpu/attention.py [--quick] [--only write,mla,prefill,gqa,crossover,absorb] [--no-check]
 
 Prints a table and writes $OUT/attention.json (or ./attention.json): microseconds, GB/s of the bytes that must be read,
 TFLOP/s, and the share of the floor max(bytes / read rate, FLOPs / bf16 rate), both rates measured in the same run.
@@ -22,7 +22,9 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 from triton.runtime.errors import TritonError
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -32,15 +34,16 @@ from thalweg.config.entry_point import load_entry
 from thalweg.core.kernels import CheckCase
 from thalweg.kernels.attend.args import DecodeRows, KvPlanes, KvWrite, LatentPlane, PagedRows, RaggedRows
 from thalweg.kernels.attend.case import to_device
-from thalweg.kernels.attend.triton import DETERMINISTIC_SPLITS, TileConfig, merge
+from thalweg.kernels.attend.triton import DETERMINISTIC_SPLITS, TileConfig, merge, wait_for_previous
 from thalweg.kernels.gqa import case as gqa_case
 from thalweg.kernels.gqa import fa3
 from thalweg.kernels.gqa import triton as gqa
+from thalweg.kernels.launch import launch_config
 from thalweg.kernels.mla import case as mla_case
 from thalweg.kernels.mla import fa3 as mla_fa3
 from thalweg.kernels.mla import flashmla as flash_mla
 from thalweg.kernels.mla import triton as mla
-from thalweg.kernels.mla.backends import MlaShape
+from thalweg.kernels.mla.backends import MlaDecodeKernel, MlaShape, TritonMlaDecode
 from thalweg.kernels.rope import triton as rope
 
 BEYOND_L2 = 160 << 20  # bytes that a round of calls reads
@@ -351,6 +354,115 @@ def flashmla(table: Table, quick: bool, heads: int, context: int, rows: int) -> 
     table.add(f"{name}, with its scheduler", lambda: [planned], bytes_, flops)
 
 
+def crossover(table: Table, quick: bool, heads: int, context: int, rows: int) -> None:
+    """A layer's decode attention up to its values by own kernels and by the library, whose schedule is made once a
+    step: for `flashmla.CROSSOVERS`.
+    """
+    if not flash_mla.available():
+        print("flash_mla is not installed")
+        return
+    pages, tables, positions = contexts(rows, context, 1152)
+    plane, query, uv = random(pages, 64, 576), random(rows, heads, 576), random(heads, 128, 512).transpose(1, 2)
+    scale, flops = torch.full((1,), 0.05, device=DEVICE), 2 * rows * heads * context * 1088
+    codes = LatentPlane((plane / 0.05).to(torch.float8_e4m3fn), scale)
+
+    def each(is_fp8: bool, kernel: MlaDecodeKernel) -> list[Callable[[], object]]:
+        latents = codes if is_fp8 else LatentPlane(plane)
+        steps = [DecodeRows(table_RL, positions, 1, context) for table_RL in tables]
+        shared = kernel.prepare(steps[0])
+        return [functools.partial(kernel.attend, query, latents, uv, rows, shared) for rows in steps]
+
+    for is_fp8 in (False, True):
+        name = f"decode to values {heads} heads, {rows} x {context}{', e4m3' * is_fp8}"
+        shape = MlaShape(heads, 512, 0.07, is_fp8)
+        for by, kernel in ("own", TritonMlaDecode(shape)), ("flashmla", flash_mla.FlashMlaDecode(shape)):
+            calls = functools.partial(each, is_fp8, kernel)
+            table.add(f"{name}, {by}", calls, rows * context * (576 if is_fp8 else 1152), flops)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _bmm_fp8(
+    x, w, scale, y, tokens, x_token, x_head, y_token, y_head,
+    W_HEAD: constexpr, W_K: constexpr, W_N: constexpr, S_HEAD: constexpr, S_K: constexpr, S_N: constexpr,
+    K: constexpr, M: constexpr, N: constexpr, PDL: constexpr,
+):  # fmt: skip
+    """Program (h, b, i): N columns of head h's product of the i-th M tokens with codes, whose blocks of 128 × 128 have a
+    multiplier. The weights are loaded before the wait for x.
+    """
+    head, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * N
+    lane, k, n = tl.program_id(2) * M + tl.arange(0, M), tl.arange(0, 128), first + tl.arange(0, N)
+    weights = ()
+    for block in tl.static_range(K // 128):
+        at = w + head * W_HEAD + (block * 128 + k)[:, None] * W_K + n[None, :] * W_N
+        weights = weights + (tl.load(at),)
+    wait_for_previous(PDL)
+    sums = tl.zeros((M, N), tl.float32)
+    for block in tl.static_range(K // 128):
+        at = x + lane.to(tl.int64)[:, None] * x_token + head * x_head + (block * 128 + k)[None, :]
+        tile = tl.load(at, mask=(lane < tokens)[:, None], other=0.0)
+        part = tl.dot(tile, weights[block].to(tl.float32).to(tile.dtype))
+        sums += part * tl.load(scale + head * S_HEAD + block * S_K + first // 128 * S_N)
+    to = y + lane.to(tl.int64)[:, None] * y_token + head * y_head + n[None, :]
+    tl.store(to, sums.to(y.dtype.element_ty), mask=(lane < tokens)[:, None])
+
+
+def bmm_fp8(x_THk: Tensor, codes_HKN: Tensor, scales: Tensor, y_THn: Tensor, columns: int = 64) -> None:
+    """y = x times codes · multipliers, for each head. codes: a view of any strides; scales: of its blocks."""
+    (tokens, heads, inner), width = x_THk.shape, y_THn.shape[2]
+    rows = min(max(triton.next_power_of_2(tokens), 16), 64)
+    _bmm_fp8[heads, width // columns, triton.cdiv(tokens, rows)](
+        x_THk, codes_HKN, scales, y_THn, tokens, *x_THk.stride()[:2], *y_THn.stride()[:2],
+        *codes_HKN.stride(), *scales.stride(), inner, rows, columns, **launch_config(y_THn, 4),
+    )  # fmt: skip
+
+
+class Absorption:
+    """W_UK or W_UV of a layer as a checkpoint in FP8 stores it, and in bf16, as absorption multiplies by it now."""
+
+    def __init__(self, heads: int, is_key: bool) -> None:
+        codes = torch.randint(0, 256, (heads, 128, 512), device=DEVICE, dtype=torch.uint8).bitwise_and_(0xBF)
+        codes, scales = codes.view(torch.float8_e4m3fn), torch.rand(heads, 1, 4, device=DEVICE) * 0.02
+        wide = codes.double() * scales.double().repeat_interleave(128, 2)
+        # [H, k, n]: W_UK as it is, W_UV stored [H, v, r]
+        views = (codes, scales, wide) if is_key else (x.transpose(1, 2) for x in (codes, scales, wide))
+        self.codes, self.scales, self.wide = views
+        self.weight = self.wide.to(torch.bfloat16) if is_key else wide.to(torch.bfloat16).transpose(1, 2)
+
+
+def absorption(table: Table, quick: bool, heads: int, tokens: int) -> None:
+    """The two products with kv_b around attention: by the library, by own kernels, and on codes, each with its error
+    against float64.
+    """
+    layers = -(-BEYOND_L2 // (heads << 16))
+    for is_key, name in ((True, "q_nope x W_UK"), (False, "out x W_UV")):
+        given = [Absorption(heads, is_key) for _ in range(max(layers, 2))]
+        x = random(tokens, heads, 128 if is_key else 512)
+        y = random(tokens, heads, 512 if is_key else 128)
+        exact = torch.bmm(x.transpose(0, 1).double(), given[0].wide).transpose(0, 1)
+
+        def bmm(w: Absorption, x: Tensor = x, y: Tensor = y) -> Tensor:
+            torch.bmm(x.transpose(0, 1), w.weight, out=y.transpose(0, 1))
+            return y
+
+        def own(w: Absorption, x: Tensor = x, y: Tensor = y) -> Tensor:
+            return mla.up(x, w.weight).view_as(y)
+
+        def fp8(w: Absorption, columns: int, x: Tensor = x, y: Tensor = y) -> Tensor:
+            bmm_fp8(x, w.codes, w.scales, y, columns)
+            return y
+
+        ways: dict[str, Callable[[Absorption], Tensor]] = {"bmm": bmm} | ({} if is_key else {"own": own})
+        ways |= {f"fp8, {columns} columns": functools.partial(fp8, columns=columns) for columns in (32, 64, 128)}
+        for way, call in ways.items():
+            bytes_ = heads * (1 if "fp8" in way else 2) << 16
+            title, flops = f"{name}, {heads} heads, {tokens} tokens, {way}", 2 * tokens * heads << 16
+            table.add(title, lambda call=call, given=given: [functools.partial(call, w) for w in given], bytes_, flops)
+            if "us" in table.rows[-1]:
+                error = float((call(given[0]).double() - exact).abs().max() / exact.abs().max())
+                table.rows[-1]["error"] = error
+                print(f"{'':70s} error {error:.2e}", flush=True)
+
+
 def fa3_prefill(table: Table, quick: bool, heads: int, rows: int, tokens: int) -> None:
     if not fa3.available():
         print("fa3_fwd is not installed")
@@ -412,6 +524,12 @@ PARTS: dict[str, tuple[tuple[Callable[..., None], tuple[tuple[int, ...], ...]], 
         (mla_prefill, ((16, 1, 1024), (16, 1, 8192), (16, 8, 1024), (128, 1, 1024), (128, 1, 8192), (128, 8, 1024))),
         (gqa_prefill, ((28, 4, 1, 1024), (28, 4, 1, 8192), (28, 4, 8, 1024))),
     ),
+    "crossover": tuple(
+        (crossover, tuple((heads, context, rows) for rows in (1, 4, 8, 16, 32, 64, 128, 256)))
+        for heads in (16, 64, 128)
+        for context in (1024, 4096, 16384)
+    ),
+    "absorb": ((absorption, tuple((heads, tokens) for heads in (16, 128) for tokens in (1, 8, 32, 128, 256))),),
     "gqa": (
         (gqa_decode, tuple((28, 4, 1024, rows) for rows in (1, 64, 256)) + ((64, 8, 1024, 32), (28, 4, 4096, 32))),
     ),

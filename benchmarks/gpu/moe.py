@@ -364,14 +364,14 @@ def time_stages(shape: Shape, weights: ExpertWeights, tokens: int) -> dict[str, 
     routed, x = draw_ids(tokens, shape.rule), torch.randn(tokens, shape.hidden, device=CUDA).bfloat16()
     codes, scales = quantize(x)
     by = moe_align.sort(routed.ids_TK, shape.stack, 128, True)
-    a, a_scales = moe_align.gather(codes, scales, by, routed.ids_TK.shape[1])
+    a, a_scales = moe_align.gather(codes, scales, by, routed.ids_TK, shape.stack)
     ends = by.end_N[: shape.stack]
     gate_up = torch.empty(a.shape[0], 2 * shape.inner, device=CUDA, dtype=torch.bfloat16)
     y = torch.empty(a.shape[0], shape.hidden, device=CUDA, dtype=torch.bfloat16)
     multiply = deep_gemm.library().m_grouped_fp8_gemm_nt_contiguous
     inner = silu_mul_quantize(gate_up, by.tiles)
     stages = {
-        "gather": lambda: moe_align.gather(codes, scales, by, routed.ids_TK.shape[1]),
+        "gather": lambda: moe_align.gather(codes, scales, by, routed.ids_TK, shape.stack),
         "up": lambda: multiply((a, a_scales), (weights.w13_NIH, weights.s13), gate_up, ends, **ext.LAYOUT),
         "silu": lambda: silu_mul_quantize(gate_up, by.tiles),
         "down": lambda: multiply(inner, (weights.w2_NHI, weights.s2), y, ends, **ext.LAYOUT),
@@ -387,7 +387,7 @@ def time_sort(shape: Shape, tokens: int) -> dict[str, Any]:
 
 def variants(shape: Shape, tokens: int) -> Iterator[ExpertTiles]:
     """Other tiles: one side is varied at a time, the other stays as the table has it."""
-    if experts.path(tokens, shape.fp8, False) == "pairs":
+    if experts.path(tokens, shape.fp8, False, not shape.fp8) == "pairs":
         base = experts.tabled("pairs", tokens, 1, 1, False)
         ups = [(16, 256, 5, 4), (8, 256, 6, 4), (16, 512, 4, 8), (32, 256, 4, 8), (8, 512, 4, 4), (32, 128, 5, 4)]
         downs = [(8, 128, 4, 8), (16, 128, 3, 8), (4, 256, 3, 8), (4, 128, 3, 4)]
@@ -447,7 +447,7 @@ def main() -> None:
             share = log.left / (2 if shape is LITE else 1)
             until = log.left - share
             for tokens in (1, 32, 128, 8192, 8, 1024):
-                path = experts.path(tokens, shape.fp8, False)
+                path = experts.path(tokens, shape.fp8, False, not shape.fp8)
                 for given in variants(shape, tokens):
                     if log.left > until:
                         label = f"{shape.name} T={tokens} {name_of(given)}"

@@ -1,5 +1,5 @@
-"""Sampling kernels in Triton's interpreter against their references, without a GPU. A process of its own, since Triton
-reads TRITON_INTERPRET once.
+"""Sampling kernels, and those of many tokens' experts, in Triton's interpreter against their references, without a GPU.
+A process of its own, since Triton reads TRITON_INTERPRET once.
 
     TRITON_INTERPRET=1 python -m tests.cpu.interpreted
 """
@@ -18,11 +18,17 @@ from tests.gpu import growing
 from thalweg.batch.slots import Slots
 from thalweg.core.plan import Bind, SamplingNeeds
 from thalweg.core.sampling import SamplingParams
+from thalweg.kernels.all_reduce import case as all_reduce
 from thalweg.kernels.build_tree import ref as grow_ref
 from thalweg.kernels.build_tree import triton as grow
 from thalweg.kernels.draft_state import ref as draft_ref
 from thalweg.kernels.draft_state import triton as draft
+from thalweg.kernels.experts import case as expert_case
+from thalweg.kernels.experts import triton as experts
+from thalweg.kernels.moe_align import triton as align
+from thalweg.kernels.moe_align.ref import order
 from thalweg.kernels.penalties import triton as penalties
+from thalweg.kernels.router.triton import RouterOutput
 from thalweg.kernels.sample.triton import SampledRows
 from thalweg.kernels.temperature import case
 from thalweg.kernels.temperature import triton as temperature
@@ -136,6 +142,13 @@ def verified() -> None:
         assert max(errors) <= one.tolerance, (one.name, errors)
 
 
+def summed_over_ranks() -> None:
+    """All ranks in one process, one part after the other."""
+    for one in all_reduce.cases(torch.Generator().manual_seed(1)):
+        errors = one.errors(all_reduce.run_triton(**one.fresh_inputs()))
+        assert max(errors) <= one.tolerance, (one.name, errors)
+
+
 def trees() -> None:
     """Their paths, and how they are grown."""
     generator = torch.Generator().manual_seed(1)
@@ -174,8 +187,23 @@ def concluded() -> None:
             )
 
 
+def grouped() -> None:
+    """Experts by TMA, with tiles that end inside a dim; rows of pairs, some of no expert."""
+    one = expert_case.small_case(torch.Generator().manual_seed(1), expert_case.Shape(150, 5, 3, 128, 72), torch.float32)
+    out, x, ids, weights, *stacks = one.fresh_inputs().values()
+    tile = experts.ExpertTile(64, 32, 64, 2, 4)
+    plan = "tma", experts.ExpertTiles(tile, tile)
+    experts.run_experts(out, x, RouterOutput(weights, ids), experts.ExpertWeights(*stacks), plan=plan)
+    assert max(one.errors((out,))) <= one.tolerance
+    ids = ids.masked_fill(weights < 0.1, 5)
+    by, pairs = align.sort(ids, 5, 16, aligned=True), order(ids, 5)
+    rows, _ = align.gather(x, None, by, ids, 5)
+    assert torch.equal(rows[by.position_P[pairs]], x[pairs // 3])
+
+
 def main() -> int:
     convert_scalars()
+    grouped()
     tl.extra.cuda.libdevice.fast_logf = logarithm  # the device's own is nothing that is interpreted
     vars(penalties)["BLOCK"] = tl.constexpr(32)  # so that sequences have several
     tempered(256)
@@ -184,6 +212,7 @@ def main() -> int:
         adjusted(*shape)
     verified()
     trees()
+    summed_over_ranks()
     concluded()
     for vocab in (300, 5000):
         broken(DRAWS[:2], vocab, SamplingNeeds(random=True))

@@ -72,3 +72,21 @@ def test_attention_in_tiles_equals_attention_at_once(monkeypatch: pytest.MonkeyP
         cut = model.logits(model.forward(given, planes[1]))
     assert len(model.metadata.build(given, planes[1]).groups) == 4
     torch.testing.assert_close(cut, whole, rtol=1e-4, atol=1e-4)
+
+
+def test_flashmla_takes_steps_that_reach_a_crossover() -> None:
+    pytest.importorskip("triton")
+    from thalweg.kernels.attend.args import DecodeRows
+    from thalweg.kernels.mla.backends import MlaShape
+    from thalweg.kernels.mla.flashmla import Crossover, FlashMlaDecode
+
+    points = (Crossover(16, 64, 4096), Crossover(64, 8, 1))
+    wide, narrow = (FlashMlaDecode(MlaShape(heads, 512, 1.0, False), points) for heads in (128, 16))
+
+    def is_faster(kernel: FlashMlaDecode, tokens: int, max_kv_len: int) -> bool:
+        rows = DecodeRows(torch.zeros(tokens, 1), torch.zeros(tokens), max_kv_len=max_kv_len)
+        return kernel.is_faster(rows)
+
+    assert is_faster(wide, 8, 100) and not is_faster(wide, 7, 1 << 20)
+    assert is_faster(narrow, 64, 4096) and not is_faster(narrow, 64, 4095) and not is_faster(narrow, 63, 1 << 20)
+    assert FlashMlaDecode(MlaShape(1, 512, 1.0, False)).is_faster(DecodeRows(torch.zeros(1, 1), torch.zeros(1)))

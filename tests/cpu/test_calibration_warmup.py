@@ -36,13 +36,14 @@ from thalweg.engine.calibration_plans import (
     sampling_steps,
     token_counts,
 )
-from thalweg.engine.calibration_warmup import one_layer_of_each_kind, warm_up
+from thalweg.engine.calibration_warmup import warm_up
 from thalweg.launch import resources
 from thalweg.launch.report import as_json, show
 from thalweg.launch.resolve import resolve
 from thalweg.launch.resources import can_measure_steps
 from thalweg.memory.planes import Planes
 from thalweg.models.catalog import read_facts
+from thalweg.models.one_of_each import one_layer_of_each_kind
 from thalweg.models.token_by_token import TokenByToken
 from thalweg.runner.runner import Runner
 

@@ -24,6 +24,7 @@ from thalweg.config.server import ServerOptions
 from thalweg.core.errors import EngineDead, InvalidRequest, Overloaded
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine import client
+from thalweg.engine.child import EngineProcess
 from thalweg.engine.client import EngineClient
 from thalweg.engine.local import LocalEngine
 from thalweg.engine.streams import Piece
@@ -67,6 +68,16 @@ async def eventually(true: Callable[[], bool], seconds: float = 20.0) -> None:
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(asyncio.wait_for(test(), 240))  # type: ignore[arg-type]
+
+
+def test_a_process_without_a_configuration_ends_with_its_server_or_is_closed() -> None:
+    left, closed = EngineProcess(), EngineProcess()
+    closed.close()
+    assert closed.child.exitcode == -signal.SIGKILL
+    left.sender.close()
+    left.child.join(60)
+    assert left.child.exitcode == 0
+    left.close()
 
 
 def test_streams_equal_the_local_engine_beside_refused_requests() -> None:

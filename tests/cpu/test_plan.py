@@ -88,7 +88,7 @@ def test_pages_and_memory_are_those_of_the_layout(plan: Run, v3: str) -> None:
     made = json.loads(plan(*flags, "--json").out)
     (layout,) = made["layouts"]
     assert made["memory"] == layout["memory_of_a_gpu"] and made["caches"] == 1
-    assert made["pages"] * 64 == made["kv_tokens"] == layout["kv_tokens_per_cache"] == 825_152
+    assert made["pages"] * 64 == made["kv_tokens"] == layout["kv_tokens_per_cache"] == 822_912
     assert (
         made["decisions"]["max_total_tokens"]["value"] == made["kv_tokens"]
         and "of the cache" in made["decisions"]["max_total_tokens"]["reason"]

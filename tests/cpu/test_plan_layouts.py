@@ -215,12 +215,12 @@ QWEN_7B = QWEN | {
 }
 
 # (config, slots, tokens of a step, rows and tokens of the largest recordings, and how many: bytes that starts on an
-# H100 took for the largest step and for recordings)
+# H100 took for the largest step and for graphs; 0: not measured with these graphs)
 STARTS = [
-    (LITE, 256, 8192, 256, 35, 1_021_313_024, 471_859_200),
-    (QWEN_7B, 256, 8192, 256, 35, 1_130_364_928, 624_951_296),
-    (DEEPSEEK | {"num_hidden_layers": 5, "first_k_dense_replace": 1}, 256, 8192, 256, 35, 5_318_377_472, 864_026_624),
-    (LITE, 64, 0, 64, 11, 0, 333_447_168),
+    (LITE, 256, 8192, 256, 35, 1_021_313_024, 0),
+    (QWEN_7B, 256, 8192, 256, 35, 1_130_364_928, 0),
+    (DEEPSEEK | {"num_hidden_layers": 5, "first_k_dense_replace": 1}, 256, 8192, 256, 35, 5_318_377_472, 0),
+    (LITE, 129, 2048, 129, 20, 0, 486_539_264),
 ]  # fmt: skip
 
 
@@ -235,7 +235,8 @@ def test_steps_and_graphs_of_real_starts(
         cuda_graph_bs=(1,) * (buckets - 1) + (rows,),
         piecewise_cuda_graph_tokens=(16,) * 21 + (2048,),
     )
-    assert graph_bytes(facts(config), engine) == pytest.approx(graphs, rel=0.03)
+    if graphs:
+        assert graph_bytes(facts(config), engine) == pytest.approx(graphs, rel=0.03)
     if step:
         assert step_bytes(facts(config), engine) == pytest.approx(step, rel=0.03)
     assert graph_bytes(facts(config), EngineConfig(model_path="")) == 0

@@ -234,7 +234,7 @@ def test_a_gpu_is_used_where_there_is_one() -> None:
         DEFAULTS["cuda"].tokens[0],
     )
     assert "NVIDIA H100" in why["device"].reason
-    assert graphs(found) == ("full_and_piecewise", buckets(found.config.max_running_requests), token_buckets(2048))
+    assert graphs(found) == ("full_and_piecewise", buckets(found.config.max_running_requests), token_buckets(2304))
     room = int(H100.gpu_free * DEFAULTS["cuda"].fraction[0]) - 2 * GB  # weights in bfloat16
     assert found.pages == room // (2 * 2 * 1000 * 2 // 2 * PAGE)
 
@@ -406,7 +406,7 @@ def test_graphs_are_for_the_rows_asked_for() -> None:
 
 def test_graph_modes_choose_what_is_recorded() -> None:
     plans = {mode: graphs(run(on=H100, cuda_graph_mode=mode, max_running_requests=8)[0]) for mode in GRAPH_MODES}
-    rows, tokens = buckets(8), token_buckets(2048)
+    rows, tokens = buckets(8), token_buckets(2304)
     assert plans == {
         "full": ("full", rows, ()),
         "full_decode_only": ("full_decode_only", rows, ()),
@@ -447,7 +447,7 @@ def test_pieces_are_for_the_tokens_asked_for() -> None:
     assert run(on=H100, piecewise_cuda_graph_tokens=(512, 64))[0].config.piecewise_cuda_graph_tokens == (64, 512)
     assert "piecewise_cuda_graph_tokens" in refusal(on=H100, piecewise_cuda_graph_tokens=(9000,))
     assert token_buckets(300) == (16, 32, 48, 64, 96, 128, 192, 256, 300)
-    assert token_buckets(2048)[-3:] == (1792, 1920, 2048)
+    assert token_buckets(2048)[-6:] == (896, 1024, 1280, 1536, 1792, 2048)
     assert run(on=H100, chunked_prefill_size=100)[0].config.piecewise_cuda_graph_tokens[-1] == 100
 
 

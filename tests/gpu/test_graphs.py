@@ -81,6 +81,7 @@ def test_decode_rows_beside_a_prompt_are_recorded_too(shape: str, cuda: torch.de
         2,
         1,
     ]
+    runner.forward_model.ragged.clear()  # they come first
     for parts in ([(70, 1), (64, 1), (0, 100)], [(30, 1), (0, 20)], [(5, 1), (128, 1), (9, 1), (64, 30), (0, 11)]):
         batch = _bound(runner, parts)
         plain_TH = runner.model.forward(batch, runner.planes)
@@ -93,8 +94,51 @@ def test_decode_rows_beside_a_prompt_are_recorded_too(shape: str, cuda: torch.de
         _close(runner.forward_model.forward(batch, runner.planes), plain_TH, 0.02)
 
 
-def test_padding_writes_into_the_null_page_only(cuda: torch.device, tmp_path: Path) -> None:
-    runner = _runner(folder("v2-lite", tmp_path))
+@pytest.mark.parametrize(
+    ("shape", "cache"), [("v2-lite", None), ("v3", "fp8_e4m3"), ("qwen2", None), ("qwen3", "fp8_e4m3")]
+)
+@pytest.mark.parametrize("backend", [None, "triton"])
+def test_attention_is_captured_with_its_step(
+    shape: str, cache: str | None, backend: str | None, cuda: torch.device, tmp_path: Path
+) -> None:
+    wishes = {"cuda_graph_bs": (1, 2, 4), "piecewise_cuda_graph_tokens": PIECES, "max_running_requests": 24}
+    wishes |= {"kv_cache_dtype": cache, "attention_backend": backend}
+    runner = engine(folder(shape, tmp_path), cuda_graph_mode="full_and_piecewise", **wishes).runner
+    steps = runner.forward_model
+    assert isinstance(steps, Piecewise) and [(one.tokens, one.decode) for one in steps.ragged] == [
+        (256, 0), (256, 4), (32, 4),
+    ]  # fmt: skip
+    held = 0
+    for parts in (
+        [(0, 32)], [(0, 20)], [(0, 200), (0, 56)], [(70, 1), (64, 1), (0, 100)], [(64, 30), (0, 11)], [(30, 1), (0, 20)],
+        [(5, 1), (128, 1), (9, 1), (64, 30), (0, 11)], [(0, 3), (300, 1), (0, 1), (2, 5)], [(3, 1)], [(0, 9)] * 16,
+    ):  # fmt: skip
+        batch = _bound(runner, parts)
+        graph = next((one for one in steps.ragged if one.tokens >= len(batch.ids_T) and one.fits(batch)), None)
+        held += graph is not None
+        if graph is None:
+            assert any(before for before, now in parts if now > 1) and cache
+            continue
+        plain_TH = runner.model.forward(batch, runner.planes)
+        stored = [runner.planes.tokens(spec.name, spec.layer) for spec in runner.planes.specs]
+        kept = [plane[batch.write_T].clone() for plane in stored]
+        for plane in stored:  # what the step does not store it does not find
+            plane[batch.write_T] = 0
+        got_TH = graph.forward(batch)
+        # FP8 weights multiply bf16 activations of few tokens, and a graph has as many as its bucket
+        share = 0.1 if shape == "v3" else 0.02
+        _close(got_TH, plain_TH, share)
+        for plane, before in zip(stored, kept, strict=True):
+            _close(plane[batch.write_T], before, 2 * share)
+        assert torch.equal(got_TH.clone(), graph.forward(batch))
+    assert held >= 6
+    for parts in ([(0, 9)] * 17, [(70, 1)] * 5 + [(0, 9)]):
+        assert not any(one.fits(_bound(runner, parts)) for one in steps.ragged)
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_padding_writes_into_the_null_page_only(is_whole: bool, cuda: torch.device, tmp_path: Path) -> None:
+    runner = _runner(folder("v2-lite", tmp_path), is_whole)
     batch = _bound(runner, [(0, 70)])
     for plane in runner.planes.bytes.values():
         plane.random_(0, 60)  # small finite numbers in every type
@@ -106,8 +150,9 @@ def test_padding_writes_into_the_null_page_only(cuda: torch.device, tmp_path: Pa
         assert set(pages) <= own and len(set(pages) - {0}) == 2
 
 
-def test_what_an_earlier_step_left_does_not_matter(cuda: torch.device, tmp_path: Path) -> None:
-    runner = _runner(folder("v2-lite", tmp_path))
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_what_an_earlier_step_left_does_not_matter(is_whole: bool, cuda: torch.device, tmp_path: Path) -> None:
+    runner = _runner(folder("v2-lite", tmp_path), is_whole)
     batch = _bound(runner, [(0, 70)])
     first_TH = runner.forward_model.forward(batch, runner.planes).clone()
     other = _bound(runner, [(0, 250)])
@@ -157,11 +202,14 @@ def test_a_failed_recording_is_told_and_leaves_a_working_device(cuda: torch.devi
     assert x.tolist() == [1, 1]
 
 
-def _runner(path: Path) -> Runner:
+def _runner(path: Path, is_whole: bool = False) -> Runner:
+    """is_whole: attention is in the graphs."""
     runner = engine(
         path, cuda_graph_mode="piecewise", piecewise_cuda_graph_tokens=PIECES, max_running_requests=4
     ).runner
     assert isinstance(runner.forward_model, Piecewise)
+    if not is_whole:
+        runner.forward_model.ragged.clear()
     return runner
 
 

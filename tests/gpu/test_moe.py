@@ -183,6 +183,20 @@ def test_tiles_of_shared_experts_stand_anywhere(tokens: int, codes: bool) -> Non
     assert not torch.equal(spread, out) and torch.equal(spread, behind), f"TEST_SEED={SEED}"
 
 
+@pytest.mark.parametrize(("hidden", "inner"), [(256, 128), (384, 200)])
+def test_weights_by_tma_give_the_same_sums(hidden: int, inner: int) -> None:
+    """As the kernels of fewer tokens, with tiles that end inside a dim."""
+    tokens, weights = experts.MANY + 1, drawn(8, hidden, inner, False)
+    gate, rule = normal(draw(), 8, hidden).cuda(), RouterConfig(8, 3, 1.0, 1, 1, "greedy", False)
+    x, out = tokens_of(tokens, hidden)
+    routed = route(x, gate, None, rule, torch.arange(tokens, device=x.device) % 7 > 0)
+    assert experts.plan_of(tokens, 3, weights, False)[0] == "tma"
+    by_tma, others = out.clone(), out.clone()
+    run_experts(by_tma, x, routed, weights)
+    run_experts(others, x, routed, weights, plan=("sorted", experts.tabled("sorted", tokens, 3, 8, False)))
+    assert float((by_tma - others).abs().max() / others.abs().max()) < 1e-2, f"TEST_SEED={SEED}"
+
+
 def test_coverage_counts_routed_experts_only() -> None:
     ids = torch.tensor([[0, 3, 8], [3, 5, 8], [9, 9, 9]], dtype=torch.int32, device="cuda")
     assert int(coverage(ids, 8)) == 3
@@ -192,7 +206,7 @@ def starts(most: int) -> list[int]:
     """Numbers of tokens, up to `most`, at which other kernels of the layer below begin."""
     keys: list[object] = []
     for tokens in range(1, most + 1):
-        by = experts.path(tokens, False, False)
+        by = experts.path(tokens, False, False, True)
         sorts = way_of(3 * tokens) if by == "sorted" else None
         scores = router.tiles(tokens, 8, 256, False), tokens <= router.FEW, tokens >= router.MANY
         keys.append((by, experts.tabled(by, tokens, 3, 9, False), sorts, tokens <= experts.SHARED_FIRST, scores))

@@ -154,6 +154,9 @@ class AttentionMetadataBuilder(nn.Module):
         groups = tuple(AttentionGroup(batch, part, self.positions_S, self.workspace) for part in parts)
         return AttentionMetadata(batch, planes, cos_sin_T1c, groups, max(group.max_kv_len for group in groups))
 
+    def captured_cached_tokens(self, wish: int, planes: Planes) -> None:
+        """Masks and tiles are cut by lengths on the host."""
+
 
 def _max_elements(x: Tensor) -> int:
     return TILE_ELEMENTS_ON_GPU if x.is_cuda else TILE_ELEMENTS

@@ -71,6 +71,19 @@ class TreeMask(NamedTuple):
     rows: int
 
 
+class PromptRows(NamedTuple):
+    """Rows of a captured step whose number and lengths stand on the device: up to D decode rows, and up to N rows of
+    prompts behind them. Tokens behind these are padding.
+    """
+
+    decode_table_DP: Tensor  # int32
+    decode_positions_D: Tensor  # int64: 0 of rows beyond the step's decode rows
+    table_NP: Tensor  # int32
+    starts_N1: Tensor  # int32 [N + 1]: row i has the tokens starts[i] to starts[i + 1] of the step
+    context_starts_N1: Tensor  # int32 [N + 1]: the same of the rows' contexts, one behind the other
+    cached: int  # upper bound of the tokens of all contexts that are not of this step
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """The device tensors of one model pass."""
@@ -87,6 +100,7 @@ class Batch:
     tree: TreeMask | None = None  # None: columns are positions, and all before is seen
     shares_slots: bool = False  # rows of one token may belong to one request: they read each other's keys
     verifies: bool = False  # the rows of the first group have drafts, so their extents are upper bounds
+    prompts: PromptRows | None = None  # of a captured step, whose table_RP and extents are not read
 
     @property
     def columns_T(self) -> Tensor:

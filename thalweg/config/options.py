@@ -148,7 +148,7 @@ class LoadOptions(Section):
         (),
         "numbers of tokens of steps that are captured in pieces",
         metavar="N",
-        auto="16 to 2,048; the largest only where that is faster",
+        auto="16 to 2,304; the largest only where that is faster",
     )
 
 

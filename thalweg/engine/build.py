@@ -108,6 +108,7 @@ class StartupTimes:
     def end_phase(self, name: str) -> None:
         now = time.monotonic()
         self.phases.append(f"{name} {now - self.last:.1f} s")
+        log.debug("start: %s took %.2f s", name, now - self.last)
         self.last = now
 
     def __str__(self) -> str:
@@ -147,7 +148,9 @@ def prepare(config: EngineConfig, seat: Seat, times: StartupTimes) -> tuple[Engi
         use_stable_keys()
     wished = config
     with compile_ahead(config) as ahead:
+        times.end_phase("device")
         config = check_backends(config)
+        times.end_phase("libraries")
         config, runner = build_or_drop_drafter(lambda wish: build_runner(wish, facts, times, ahead, seat), config)
     runner.drafting.drop_deferred()
     if config.device == "cuda" and config.warmup and not config.drafter_left_out:
@@ -229,7 +232,8 @@ def build_runner(
         with _progress_bar("compiling kernels ahead", config.show_progress) as progress:
             ahead.finish(progress)
         times.end_phase("kernels ahead")
-        return _build_on_gpu(config, TokenByToken(model) if one_by_one else model, drafter, device, times)
+        steps = TokenByToken(model) if one_by_one else model
+        return _build_on_gpu(config, steps, drafter, device, times, ahead.is_warm)
     planes = _allocate_planes(model, drafter, config, device)
     steps = traced(model, planes)
     if isinstance(steps, TracedModel):
@@ -244,16 +248,18 @@ def build_runner(
 
 
 def _build_on_gpu(
-    config: EngineConfig, model: Model, drafter: Drafter, device: torch.device, times: StartupTimes
+    config: EngineConfig, model: Model, drafter: Drafter, device: torch.device, times: StartupTimes, is_warm: bool
 ) -> tuple[EngineConfig, Runner]:
-    """Warms up, measures memory, and gives the KV cache what is left. Raises UnsupportedConfig."""
+    """Warms up, measures memory, and gives the KV cache what is left. is_warm: see `warm_up`. Raises
+    UnsupportedConfig.
+    """
     torch.cuda.synchronize(device)
     specs = *model.planes(), *drafter.planes()
     context = provisional_context(config, specs, device, model.factory.layout.world)
     first = _with_acceptance_rule(runner_without_cache(config, model, drafter, context, device), config)
     if config.warmup:
         with _progress_bar("running every kind of step", config.show_progress) as progress:
-            warm_up(first, config, context, progress)
+            warm_up(first, config, context, progress, is_warm)
         times.end_phase("kernels")
     largest = msgspec.structs.replace(
         config,

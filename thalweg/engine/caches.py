@@ -17,6 +17,7 @@ from thalweg.config.engine import EngineConfig
 DEFAULT = Path("~/.cache/thalweg")
 FOLDERS = {"TRITON_CACHE_DIR": "triton", "DG_JIT_CACHE_DIR": "deep_gemm", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
 PACKAGES = "torch", "triton", "sgl-deep-gemm"  # whose versions compiled kernels depend on
+ROOMS = "batch", "kernels", "layers", "models", "quant", "runner", "sampling", "spec"  # whose code decides what runs
 # fields that no kernel depends on
 INDEPENDENT = (
     *("model_path", "load_format", "weight_updates", "cache_dir", "random_seed", "report", "show_progress"),
@@ -73,7 +74,7 @@ def _mark(config: EngineConfig) -> Path:
     fields = msgspec.to_builtins(config)
     settings = {name: value for name, value in fields.items() if name not in INDEPENDENT}
     model = (Path(config.model_path) / "config.json").read_text()
-    sources = sorted((Path(__file__).parents[1] / "kernels").rglob("*.py"))
+    sources = sorted(path for room in ROOMS for path in (Path(__file__).parents[1] / room).rglob("*.py"))
     state = json.dumps([settings, model, versions(), [path.read_text() for path in sources]])
     name = f"warm-{hashlib.sha256(state.encode()).hexdigest()[:16]}"
     return Path(os.environ["TRITON_CACHE_DIR"], name)

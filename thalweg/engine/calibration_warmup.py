@@ -4,7 +4,6 @@ kernel to be compiled or loaded.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from functools import partial
 from typing import Callable
@@ -20,33 +19,24 @@ from thalweg.core.plan import StepPlan
 from thalweg.engine import calibration_plans as plans
 from thalweg.engine.calibration import run_step
 from thalweg.models.interface import Model
+from thalweg.models.one_of_each import one_layer_of_each_kind
 from thalweg.models.token_by_token import TokenByToken
 from thalweg.runner.runner import ForwardResult, Runner
 
 TORCH_CONTEXT = 1024  # tokens
+OFTEN = 4
 Work = Callable[[], object]
 
 
-def one_layer_of_each_kind(model: Model) -> Model:
-    """The model with one layer of each kind and shared parameters, so that its kernels are those of the whole model."""
-    assert isinstance(model, nn.Module) and isinstance(model.layers, nn.ModuleList)
-    by_kind = {
-        tuple((name, parameter.shape, parameter.dtype) for name, parameter in layer.named_parameters()): layer
-        for layer in reversed(model.layers)
-    }
-    slim = copy.copy(model)
-    slim._modules = dict(model._modules)
-    slim.layers = nn.ModuleList(reversed(by_kind.values()))
-    vars(slim)["watched"] = (0,) * len(vars(model)["watched"])  # as many, of the layers that there are
-    return slim
-
-
-def warm_up(runner: Runner, config: EngineConfig, context: int, progress: Callable[[int, int], None]) -> None:
+def warm_up(
+    runner: Runner, config: EngineConfig, context: int, progress: Callable[[int, int], None], is_warm: bool = False
+) -> None:
     """Runs all kinds of steps on empty slots: every row is padding and uses the null page only.
 
-    progress: called with (steps done, steps in all).
+    progress: called with (steps done, steps in all). is_warm: all kernels are in the cache folder; then every OFTEN-th
+    step is run, since a kernel that is still missing takes some ms to load.
     """
-    work = warm_up_work(runner, config, context)
+    work = warm_up_work(runner, config, context)[:: OFTEN if is_warm else 1]
     with torch.inference_mode():
         for done, run in enumerate(work, 1):
             run()

@@ -45,7 +45,7 @@ from thalweg.core.messages import (
 )
 from thalweg.core.request import check_request
 from thalweg.core.sampling import SamplingParams
-from thalweg.engine import process
+from thalweg.engine.child import HANG, RECORD, EngineProcess
 from thalweg.engine.local import SubmitOptions, sequences
 from thalweg.engine.processes import EngineProcesses
 from thalweg.engine.routing import RequestRouter
@@ -137,7 +137,8 @@ def _locked(folder: Path) -> Iterator[None]:
 class EngineClient:
     """Requests in, pieces out. All methods belong to one event loop."""
 
-    def __init__(self, config: EngineConfig, tokenizer: Tokenizer) -> None:
+    def __init__(self, config: EngineConfig, tokenizer: Tokenizer, first: EngineProcess | None = None) -> None:
+        """first: a process that has been started for the first engine."""
         self.config = config  # of the next engine too, so weight updates are added to it
         self.tokenizer = tokenizer
         self.ready: EngineReady | None = None  # None unless the engine serves
@@ -159,6 +160,7 @@ class EngineClient:
         self._ready: list[EngineReady] = []  # of the processes that serve, those with a scheduler first
         self._replies: dict[int, list[ControlReply]] = {}  # that some data-parallel ranks have not answered, by id
         self._folder: str  # with the sockets
+        self._first = first
         self._ended: asyncio.Future[str]
         # uids, and control ids below 0, that the engine has not finished: those that nobody waits for any more too
         self._owed: set[int] = set()
@@ -301,7 +303,7 @@ class EngineClient:
         self._controls[message.id] = message, result
         return await result
 
-    def record(self, number: signal.Signals = process.RECORD) -> None:
+    def record(self, number: signal.Signals = RECORD) -> None:
         """Has the engine write its last steps (--crash-dump-folder). number: RECORD or HANG."""
         if not self.config.crash_dump_folder:
             log.warning("nothing is recorded: start with --crash-dump-folder DIR")
@@ -357,7 +359,8 @@ class EngineClient:
         """
         loop = asyncio.get_running_loop()
         with _socket_folder() as self._folder:
-            processes = self._processes = EngineProcesses(self.config, Path(self._folder))
+            processes = self._processes = EngineProcesses(self.config, Path(self._folder), first=self._first)
+            self._first = None
             processes.start()
             self._router = RequestRouter(self.config.dp_size, self.config.num_pages)
             self._ready, self._replies, self._stats = [], {}, {}
@@ -417,7 +420,7 @@ class EngineClient:
                 f"{f' ({stuck})' if stuck else ''}; /health says when it goes on"
             )
             log.error("%s", reason)
-            self.record(process.HANG)
+            self.record(HANG)
             if self.state == "ready":
                 self.state, self.reason = "hung", reason
             if self.config.watchdog_action == "restart":

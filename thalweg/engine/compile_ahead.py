@@ -75,6 +75,8 @@ class DryRunMessage(msgspec.Struct, omit_defaults=True):
 class CompileAhead:
     """The processes of one start. `finish` waits for them; leaving the context ends them."""
 
+    is_warm = False
+
     def __init__(self, config: EngineConfig) -> None:
         self.begun, self.workers = time.monotonic(), min(cores(), MOST_PROCESSES)
         self.folder = tempfile.TemporaryDirectory(prefix="thalweg-compile-", ignore_cleanup_errors=True)
@@ -220,6 +222,10 @@ class CompileAhead:
 class NothingAhead:
     """Stands for `CompileAhead` where nothing has to be compiled ahead."""
 
+    def __init__(self, is_warm: bool = False) -> None:
+        """is_warm: an earlier warm-up has filled the cache folder."""
+        self.is_warm = is_warm
+
     def __enter__(self) -> NothingAhead:
         return self
 
@@ -235,8 +241,9 @@ class NothingAhead:
 def compile_ahead(config: EngineConfig) -> CompileAhead | NothingAhead:
     """Starts to compile, unless the same warm-up filled the cache folder before."""
     is_useful = config.device == "cuda" and config.warmup and config.decode_attention_backend != "reference"
-    if not is_useful or cores() < FEWEST_CORES or caches.is_warm(config):
-        return NothingAhead()
+    is_warm = is_useful and caches.is_warm(config)
+    if not is_useful or cores() < FEWEST_CORES or is_warm:
+        return NothingAhead(is_warm)
     try:
         return CompileAhead(config)
     except OSError as error:

@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import multiprocessing
 import os
+import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -91,18 +92,23 @@ def send(message: DryRunMessage) -> None:
 def pretend(job: Job) -> None:
     """Makes this process take itself for one with the engine's GPU."""
     import triton
+    from triton.compiler import CompiledKernel
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
     from thalweg.kernels.compilations import use_stable_keys
 
     use_stable_keys()
-    launch = JITFunction.run
+    launch, launchers = JITFunction.run, set[str]()
 
     def compile_only(function: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         _, keys, *_ = function.device_caches[0]
         keys.clear()  # it takes True for 1, whose kernels have two files: the engine may ask for either
-        return launch(function, *args, grid=grid, warmup=True, **options)
+        kernel = launch(function, *args, grid=grid, warmup=True, **options)
+        if isinstance(kernel, CompiledKernel) and kernel.hash not in launchers:  # else another process compiles it
+            launchers.add(kernel.hash)
+            compile_launcher(kernel)
+        return kernel
 
     driver.set_active(Driver(job.capability))
     JITFunction.run = compile_only
@@ -112,6 +118,16 @@ def pretend(job: Job) -> None:
     setattr(FakeTensor, "data_ptr", lambda self: self.storage_offset() * self.dtype.itemsize)  # noqa: B010
     setattr(Tensor, "pin_memory", lambda self: self)  # noqa: B010
     replace_libraries()
+
+
+def compile_launcher(kernel: Any) -> None:
+    """Compiles the C function with which Triton launches a kernel. It takes a C compiler a quarter of a second, and
+    Triton would ask for it at the first launch. What fails here the engine will see.
+    """
+    from triton.backends.nvidia.driver import CudaLauncher
+
+    with contextlib.suppress(AssertionError, ImportError, OSError, subprocess.SubprocessError, RuntimeError):
+        CudaLauncher(kernel.src, kernel.metadata)
 
 
 def compiles_elsewhere(claims: Path, *, key: str, fn: Any, compile: Mapping[str, Any], **_: Any) -> bool:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import logging
 import multiprocessing
 import os
@@ -19,17 +20,15 @@ import torch
 import zmq
 
 from thalweg.config.engine import EngineConfig
-from thalweg.core import logs
 from thalweg.core.errors import ThalwegError, WeightUpdateError
 from thalweg.core.messages import UNREADABLE, ControlReply, EngineReady, Fatal, FromEngine, Rejected, ToEngine
 from thalweg.engine.build import build, build_follower
+from thalweg.engine.child import HANG, RECORD
 from thalweg.engine.group import Member, Seat, join
 from thalweg.engine.recording import StepRecorder
 from thalweg.parallel.shared_memory import Doorbell
 
 log = logging.getLogger("thalweg.engine")
-RECORD = signal.SIGUSR1  # asks for a recording
-HANG = signal.SIGUSR2  # the same, because the client misses replies
 T = TypeVar("T")
 
 
@@ -97,12 +96,16 @@ class ZmqChannel:
         self.context.term()
 
 
+def import_gpu_modules() -> None:
+    """Imports what only an engine on a GPU needs, and starts the driver, where there is one."""
+    if torch.cuda.is_available():
+        with contextlib.suppress(ImportError):  # Triton
+            importlib.import_module("thalweg.layers.kernel_layers")
+            importlib.import_module("thalweg.runner.graphs")
+
+
 def main(config: EngineConfig, member: Member, address: str) -> None:
-    """Entry of a spawned process. address: of its client. Exit code 0 after a drain, 1 after an error."""
-    logs.configure(config.log_level, config.log_format)
-    # the client decides when the engine ends, and there is nothing to record yet
-    for number in signal.SIGINT, signal.SIGTERM, RECORD, HANG:
-        signal.signal(number, signal.SIG_IGN)
+    """Builds and runs one process of an engine. address: of its client. Exit code 0 after a drain, 1 after an error."""
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     channel = ZmqChannel(address, member.bell)
     try:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import multiprocessing
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.process import BaseProcess
@@ -14,39 +12,46 @@ import zmq
 
 from thalweg.config.engine import EngineConfig
 from thalweg.core.messages import FromEngine, ToEngine
-from thalweg.engine import process
+from thalweg.engine.child import EngineProcess
 from thalweg.engine.group import Member, leaders_of, members_of
 
-SPAWN = multiprocessing.get_context("spawn")
 BLAME_S = 0.5  # after a process is killed, another may report a broken connection first
 
 
 class EngineProcesses:
     """All processes of an engine, or those beside the caller's own. Each has a PAIR socket of msgpack messages."""
 
-    def __init__(self, config: EngineConfig, folder: Path, with_own: bool = False) -> None:
-        """folder: for sockets and the start's files. with_own: the caller is the first process itself."""
+    def __init__(
+        self, config: EngineConfig, folder: Path, with_own: bool = False, first: EngineProcess | None = None
+    ) -> None:
+        """folder: for sockets and the start's files. with_own: the caller is the first process itself. first: a process
+        that imports already.
+        """
         self.members = members_of(config, folder)
         self.config, self.own = config, int(with_own)
         self.context = zmq.Context(1)
         self.sockets: list[zmq.Socket[bytes]] = []  # of the spawned processes
-        self.children: list[BaseProcess] = []
-        for i, member in enumerate(self.members[self.own :]):
+        self.spawned = [] if first is None else [first]
+        self.addresses = [f"ipc://{folder}/engine{i}" for i in range(len(self.members) - self.own)]
+        for address in self.addresses:
             socket = self.context.socket(zmq.PAIR)
             socket.set_hwm(0)
-            socket.bind(address := f"ipc://{folder}/engine{i}")
+            socket.bind(address)
             self.sockets.append(socket)
-            name = member.name or "thalweg-engine"
-            self.children.append(SPAWN.Process(target=process.main, args=(config, member, address), name=name))
         self.leaders = [self.members.index(member) for member in leaders_of(config, self.members)]
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(FromEngine).decode
 
     def start(self) -> None:
-        # if nobody closes the client, multiprocessing would wait at exit for processes that wait for us
-        atexit.register(self.kill)
-        for child in self.children:
-            child.start()
+        members = self.members[self.own :]
+        self.spawned += [EngineProcess(member.name) for member in members[len(self.spawned) :]]
+        for spawned, member, address in zip(self.spawned, members, self.addresses, strict=True):
+            spawned.run(self.config, member, address)
+
+    @property
+    def children(self) -> list[BaseProcess]:
+        """The spawned processes."""
+        return [spawned.child for spawned in self.spawned]
 
     @property
     def first(self) -> Member:
@@ -129,11 +134,8 @@ class EngineProcesses:
             self.kill()
 
     def kill(self) -> None:
-        for child in self.children:
-            if child.pid is not None and child.is_alive():
-                child.kill()
-                child.join()
-        atexit.unregister(self.kill)
+        for spawned in self.spawned:
+            spawned.close()
 
     def close(self) -> None:
         """After all have ended."""

@@ -11,8 +11,8 @@ from thalweg.kernels.experts.case import FP8 as EXPERTS_FP8
 from thalweg.kernels.gemm.case import FP8 as GEMM_FP8
 
 FOLDERS = (
-    "batch_invariant_gemm", "expand_latents", "experts", "fp8_block", "gemm", "gqa", "indexer", "mla", "moe_align",
-    "norm", "quantize", "rope", "router", "silu_mul", "temperature", "topk_topp", "verify",
+    "all_reduce", "batch_invariant_gemm", "expand_latents", "experts", "fp8_block", "gemm", "gqa", "indexer", "mla",
+    "moe_align", "norm", "quantize", "rope", "router", "silu_mul", "temperature", "topk_topp", "verify",
 )  # fmt: skip
 
 

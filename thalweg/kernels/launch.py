@@ -36,6 +36,16 @@ def hopper_has(*modules: str) -> bool:
     return is_installed and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 
 
+def has_tma(tensor: Tensor) -> bool:
+    """Whether its device has TMA, and shared memory for deep pipelines, which consumer cards (12.x) have not."""
+    return tensor.is_cuda and _is_roomy(tensor.device)
+
+
+@cache
+def _is_roomy(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device)[0] in (9, 10)
+
+
 @cache
 def _overlaps(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (9, 0)

@@ -10,7 +10,8 @@ from thalweg.core.report import AUTO, Decision
 from thalweg.launch.decisions import Decisions
 
 MAX_CAPTURED_ROWS = 256  # larger steps keep the device busier than Python
-MAX_PIECEWISE_TOKENS = 2048  # a larger step computes for longer than Python takes to launch it
+# A larger step computes for about as long as Python takes to launch it. 2,048 prompt tokens and 256 decode rows fit.
+MAX_PIECEWISE_TOKENS = 2304
 WHOLE_STEPS = ("full", "full_decode_only", "full_and_piecewise")
 PIECEWISE = ("piecewise", "full_and_piecewise")
 
@@ -93,7 +94,7 @@ def buckets(most: int) -> tuple[int, ...]:
 
 def token_buckets(most: int) -> tuple[int, ...]:
     """Tokens that piecewise graphs are captured for: up to 256 in small steps, then every 128th, since matrix products
-    compute tiles of 128 rows anyway; and `most` itself.
+    compute tiles of 128 rows anyway, and from 1,024 on every 256th; and `most` itself.
     """
-    steps = [16, 32, 48, 64, 96, 128, 192, *range(256, most + 1, 128)]
+    steps = [16, 32, 48, 64, 96, 128, 192, *range(256, 1024, 128), *range(1024, most + 1, 256)]
     return tuple(sorted({step for step in steps if step < most} | {most}))

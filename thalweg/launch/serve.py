@@ -27,6 +27,7 @@ from thalweg.config.options import ListenOptions, Options
 from thalweg.config.server import ServerOptions
 from thalweg.core import logs
 from thalweg.core.errors import EngineDead, UnsupportedConfig
+from thalweg.engine.child import EngineProcess
 from thalweg.engine.client import EngineClient
 from thalweg.launch.report import as_json, show, wide_console
 from thalweg.launch.resolve import resolve
@@ -40,9 +41,9 @@ LAST_WORDS = 5  # seconds that answers get to leave their sockets after the engi
 MakeServer = Callable[[EngineClient, ServerOptions, Resolved], dict[str, Any]]
 
 
-def serve(config: Options, make_server: MakeServer) -> int:
+def serve(config: Options, make_server: MakeServer, first: EngineProcess | None = None) -> int:
     """Serves until a signal says stop; returns the exit status. make_server: settings of uvicorn: `app`, the ASGI
-    application of a front, and `http`, what speaks HTTP on a socket.
+    application of a front, and `http`, what speaks HTTP on a socket. first: a process for the first engine.
 
     Raises UnsupportedConfig when the port is taken or a setting cannot be honoured, CheckpointError, and EngineDead
     when the engine cannot start, or cannot be started again after it has ended.
@@ -60,7 +61,7 @@ def serve(config: Options, make_server: MakeServer) -> int:
             log.info("resolved", extra=logs.fields(resolved=as_json(resolved)))
         else:
             show(as_json(resolved), wide_console())
-        return asyncio.run(_run(config, resolved, sock, tls, make_server))
+        return asyncio.run(_run(config, resolved, sock, tls, make_server, first))
 
 
 class _Server(uvicorn.Server):
@@ -94,10 +95,15 @@ class _Server(uvicorn.Server):
 
 
 async def _run(
-    config: Options, resolved: Resolved, sock: socket.socket, tls: dict[str, Any], make_server: MakeServer
+    config: Options,
+    resolved: Resolved,
+    sock: socket.socket,
+    tls: dict[str, Any],
+    make_server: MakeServer,
+    first: EngineProcess | None,
 ) -> int:
     options = dataclasses.replace(config.server, served_model_name=resolved.names)
-    front = EngineClient(resolved.engine, resolved.reader())
+    front = EngineClient(resolved.engine, resolved.reader(), first)
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, front.record)
     if options.api_keys_file is not None:  # whoever rotates keys may send it, and must not end the server with it
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _hangup)

@@ -83,6 +83,11 @@ class MetadataBuilder(Protocol):
 
     def build(self, batch: Batch, planes: Planes) -> ForwardMetadata: ...
 
+    def captured_cached_tokens(self, wish: int, planes: Planes) -> int | None:
+        """Cached tokens that the prompts of a captured step may have (`batch.PromptRows.cached`), if there should be
+        room for `wish`. None: attention to prompts cannot be captured.
+        """
+
 
 class ForwardMetadata(Protocol):
     """Metadata of a forward pass, as a model reads it; its attention layers know more."""

@@ -148,13 +148,16 @@ class KernelLayers(LayerFactory):
             heads = len(share_of(facts.heads, self.layout.tp, "attention heads"))
             kv_heads = len(share_of(facts.kv_heads, self.layout.tp, "key heads", may_repeat=True))
             prepare = prepare_gqa(kernels, GqaShape(heads, kv_heads, facts.head_dim))
-            return PagedMetadataBuilder(facts, device, prepare, gathers=PREFILL[kernels.prefill].gathers_keys)
+            prefill = PREFILL[kernels.prefill]
+            captures = True in prefill.supports.graphs and not kernels.deterministic
+            return PagedMetadataBuilder(facts, device, prepare, gathers=prefill.gathers_keys, captures=captures)
         if not kernels.latent:
             own = ragged if kernels.deterministic else nothing
             return PagedMetadataBuilder(facts, device, own, gathers=False)
         if kernels.deterministic:
             return PagedMetadataBuilder(facts, device, own_rows, gathers=False)
-        return PagedMetadataBuilder(facts, device, prepare_by(self._decoder(facts)))
+        captures = True in PREFILL[kernels.prefill].supports.graphs
+        return PagedMetadataBuilder(facts, device, prepare_by(self._decoder(facts)), captures=captures)
 
     def head_widths(self, facts: ModelFacts) -> tuple[int, int]:
         return WIDTH, WIDTH

@@ -4,6 +4,7 @@ batch.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Protocol
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from thalweg.attention.context import AttentionGroup
-from thalweg.batch.batch import Batch, TreeMask
+from thalweg.batch.batch import Batch, PromptRows, TreeMask
 from thalweg.batch.slots import upload
 from thalweg.config.model import ModelFacts
 from thalweg.core.plan import PAGE
@@ -29,7 +30,7 @@ CHUNK = 1 << 14  # tokens of cached context that are expanded at a time
 class Rest:
     """The rows after the decode rows."""
 
-    token: int  # where they begin in the step
+    token: int  # where they begin in the step; 0 in a captured one, whose `starts_R1` says it
     rows: PagedRows
     cached: tuple[int, ...]  # tokens of each row's context before its query tokens
 
@@ -115,22 +116,31 @@ def rows_of(batch: Batch) -> Tensor:
 
 class PagedMetadataBuilder(nn.Module):
     """Owns the rotary table. gathers: whether attention of ragged rows gathers what they have cached; steps of a
-    backend that reads pages have neither `whole` nor `prefixes`.
+    backend that reads pages have neither `whole` nor `prefixes`. captures: whether attention of ragged rows can be
+    captured, with their lengths on the device.
     """
 
     cos: Tensor  # float32 [context, dim / 2]
     sin: Tensor
 
     def __init__(
-        self, facts: ModelFacts, device: torch.device, prepare: Prepare = nothing, *, gathers: bool = True
+        self,
+        facts: ModelFacts,
+        device: torch.device,
+        prepare: Prepare = nothing,
+        *,
+        gathers: bool = True,
+        captures: bool = False,
     ) -> None:
         super().__init__()
-        self.prepare, self.gathers = prepare, gathers
+        self.prepare, self.gathers, self.captures = prepare, gathers, captures
         table = rotary.table(facts.rope, facts.context, device)
         self.register_buffer("cos", table.real.contiguous(), persistent=False)
         self.register_buffer("sin", table.imag.contiguous(), persistent=False)
 
     def build(self, batch: Batch, planes: Planes) -> PagedStep:
+        if batch.prompts is not None:
+            return self._captured(batch, batch.prompts, planes)
         count, tokens, rows = _decode_rows(batch)
         rest = None if count == len(batch.extents) else _rest(batch, count, tokens)
         prefixes: tuple[ContextChunk, ...] = ()
@@ -144,6 +154,27 @@ class PagedMetadataBuilder(nn.Module):
                 prefixes = _prefixes(rest.cached, batch.ids_T.device)
         prepared = self.prepare(batch, tokens, rows)
         return PagedStep(batch, planes, self.cos, self.sin, tokens, rows, rest, prefixes, whole, prepared)
+
+    def captured_cached_tokens(self, wish: int, planes: Planes) -> int | None:
+        """See `layers.interface.MetadataBuilder`."""
+        if not self.captures:
+            return None
+        if not self.gathers:
+            return sys.maxsize
+        return 0 if planes.has_fp8 else wish
+
+    def _captured(self, batch: Batch, prompts: PromptRows, planes: Planes) -> PagedStep:
+        """Of rows that stand on the device. Rows of prompts are launched for as many tokens as the step has."""
+        tokens, decode = len(batch.ids_T), len(prompts.decode_positions_D)
+        table, positions = prompts.decode_table_DP, prompts.decode_positions_D
+        rows = DecodeRows(table, positions, max_kv_len=batch.groups[0].max_kv_len)
+        rest = Rest(0, PagedRows(prompts.table_NP, batch.positions_T, prompts.starts_N1, tokens), ())
+        whole = None
+        if self.gathers and prompts.cached:
+            room = tokens + prompts.cached
+            whole = ContextChunk(torch.zeros_like(prompts.starts_N1[1:]), prompts.context_starts_N1, room, room)
+        prepared = self.prepare(batch, decode, rows)
+        return PagedStep(batch, planes, self.cos, self.sin, decode, rows, rest, (), whole, prepared)
 
 
 def _decode_rows(batch: Batch) -> tuple[int, int, DecodeRows]:

@@ -63,7 +63,9 @@ class PagedGqa(GqaProjections):
         if step.decode:
             parts.append(self._decode(qkv_THd[: step.decode], step, new > 0))
         if step.rest is not None:
-            parts.append(self._ragged(qkv_THd[step.decode :], step, step.rest))
+            parts.append(self._ragged(qkv_THd[step.rest.token :], step, step.rest))
+        if step.batch.prompts is not None:
+            return _merged(parts, step.batch.real_T, step.batch.prompts.starts_N1[:1]).flatten(1)
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(1)
 
     def _split(self, qkv_THd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -105,6 +107,19 @@ class PagedGqa(GqaProjections):
             rows = RaggedRows(starts, prefix.starts_R1, longest, prefix.max_tokens, is_causal=False)
             merge_state_(out, lse, *contiguous(query, *gather(kv, table, prefix), rows, scale=self.scale))
         return out
+
+
+def _merged(parts: list[Tensor], real_T: Tensor, decode_1: Tensor) -> Tensor:
+    """Results of a captured step: of as many decode rows as there are, then of the prompts; 0 for padding, so that it
+    stays finite. parts: of the decode rows that the graph has, if any, and of all tokens.
+    """
+    *decoded, out_THd = parts
+    out_THd = out_THd.masked_fill(~real_T.view(-1, 1, 1), 0)
+    for part_DHd in decoded:
+        is_decode_D = torch.arange(len(part_DHd), device=decode_1.device) < decode_1
+        first_DHd = out_THd[: len(part_DHd)]
+        first_DHd.copy_(torch.where(is_decode_D.view(-1, 1, 1), part_DHd, first_DHd))
+    return out_THd
 
 
 class GqaKernels(NamedTuple):

@@ -110,14 +110,16 @@ class LatentMla(PagedMla):
     def _of_stored(self, step: PagedStep, query_TX: Tensor, latent_TD: Tensor) -> Tensor:
         """Attention of tokens that are stored. → [T, H * v]."""
         query_THd, tokens = query_TX.view(len(query_TX), self.heads, -1), step.decode
-        out_THv = query_THd.new_empty(len(query_THd), self.heads, self.v)
+        make = query_THd.new_empty if step.batch.prompts is None else query_THd.new_zeros  # padding must be finite
+        out_THv = make(len(query_THd), self.heads, self.v)
         if tokens:
             query_THD = query_THd.new_empty(tokens, self.heads, self.rank + self.rope)
             query_THD[..., self.rank :] = query_THd[:tokens, :, self.nope :]
             self._into_latents(query_THd[:tokens], query_THD)
             out_THv[:tokens] = self._decode(query_THD, step).view(tokens, self.heads, self.v)
         if step.rest is not None:
-            self._ragged(query_THd[tokens:], latent_TD[tokens:], step, step.rest, out_THv[tokens:])
+            first = step.rest.token
+            self._ragged(query_THd[first:], latent_TD[first:], step, step.rest, out_THv[first:])
         return out_THv.flatten(1)
 
     def _decode(self, query_THD: Tensor, step: PagedStep) -> Tensor:

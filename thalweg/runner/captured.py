@@ -25,7 +25,7 @@ from thalweg.kernels.verify.ref import AcceptedPaths, Verification
 from thalweg.memory.planes import Planes
 from thalweg.models.interface import Model
 from thalweg.runner.accepted_path import Move
-from thalweg.runner.graph_pool import MAX_CAPTURED_ROWS, NEEDS, WARM_UPS, GraphPool, capture, view_of
+from thalweg.runner.graph_pool import MAX_CAPTURED_ROWS, NEEDS, GraphPool, capture, view_of
 from thalweg.sampling.sample import Sampled, Sampler
 from thalweg.spec.drafter import DraftExtendInput
 
@@ -39,6 +39,7 @@ class CaptureContext:
     """Shared by all captured steps."""
 
     model: Model
+    thin_model: Model  # one layer of each kind
     planes: Planes
     slots: Slots
     sampler: Sampler
@@ -94,18 +95,20 @@ class CapturedPass:
         self.every_T = torch.arange(rows * query, device=context.planes.device)
 
     def capture(self, pool: GraphPool) -> None:
-        self.graph, outputs = capture(pool, self._forward)
+        context = self.context
+        warm_up = partial(self._forward, context.thin_model)
+        self.graph, outputs = capture(pool, partial(self._forward, context.model), warm_up=warm_up)
         self.step, self.batch, self.hidden_TX, self.logits_TV = outputs
         self.graph.replay()  # the graphs that follow read its outputs
 
-    def _forward(self) -> tuple[InputTensors, Batch, Tensor, Tensor]:
+    def _forward(self, model: Model) -> tuple[InputTensors, Batch, Tensor, Tensor]:
         context, ahead_R = self.context, None if self.is_tree else self.ahead_R
         step = context.build_inputs(
             self.slot_R, ahead_R, context.slots.tensors(self.is_tree), context.pages, PAGE, self.query
         )
         batch = context.batch(step, self.every_T, self.rows, self.query, self.shares_slots)
-        hidden_TX = context.model.forward(batch, context.planes)
-        return step, batch, hidden_TX, context.model.shard_logits(hidden_TX)
+        hidden_TX = model.forward(batch, context.planes)
+        return step, batch, hidden_TX, model.shard_logits(hidden_TX)
 
     def release_pool_memory(self) -> None:
         """Lets later graphs use the memory of this pass. Call it when all graphs that read its outputs are captured.
@@ -131,7 +134,6 @@ class CapturedStep(ABC):
     """A captured model pass and the graphs that sample up to `rows` rows of `query` tokens each."""
 
     kind: str
-    warm_ups = WARM_UPS
 
     def __init__(self, captured_pass: CapturedPass, rows: int, query: int) -> None:
         self.captured_pass, self.rows, self.query = captured_pass, rows, query
@@ -140,7 +142,7 @@ class CapturedStep(ABC):
     def capture(self, pool: GraphPool) -> None:
         """Captures sampling after the pass has been captured. It writes to the spare slot and the null page."""
         for needs in NEEDS:
-            self.graphs[needs], _ = capture(pool, partial(self._sample_tokens, needs), warm_ups=self.warm_ups)
+            self.graphs[needs], _ = capture(pool, partial(self._sample_tokens, needs))
 
     @abstractmethod
     def _sample_tokens(self, needs: SamplingNeeds) -> None:

@@ -18,7 +18,6 @@ NEEDS = (
     SamplingNeeds(random=True, truncated=True),
 )  # kinds of sampling that are captured; penalties, bias and masks before it run eagerly
 MAX_CAPTURED_ROWS = 64  # rows for which drafts are captured; with more rows, Python is not the bottleneck
-WARM_UPS = 2  # eager runs before a capture: kernels compile, libraries make their handles
 TYPESTR = {1: "|u1", 2: "<i2", 4: "<i4", 8: "<i8"}  # by bytes of an element; `view_of` gives the type back
 
 T = TypeVar("T")
@@ -81,14 +80,17 @@ class GraphPool:
 
 
 def capture(
-    pool: GraphPool, work: Callable[[], T], before: Callable[[], None] = lambda: None, warm_ups: int = WARM_UPS
+    pool: GraphPool,
+    work: Callable[[], T],
+    before: Callable[[], None] = lambda: None,
+    warm_up: Callable[[], object] | None = None,
 ) -> tuple[torch.cuda.CUDAGraph, T]:
-    """Captures `work` into the pool. → the graph and the outputs that each replay writes. `work` runs eagerly
-    `warm_ups` times first. before: runs before each of these and before the capture; it is not captured.
+    """Captures `work` into the pool. → the graph and the outputs that each replay writes. `warm_up` runs eagerly first,
+    which by default is `work`: a kernel is loaded, a library makes its handles. before: runs before both; it is not
+    captured.
     """
-    for _ in range(warm_ups):
-        before()
-        work()
+    before()
+    (warm_up or work)()
     before()
     pool.begin()
     outputs = work()

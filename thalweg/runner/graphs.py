@@ -17,6 +17,7 @@ from thalweg.batch.slots import upload
 from thalweg.core.agreement import AgreedStep
 from thalweg.core.plan import SamplingNeeds, StepPlan
 from thalweg.kernels.draft_state.ref import DraftRows
+from thalweg.models.one_of_each import one_layer_of_each_kind
 from thalweg.runner.captured import (
     CaptureContext,
     CapturedPass,
@@ -30,8 +31,10 @@ from thalweg.runner.captured import (
 from thalweg.runner.draft_graphs import DraftExtendGraph, DraftGraph, DraftGraphs, DraftStepGraph, TreeBuildGraph
 from thalweg.runner.drafting import raise_as_drafter_error
 from thalweg.runner.graph_pool import MAX_CAPTURED_ROWS, GraphPool
-from thalweg.runner.piecewise import Piecewise, PiecewiseBuffers, PiecewiseGraph
+from thalweg.runner.piecewise import Piecewise, PiecewiseGraph
+from thalweg.runner.ragged_graphs import ragged_graphs
 from thalweg.runner.runner import CapturedSteps, Runner
+from thalweg.runner.step_buffers import StepBuffers
 from thalweg.sampling.kernel_sampling import sample_into, sampled
 from thalweg.sampling.sample import Sampled
 from thalweg.spec.autoregressive import AutoregressiveDrafter
@@ -44,7 +47,7 @@ Progress = Callable[[int, int], None]  # captured buckets, of how many
 class TokenStep(CapturedStep):
     """A step each of whose tokens becomes a row of the pass; its draws are those of decode rows."""
 
-    kind, warm_ups = "tokens", 1
+    kind = "tokens"
 
     def __init__(self, captured_pass: CapturedPass, mixed: bool) -> None:
         """mixed: there may be prompt tokens, too."""
@@ -110,9 +113,11 @@ class Capture:
         drafter, self.pool, self.has_drafts = runner.drafting.drafter, pool, not runner.drafting.is_off
         self.drafter = drafter if isinstance(drafter, AutoregressiveDrafter) else None
         attends = self.drafter is not None and self.drafter.head.attends
+        model = runner.model
         self.context = CaptureContext(
-            runner.model, runner.planes, runner.slots, runner.sampler, runner.compact_kv, attends, context, spare
-        )
+            model, one_layer_of_each_kind(model), runner.planes, runner.slots, runner.sampler, runner.compact_kv,
+            attends, context, spare,
+        )  # fmt: skip
         self.steps, self.extends, self.proposes = list[CapturedStep](), list[DraftExtendGraph](), list[DraftGraph]()
 
     def tokens(self, tokens: int, mixed: bool, chains: Sequence[tuple[int, int]], extends: bool) -> None:
@@ -152,15 +157,20 @@ class Capture:
             self._propose(DraftStepGraph(self.drafter, self.context, rows, num_drafts))
 
     def pieces(self, runner: Runner, tokens: Sequence[int], beside: Sequence[int], report: Callable[[], None]) -> None:
-        """Steps of so many tokens in pieces, and the attention of so many decode rows beside prompts."""
-        model, planes, other = self.context.model, self.context.planes, GraphPool()
-        shared, pieces = PiecewiseBuffers(max(tokens), planes.device), list[PiecewiseGraph]()
+        """Steps of so many tokens in pieces and with their attention, beside which there may be so many decode rows."""
+        model, thin, planes = self.context.model, self.context.thin_model, self.context.planes
+        shared, pieces, other = StepBuffers(max(tokens), planes.device), list[PiecewiseGraph](), GraphPool()
         for many in sorted(tokens, reverse=True):
             pieces.append(PiecewiseGraph(many, model, shared))
             with self.pool.running(f"{many} tokens"):
-                pieces[-1].capture(planes, self.context.max_kv_len, self.pool)
+                pieces[-1].capture(planes, self.context.max_kv_len, self.pool, thin)
             report()
-        runner.forward_model = steps = Piecewise(model, pieces)
+        decode, context = max(beside, default=0), self.context.max_kv_len
+        ragged = ragged_graphs(model, planes, tokens, decode, context, shared)
+        for one in ragged:
+            with self.pool.running(f"{one.tokens} tokens with their attention"):
+                one.capture(planes, self.pool, thin)
+        runner.forward_model = steps = Piecewise(model, pieces, ragged)
         for many in beside:
             with other.running(f"attention of {many} rows"):
                 steps.capture(many, self.context.max_kv_len, planes, other)

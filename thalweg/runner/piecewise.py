@@ -22,6 +22,8 @@ from thalweg.core.plan import PAGE
 from thalweg.memory.planes import Planes
 from thalweg.models.interface import Model
 from thalweg.runner.graph_pool import GraphPool, view_of
+from thalweg.runner.ragged_graphs import RaggedGraph
+from thalweg.runner.step_buffers import StepBuffers
 
 
 class Piece(NamedTuple):
@@ -32,52 +34,36 @@ class Piece(NamedTuple):
     inputs: tuple[Tensor, ...]
 
 
-class PiecewiseBuffers:
-    """What the graphs of all buckets read and write: ids, positions, places and reality of the tokens, and what
-    attention returns. All buckets use its first rows, so the largest is recorded first.
-    """
-
-    def __init__(self, most: int, device: torch.device) -> None:
-        self.ids_T, self.positions_T, self.write_T = torch.zeros(3, most, dtype=torch.int64, device=device)
-        self.real_T = torch.zeros(most, dtype=torch.bool, device=device)
-        self.out_TX: Tensor | None = None
-
-    def out(self, like_TX: Tensor) -> Tensor:
-        """Where the attention whose result is `like` puts it."""
-        if self.out_TX is None:
-            self.out_TX = like_TX.new_zeros(len(self.ids_T), *like_TX.shape[1:])
-        return self.out_TX[: len(like_TX)]
-
-
 class PieceCapture:
     """A seam that ends the recording before each attention and begins another behind it."""
 
-    def __init__(self, pool: GraphPool, shared: PiecewiseBuffers) -> None:
+    def __init__(self, pool: GraphPool, shared: StepBuffers) -> None:
         self.pool, self.shared = pool, shared
         self.pieces: list[Piece] = []
 
     def __call__(self, attend: Attend, step: Any, *inputs: Tensor) -> Tensor:
         graph = self.pool.end()
         self.pieces.append(Piece(graph, attend, tuple(map(view_of, inputs))))
-        graph.replay()  # attention compiles and warms up on numbers, not on what the memory held before
-        out_TX = self.shared.out(attend(step, *inputs))
+        if self.shared.out_TX is None:
+            graph.replay()  # attention computes with numbers, not with what the memory held before
+            self.shared.make_out(attend(step, *inputs))
         self.pool.begin()
-        return out_TX
+        return self.shared.out(len(inputs[0]))
 
 
 class PiecewiseGraph:
     """The recorded forward of `tokens` tokens."""
 
-    def __init__(self, tokens: int, model: Model, shared: PiecewiseBuffers) -> None:
+    def __init__(self, tokens: int, model: Model, shared: StepBuffers) -> None:
         self.tokens, self.model, self.shared = tokens, model, shared
         self.pieces: list[Piece] = []
         self.attends: tuple[Attend, ...] = ()
 
-    def capture(self, planes: Planes, context: int, pool: GraphPool) -> None:
+    def capture(self, planes: Planes, context: int, pool: GraphPool, thin: Model) -> None:
         """One eager run, in which kernels compile and libraries make their handles, then the recording. All is
-        padding.
+        padding. thin: the model with one layer of each kind.
         """
-        self.model.forward(_padding(self.shared, self.tokens, context), planes)
+        thin.forward(_padding(self.shared, self.tokens, context), planes)
         cutter = PieceCapture(pool, self.shared)
         batch = _padding(self.shared, self.tokens, context, cutter)
         pool.begin()
@@ -89,14 +75,7 @@ class PiecewiseGraph:
     def forward(self, batch: Batch, planes: Planes, decoding: DecodeAttentionGraphs | None) -> Tensor:
         """decoding: does the attention of the rows of one token that the step begins with."""
         count, shared = len(batch.ids_T), self.shared
-        for held, given in (
-            (shared.ids_T, batch.ids_T),
-            (shared.positions_T, batch.positions_T),
-            (shared.write_T, batch.write_T),
-            (shared.real_T, batch.real_T),
-        ):
-            held[:count] = given
-            held[count : self.tokens] = 0
+        shared.fill(batch, self.tokens)
         out_TX, rows = shared.out_TX, 0
         assert out_TX is not None, "the recording made it"
         # padding: what an earlier step left there may be no number, and be looked at for a scale
@@ -170,10 +149,13 @@ class DecodeAttentionGraphs:
 
 
 class Piecewise:
-    """Runs a step from the smallest bucket that holds its tokens, and eagerly beyond the largest."""
+    """Runs a step from the smallest bucket that holds its tokens, with its attention in the graph where that has room
+    for the rows, else in pieces; and eagerly beyond the largest bucket.
+    """
 
-    def __init__(self, model: Model, recorded: Sequence[PiecewiseGraph]) -> None:
+    def __init__(self, model: Model, recorded: Sequence[PiecewiseGraph], ragged: Sequence[RaggedGraph] = ()) -> None:
         self.model, self.recorded = model, sorted(recorded, key=lambda one: one.tokens)
+        self.ragged = sorted(ragged, key=lambda one: one.decode)
         self.decoding: list[DecodeAttentionGraphs] = []
 
     def capture(self, rows: int, context: int, planes: Planes, pool: GraphPool) -> None:
@@ -187,6 +169,9 @@ class Piecewise:
         tokens = len(batch.ids_T)
         for one in self.recorded:
             if one.tokens >= tokens:
+                for whole in self.ragged:
+                    if whole.tokens == one.tokens and whole.fits(batch):
+                        return whole.forward(batch)
                 return one.forward(batch, planes, fitting(self.decoding, batch, one.tokens, one.attends))
         return self.model.forward(batch, planes)
 
@@ -205,7 +190,7 @@ def fitting(
     return min(fit, key=lambda one: one.rows, default=None)
 
 
-def _padding(shared: PiecewiseBuffers, tokens: int, context: int, graph_break: GraphBreak = no_graph_break) -> Batch:
+def _padding(shared: StepBuffers, tokens: int, context: int, graph_break: GraphBreak = no_graph_break) -> Batch:
     """A step of padding, as rows of a prompt as long as the context lets them be, on what the graphs read."""
     device = shared.ids_T.device
     longest = min(tokens, context)

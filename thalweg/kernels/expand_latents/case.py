@@ -1,4 +1,6 @@
-"""Cases of keys and values made of latents: rows of one token and of more than a tile, strided latents."""
+"""Cases of keys and values made of latents: rows of one token and of more than a tile, many heads, widths that are no
+powers of two, strided latents.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +19,8 @@ def cases(generator: torch.Generator) -> Iterator[KernelCase]:
         (1, 2, 64, 32, 16, 16),
         (200, 3, 128, 64, 64, 32),
         (130, 2, 512, 128, 128, 64),
+        (70, 80, 64, 32, 16, 16),
+        (5, 3, 64, 48, 24, 8),
     ):
         latents = normal(generator, tokens, 24 + rank + rope, dtype=torch.bfloat16)[:, 24:]
         uk, uv = (normal(generator, heads, width, rank, dtype=torch.bfloat16) * rank**-0.5 for width in (nope, v))

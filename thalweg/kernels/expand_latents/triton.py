@@ -5,7 +5,9 @@ S context tokens, H heads, r latent rank, c rope dims, D = r + c, n nope dims, v
 · r FLOPs, for 1,024 tokens of V2-Lite 4.3 GFLOP, 5.4 µs at 800 TFLOP/s bf16, and 10 MB written, 3.4 µs at 3.1 TB/s. A
 program makes 128 tokens of one head, of keys or of values: 256 of them for 1,024 tokens, two on each multiprocessor at
 a time: 10.6 µs on an H100, where two products of cuBLAS and a copy take 15.4. Of many heads cuBLAS's products are
-faster: 81 µs against 115 for 1,024 tokens and 128 heads.
+faster: 74 µs against 118 for 1,024 tokens and 128 heads, 507 against 927 for 8,192. They write between the places of
+the rotated key, which one more kernel fills: 6 of the 74, where torch's copy takes 18. Of 16 heads neither is faster at
+8,192 tokens.
 """
 
 from __future__ import annotations
@@ -24,26 +26,52 @@ TOKENS, COLUMNS = 128, 64  # of a program's tile: tokens, and latent dims at a t
 STAGES, WARPS = 3, 8
 
 
-def fits(heads: int, *dims: int) -> bool:
-    """Whether `expand_latents` serves heads of these dims, n, v, c, r, and is faster than a library's products."""
-    *widths, rank = dims
-    block = min(COLUMNS, rank)
-    even = all(width == triton.next_power_of_2(width) for width in (*widths, block))
-    return even and rank % block == 0 and heads < MANY
-
-
 def expand_latents(latents_SD: Tensor, uk_HnR: Tensor, uv_HvR: Tensor) -> tuple[Tensor, Tensor]:
     """→ keys [S, H, n + c], values [S, H, v], bf16. latents_SD: [S, r + c], normed and rotated, rows of neighbours;
-    uk_HnR, uv_HvR: contiguous but for their heads. Where `fits`.
+    uk_HnR, uv_HvR: contiguous but for their heads.
     """
     (tokens, width), (heads, nope, rank), v = latents_SD.shape, uk_HnR.shape, uv_HvR.shape[1]
     key = torch.empty(tokens, heads, nope + width - rank, dtype=latents_SD.dtype, device=latents_SD.device)
+    if heads >= MANY or not _is_even(rank, nope, v, width - rank):
+        return key, _by_products(key, latents_SD, uk_HnR, uv_HvR)
     value = torch.empty(tokens, heads, v, dtype=latents_SD.dtype, device=latents_SD.device)
     _expand_latents[(2 * heads, triton.cdiv(tokens, TOKENS))](
         key, value, latents_SD, uk_HnR, uv_HvR, tokens, heads, latents_SD.stride(0), uk_HnR.stride(0), uv_HvR.stride(0),
         nope, v, width - rank, rank, TOKENS, min(COLUMNS, rank), STAGES, **launch_config(latents_SD, WARPS),
     )  # fmt: skip
     return key, value
+
+
+def _is_even(rank: int, *widths: int) -> bool:
+    """Whether the kernel of products serves heads of these dims."""
+    block = min(COLUMNS, rank)
+    return rank % block == 0 and all(width == triton.next_power_of_2(width) for width in (*widths, block))
+
+
+def _by_products(key_SHq: Tensor, latents_SD: Tensor, uk_HnR: Tensor, uv_HvR: Tensor) -> Tensor:
+    """Fills the keys, and returns the values, by a library's products."""
+    (heads, nope, rank), (tokens, width) = uk_HnR.shape, latents_SD.shape
+    latent_Sr = latents_SD[:, :rank]
+    torch.bmm(latent_Sr.expand(heads, -1, -1), uk_HnR.transpose(1, 2), out=key_SHq[..., :nope].transpose(0, 1))
+    blocks = triton.next_power_of_2(heads), triton.next_power_of_2(width - rank)
+    _share_rotated[(tokens,)](
+        key_SHq, latents_SD, latents_SD.stride(0), heads, nope, width - rank, rank, *blocks,
+        **launch_config(latents_SD, 4),
+    )  # fmt: skip
+    return torch.mm(latent_Sr, uv_HvR.reshape(-1, rank).t()).view(tokens, heads, -1)
+
+
+@triton.jit
+def _share_rotated(
+    key_SHq, latents_SD, latent_row, H: constexpr, NOPE: constexpr, ROPE: constexpr, RANK: constexpr,
+    BLOCK_H: constexpr, BLOCK_C: constexpr, PDL: constexpr,
+):  # fmt: skip
+    """A token's rotated key into those of all its heads."""
+    s, h, c = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_H)[:, None], tl.arange(0, BLOCK_C)[None, :]
+    wait_for_previous(PDL)
+    rotated = tl.load(latents_SD + s * latent_row + RANK + c, mask=c < ROPE)
+    at = key_SHq + (s * H + h) * (NOPE + ROPE) + NOPE + c
+    tl.store(at, tl.broadcast_to(rotated, (BLOCK_H, BLOCK_C)), mask=(h < H) & (c < ROPE))
 
 
 @triton.jit(do_not_specialize=["tokens"])

@@ -53,7 +53,7 @@ def run_experts(
         rows, scales = quantize(x_TH) if codes is None or scales is None else (codes, scales)
     experts = len(weights.w2_NHI)
     by = sort(routed.ids_TK, experts, TILE, aligned=True)
-    a_RH, a_scales = gather(rows, scales, by, routed.ids_TK.shape[1])
+    a_RH, a_scales = gather(rows, scales, by, routed.ids_TK, experts)
     ends_N = by.end_N[:experts]
     gate_up = _multiply(a_RH, a_scales, weights.w13_NIH, weights.s13, ends_N)
     del a_RH  # the next products' room may lie there

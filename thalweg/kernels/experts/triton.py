@@ -19,6 +19,7 @@ For one token (8 and 9 experts) that is 138 MB, 45 µs, and 396 MB, 128 µs at 3
   no atomics: results repeat bit by bit. Up to SHARED_FIRST tokens the shared experts run while router and sort still
   work, because their tokens are known. Beyond, their many tiles, which compute, are spread among those of the others,
   which wait for weights (`_spread`): 640 tokens of V2-Lite take 302 and 157 µs so, otherwise 320 and 163.
+- From MANY tokens on in bf16, on a Hopper: the same by the kernels of `tma.py`.
 
 FP8: weights are e4m3 with a scale for each 128 × 128 block. The router quantizes x. The inner activations are rounded
 to bf16 and quantized in the kernel that writes or reads them.
@@ -33,8 +34,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from thalweg.kernels.launch import launch_config
+from thalweg.kernels.experts.tma import down_by_tma, up_by_tma
+from thalweg.kernels.launch import has_tma, launch_config
 from thalweg.kernels.moe_align.triton import combine, sort
 from thalweg.kernels.norm.triton import LazyNorm, deferred_norm, rows_of
 from thalweg.kernels.pdl import pdl_launch, pdl_wait
@@ -44,6 +47,9 @@ from thalweg.kernels.silu_mul.triton import gated
 from thalweg.kernels.tuned import TUNED
 
 SHARED_FIRST = 256  # tokens up to which the shared experts of sorted pairs start before the choice
+# Tokens from which bf16 weights come by TMA. A layer of V2-Lite on an H100, with TMA and without: 1,024 tokens 517 and
+# 490 us, 2,048 704 and 737, 8,192 2,154 and 2,353.
+MANY = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +86,18 @@ class ExpertTiles:
     ahead: int = 0  # steps of the down projection whose weights are loaded before the wait (path "pairs" only)
 
 
-def path(tokens: int, fp8: bool, deterministic: bool) -> str:
-    """pairs: matrix-vector products; direct: a GEMM tile for each pair; sorted: tiles of pairs of one expert."""
+def serves_tma(w2_NHI: Tensor) -> bool:
+    """Whether the kernels of `tma.py` serve weights of these dims in bf16: H in whole steps, rows of whole 16 bytes."""
+    _, hidden, inner = w2_NHI.shape
+    return hidden % 128 == 0 and inner % 8 == 0 and has_tma(w2_NHI)
+
+
+def path(tokens: int, fp8: bool, deterministic: bool, tma: bool) -> str:
+    """pairs: matrix-vector products; direct: a GEMM tile for each pair; sorted: tiles of pairs of one expert; tma: the
+    same by the kernels of `tma.py`, where they serve the weights.
+    """
     if deterministic or tokens > 4:
-        return "sorted"
+        return "tma" if tma and tokens >= MANY and not deterministic else "sorted"
     if fp8:
         return "direct"
     return "pairs" if tokens <= 2 else "sorted"
@@ -98,6 +112,8 @@ def tabled(by: str, tokens: int, topk: int, experts: int, fp8: bool, determinist
     if by == "direct":
         # three stages leave room for a second program on each multiprocessor: 144 programs would take two turns
         return ExpertTiles(ExpertTile(16, 128, 128, 3, 4), ExpertTile(16, 128, 128, 3, 4))
+    if by == "tma":
+        return ExpertTiles(ExpertTile(128, 128, 64, 4, 8), ExpertTile(128, 256, 64, 4, 8))
     rows = tokens * topk / experts
     m = 64 if deterministic else 16 if rows <= 12 else 32 if rows <= 24 else 64 if rows <= 72 else 128
     if fp8:
@@ -118,7 +134,8 @@ Plan = tuple[str, ExpertTiles]  # path and tiles
 
 def plan_of(tokens: int, topk: int, weights: ExpertWeights, deterministic: bool) -> Plan:
     """The table's choice, or what `thalweg tune` has found for these weights here."""
-    by, shape, fp8 = path(tokens, weights.fp8, deterministic), weights.w2_NHI.shape, weights.fp8
+    shape, fp8 = weights.w2_NHI.shape, weights.fp8
+    by = path(tokens, fp8, deterministic, not fp8 and serves_tma(weights.w2_NHI))
     tiles = tabled(by, tokens, topk, shape[0], fp8, deterministic)
     return by, tiles if deterministic else TUNED.lookup("experts", (by, *shape, int(fp8)), tiles)
 
@@ -153,7 +170,7 @@ def run_experts(
     early = by == "direct" or tokens <= SHARED_FIRST and not deterministic and not isinstance(x, LazyNorm)
     spread = routed.shared if tokens > SHARED_FIRST else 0
     routed = routed._replace(codes_TH=codes, scales_TG=scales, shared=routed.shared if early else 0)
-    y_PH = _grouped(out_TH.dtype, routed, weights, tiles, by == "direct", spread)
+    y_PH = _grouped(out_TH.dtype, routed, weights, tiles, by, spread)
     combine(out_TH, y_PH, None, routed.ids_TK, routed.weights_TK, len(weights.w2_NHI), accumulate)
 
 
@@ -186,9 +203,10 @@ def _pairs(
 
 
 def _grouped(
-    dtype: torch.dtype, routed: RouterOutput, weights: ExpertWeights, tiles: ExpertTiles, direct: bool, spread: int
+    dtype: torch.dtype, routed: RouterOutput, weights: ExpertWeights, tiles: ExpertTiles, path: str, spread: int
 ) -> Tensor:
     """Each pair's result [P, H] in `dtype`. routed: with x, or its codes and scales."""
+    direct = path == "direct"
     (tokens, columns), (experts, hidden, inner) = routed.ids_TK.shape, weights.w2_NHI.shape
     x_TH, scales, shared = routed.codes_TH, routed.scales_TG, routed.shared
     assert x_TH is not None, "the rows or codes of x"
@@ -202,6 +220,18 @@ def _grouped(
     inner_PI = torch.empty(rows, inner, dtype=x_TH.dtype, device=device)
     inner_scales = None if scales is None else scales_like(rows, inner, device)
     y_PH = torch.empty(pairs, hidden, dtype=dtype, device=device)
+    if path == "tma":
+        w13 = TensorDescriptor.from_tensor(weights.w13_NIH.view(-1, inner, hidden), [2, up.n, up.k])
+        up_by_tma[(count * triton.cdiv(inner, up.n),)](
+            inner_PI, x_TH, w13, *table, hidden, inner, columns, up.m, up.n, up.k, up.stages,
+            **launch_config(x_TH, up.warps, up.stages),
+        )  # fmt: skip
+        down_by_tma[(count * triton.cdiv(hidden, down.n),)](
+            y_PH, TensorDescriptor.from_tensor(inner_PI, [down.m, down.k]),
+            TensorDescriptor.from_tensor(weights.w2_NHI, [1, down.n, down.k]), *table, hidden, inner,
+            down.m, down.n, down.k, down.stages, **launch_config(x_TH, down.warps, down.stages),
+        )  # fmt: skip
+        return y_PH
     stride, scales_stride = (0 if each is None else each.stride(1) for each in (inner_scales, scales))
     sizes = experts, hidden, inner, columns, shared, spread, direct
     _up[((count + ahead) * triton.cdiv(inner, up.n),)](

@@ -27,8 +27,9 @@ STACKS = ("w13_NIH", "w2_NHI", "s13", "s2")
 def searches(experts: int, hidden: int, inner: int, topk: int, shared: int, codes: bool) -> Iterator[TuningSearch]:
     """experts, topk: with the shared ones, whose number is `shared`. codes: whether weights are e4m3."""
     seen = set()
+    tma = not codes and torch.cuda.is_available() and triton.serves_tma(torch.empty(0, hidden, inner, device="cuda"))
     for tokens in TOKENS:
-        by = triton.path(tokens, codes, False)
+        by = triton.path(tokens, codes, False, tma)
         plan = by, triton.tabled(by, tokens, topk, experts, codes)
         if plan not in seen:
             seen.add(plan)

@@ -13,6 +13,8 @@ TB/s), e4m3 456 µs.
 from __future__ import annotations
 
 import importlib.util
+import operator
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +29,25 @@ from thalweg.kernels.mla.backends import MlaShape, TritonMlaDecode
 from thalweg.kernels.mla.check import check_decode
 
 FP8_MAX = 448.0
-MIN_TOKENS, MIN_TOKENS_FP8 = 8, 32  # from so many decode tokens on FlashMLA is faster, where it is at all
+
+
+class Crossover(NamedTuple):
+    """A point from which on FlashMLA is faster than own kernels. All three must be reached."""
+
+    heads: int
+    tokens: int  # decode tokens of the step
+    context: int  # tokens of the longest context
+
+
+# By whether latents are e4m3, measured on an H100 (benchmarks/gpu/attention.py --only crossover). Own kernels and
+# FlashMLA in us: 128 heads, 1 x 1,024 tokens 24 and 21, 4 x 1,024 66 and 22, 4 x 16,384 125 and 65; 64 heads, 1 x 4,096
+# 23 and 31, 4 x 4,096 50 and 29. In e4m3: 128 heads, 1 x 1,024 29 and 41, 4 x 1,024 72 and 42, 4 x 16,384 180 and 74;
+# 64 heads, 4 x 4,096 57 and 46.
+CROSSOVERS = {
+    False: (Crossover(128, 1, 1), Crossover(64, 4, 1), Crossover(1, 8, 1)),
+    True: (Crossover(64, 4, 1), Crossover(1, 32, 1)),
+}
+ALWAYS = Crossover(1, 1, 0)
 
 
 def available() -> bool:
@@ -49,16 +69,23 @@ class FlashMlaDecode:
     """Each token is a row of its own, because the library takes the length at a row's last token, which is padding
     where a sequence ends. With e4m3 latents queries are e4m3 too, scaled by their largest number.
 
-    Own kernels compute steps of fewer than `min_tokens`: there the library's schedule and merge cost more than they
-    save. They also compute trees of drafts, because the library has no tree masks.
+    Own kernels compute steps that reach none of the `crossovers`: there the library's schedule and merge cost more than
+    they save. They also compute trees of drafts, because the library has no tree masks.
     """
 
-    def __init__(self, shape: MlaShape, min_tokens: int = 0) -> None:
-        self.shape, self.min_tokens, self.own = shape, min_tokens, TritonMlaDecode(shape)
+    def __init__(self, shape: MlaShape, crossovers: Sequence[Crossover] = (ALWAYS,)) -> None:
+        self.shape, self.crossovers, self.own = shape, crossovers, TritonMlaDecode(shape)
+
+    def is_faster(self, rows: DecodeRows) -> bool:
+        """Whether the library is faster for this step. A captured step has the longest context that there may be, so
+        that only heads and tokens decide.
+        """
+        step = self.shape.heads, len(rows.positions_T), rows.max_kv_len
+        return any(all(map(operator.ge, step, point)) for point in self.crossovers)
 
     def prepare(self, rows: DecodeRows) -> FlashSchedule | None:
         """None for own kernels. An e4m3 step launches the library's scheduler; the first layer of others does."""
-        if len(rows.positions_T) < self.min_tokens or rows.tree_mask_T is not None:
+        if rows.tree_mask_T is not None or not self.is_faster(rows):
             return None
         import flash_mla
 
@@ -115,7 +142,7 @@ class FlashMlaDecode:
 
 
 def by_size(shape: MlaShape) -> FlashMlaDecode:
-    return FlashMlaDecode(shape, MIN_TOKENS_FP8 if shape.is_fp8 else MIN_TOKENS)
+    return FlashMlaDecode(shape, CROSSOVERS[shape.is_fp8])
 
 
 def check(device: torch.device, case: CheckCase) -> None:

@@ -68,18 +68,19 @@ def sort(ids_TK: Tensor, experts: int, block_m: int, aligned: bool = False) -> S
     return SortedPairs(pair, position, tile_expert, tile_row, end, tiles[:1], most, block_m)
 
 
-def gather(x_TH: Tensor, scales_TG: Tensor | None, by: SortedPairs, columns: int) -> tuple[Tensor, Tensor | None]:
-    """→ rows [R, H], and their scales [R, H / 128] (MN-major) where x is e4m3, of every position of an aligned order in
-    tiles of a multiple of 16; undefined where there is no pair.
+def gather(
+    x_TH: Tensor, scales_TG: Tensor | None, by: SortedPairs, ids_TK: Tensor, experts: int
+) -> tuple[Tensor, Tensor | None]:
+    """→ the rows [R, H] of an order of these ids, and where x is e4m3 their scales [R, H / 128] (MN-major); undefined
+    where there is no pair.
     """
-    rows, hidden, device = by.most_tiles * by.block, x_TH.shape[1], x_TH.device
+    (tokens, hidden), rows, device = x_TH.shape, by.most_tiles * by.block, x_TH.device
     a_RH = torch.empty(rows, hidden, dtype=x_TH.dtype, device=device)
     a_scales = None if scales_TG is None else scales_like(rows, hidden, device)
-    _gather[(rows // 16,)](
-        a_RH, a_scales, x_TH, scales_TG, by.pair, by.tile_expert, by.end_N, by.tiles,
+    _gather[(tokens,)](
+        a_RH, a_scales, x_TH, scales_TG, by.position_P, ids_TK,
         0 if a_scales is None else a_scales.stride(1), 0 if scales_TG is None else scales_TG.stride(1),
-        hidden, columns, 1024 // x_TH.itemsize, by.block,
-        **launch_config(x_TH, 4),
+        experts, hidden, ids_TK.shape[1], triton.next_power_of_2(hidden), **launch_config(x_TH, 4),
     )  # fmt: skip
     return a_RH, a_scales
 
@@ -169,12 +170,12 @@ def _place(
     tl.store(pair + position, chunk * CHUNK + i, mask=placed)
     tl.store(position_P + chunk * CHUNK + i, position, mask=inside)
     if chunk == 0:
-        first_tile = tl.cumsum(each, 0) - each
         tl.store(end_B + bins, start + count)
         tl.store(total_tiles, tl.sum(each, 0))
-        for j in range(tl.max(each, 0)):
-            tl.store(tile_expert + first_tile + j, bins, mask=j < each)
-            tl.store(tile_row + first_tile + j, start + j * BLOCK_M, mask=j < each)
+    first_tile = tl.cumsum(each, 0) - each
+    for j in range(chunk, tl.max(each, 0), chunks):
+        tl.store(tile_expert + first_tile + j, bins, mask=j < each)
+        tl.store(tile_row + first_tile + j, start + j * BLOCK_M, mask=j < each)
 
 
 @triton.jit
@@ -204,26 +205,23 @@ def _combine(
 
 @triton.jit(do_not_specialize=["a_stride", "scales_stride"])
 def _gather(
-    a_RH, a_scales_GR, x_TH, scales_GT, order, tile_expert, end_N, total_tiles, a_stride, scales_stride,
-    HIDDEN: constexpr, K: constexpr, BLOCK: constexpr, TILE: constexpr, PDL: constexpr,
+    a_RH, a_scales_GR, x_TH, scales_GT, position_P, ids_TK, a_stride, scales_stride,
+    N: constexpr, HIDDEN: constexpr, K: constexpr, BLOCK: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    """16 rows with their scales. The way to a row is four loads long, so a program copies all of it, some blocks
-    ahead.
-    """
-    row, tile = tl.program_id(0) * 16 + tl.arange(0, 16), tl.program_id(0) * 16 // TILE
+    """One token's row and scales to the positions of all its pairs: x is read once."""
+    token, h = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    group = tl.arange(0, (BLOCK + 127) // 128)
     pdl_wait(PDL)
     pdl_launch(PDL)
-    if tile < tl.load(total_tiles):
-        live = row < tl.load(end_N + tl.load(tile_expert + tile))
-        token = tl.load(order + row, mask=live, other=0) // K
+    rows, chosen = (), ()
+    for k in tl.static_range(K):  # before the stores, which the compiler moves no load over
+        rows = rows + (tl.load(position_P + token * K + k).to(tl.int64),)  # type: ignore[assignment]
+        chosen = chosen + (tl.load(ids_TK + token * K + k) < N,)  # type: ignore[assignment]
+    x = tl.load(x_TH + token * HIDDEN + h, mask=h < HIDDEN)
+    if scales_GT is not None:
+        scales = tl.load(scales_GT + group * scales_stride + token, mask=group < HIDDEN // 128)
+    for k in tl.static_range(K):
+        tl.store(a_RH + rows[k] * HIDDEN + h, x, mask=chosen[k] & (h < HIDDEN))
         if scales_GT is not None:
-            group = tl.arange(0, triton.next_power_of_2(triton.cdiv(HIDDEN, 128)))
-            some = live[:, None] & (group < HIDDEN // 128)[None, :]
-            scales = tl.load(scales_GT + group[None, :] * scales_stride + token[:, None], mask=some)
-            tl.store(a_scales_GR + group[None, :].to(tl.int64) * a_stride + row[:, None], scales, mask=some)
-        h = tl.arange(0, BLOCK)
-        x_at = x_TH + token[:, None].to(tl.int64) * HIDDEN + h[None, :]
-        a_at = a_RH + row[:, None].to(tl.int64) * HIDDEN + h[None, :]
-        for start in tl.range(0, HIDDEN, BLOCK, num_stages=3):
-            inside = live[:, None] & (start + h < HIDDEN)[None, :]
-            tl.store(a_at + start, tl.load(x_at + start, mask=inside), mask=inside)
+            at = a_scales_GR + group.to(tl.int64) * a_stride + rows[k]
+            tl.store(at, scales, mask=chosen[k] & (group < HIDDEN // 128))

@@ -14,7 +14,6 @@ multiprocessors share what they read: x comes from L2 too often here.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -25,7 +24,7 @@ from triton.language import constexpr
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from thalweg.kernels.gemm.epilogue import PLAIN, Epilogue
-from thalweg.kernels.launch import launch_config
+from thalweg.kernels.launch import has_tma, launch_config
 from thalweg.kernels.pdl import pdl_launch, pdl_wait
 from thalweg.kernels.silu_mul.triton import gated
 
@@ -33,7 +32,6 @@ SMS = 132  # of an H100 or H200; a wrong number costs speed only
 FEWEST, FEW, MOST = 9, 64, 128  # rows for which they are the fastest, and that one instruction multiplies
 PAIRED, HEAD = 16384, 65536  # rows of the least weights that fill the machine
 WIDTHS = ((64, 0), (64, 8), (64, 16), (32, 16), (64, 32))  # of a program with pairs
-SPLITS = 4  # parts of K
 
 
 @triton.jit
@@ -54,7 +52,7 @@ def _small_batch_gemm(
     pdl_launch(PDL)
     pdl_wait(PDL)
     FOLD: constexpr = 2 if PAIRS else 1
-    first, column = tl.program_id(1) * BLOCK_M, tl.program_id(0) * (BIG + SMALL)
+    first, column = tl.program_id(0) * BLOCK_M, tl.program_id(1) * (BIG + SMALL)
     row = first + tl.arange(0, BLOCK_M)
     big = tl.zeros((BLOCK_M, FOLD * BIG), tl.float32)
     if SMALL:
@@ -90,6 +88,24 @@ class SmallBatchTile(NamedTuple):
     warps: int
 
 
+class SplitKTile(NamedTuple):
+    """Rows of x, columns of the result in three parts, parts of K, columns of K a step, stages of the pipeline,
+    warps.
+    """
+
+    rows: int
+    widths: tuple[int, int, int]
+    parts: int
+    k: int
+    stages: int
+    warps: int
+
+
+def split_k_tile(m: int) -> SplitKTile:
+    """The fastest of those tried on an H100."""
+    return SplitKTile(64, (64, 32, 16), 4, 128, 4, 4)
+
+
 def tile(m: int, n: int, pairs: bool) -> SmallBatchTile:
     """The fastest of those tried on an H100. n: columns of the result."""
     if not pairs:
@@ -110,13 +126,13 @@ def _waste(n: int, width: int) -> float:
 def swiglu_fits(m: int, w_NK: Tensor) -> bool:
     """Whether `swiglu` is faster than a library's product and `silu_mul` for m rows of x. w: gate and up rows."""
     n, k = w_NK.shape
-    return FEWEST <= m <= MOST and n >= PAIRED and n % 16 == 0 and k % 128 == 0 and _hopper(w_NK)
+    return FEWEST <= m <= MOST and n >= PAIRED and n % 16 == 0 and k % 128 == 0 and has_tma(w_NK)
 
 
 def linear_fits(m: int, w_NK: Tensor) -> bool:
     """Whether `linear` is faster than a library's product."""
     n, k = w_NK.shape
-    return FEWEST <= m <= MOST and n >= HEAD and k % 128 == 0 and _hopper(w_NK)
+    return FEWEST <= m <= MOST and n >= HEAD and k % 128 == 0 and has_tma(w_NK)
 
 
 def split_k_fits(m: int, w_NK: Tensor) -> bool:
@@ -124,20 +140,9 @@ def split_k_fits(m: int, w_NK: Tensor) -> bool:
     wave of programs.
     """
     n, k = w_NK.shape
-    wave = 100 <= SPLITS * triton.cdiv(n, 112) <= SMS
-    return FEWEST <= m <= FEW and wave and k >= 4 * n and k % 128 == 0 and _hopper(w_NK)
-
-
-def _hopper(w: Tensor) -> bool:
-    """Whether its device has what they are made for: TMA, and shared memory for deep pipelines, which consumer cards
-    (12.x) have not.
-    """
-    return w.is_cuda and _roomy(w.device)
-
-
-@cache
-def _roomy(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device)[0] in (9, 10)
+    shape = split_k_tile(m)
+    wave = 100 <= shape.parts * triton.cdiv(n, sum(shape.widths)) <= SMS
+    return FEWEST <= m <= FEW and wave and k >= 4 * n and k % 128 == 0 and has_tma(w_NK)
 
 
 def swiglu(x_MK: Tensor, w_NK: Tensor) -> Tensor:
@@ -158,7 +163,7 @@ def _launch(x_MK: Tensor, w: Tensor, y_MN: Tensor, pairs: bool) -> Tensor:
     (m, n), k = y_MN.shape, x_MK.shape[1]
     shape = tile(m, n, pairs)
     lead = [2] if pairs else []
-    _small_batch_gemm[(triton.cdiv(n, shape.big + shape.small), triton.cdiv(m, shape.rows))](
+    _small_batch_gemm[(triton.cdiv(m, shape.rows), triton.cdiv(n, shape.big + shape.small))](
         TensorDescriptor.from_tensor(x_MK, [shape.rows, shape.k]),
         TensorDescriptor.from_tensor(w, [*lead, shape.big, shape.k]),
         TensorDescriptor.from_tensor(w, [*lead, shape.small or shape.big, shape.k]),
@@ -210,13 +215,16 @@ def split_k(x_MK: Tensor, w_NK: Tensor, epilogue: Epilogue = PLAIN) -> Tensor:
     """x Wᵀ (+ residual) → [M, N] bf16, contiguous, without bias. x, w: as in `swiglu`. Where `split_k_fits`."""
     m, (n, k) = len(x_MK), w_NK.shape
     y = epilogue.result(m, n, x_MK)
-    rows, widths, step = FEW, (64, 32, 16), 128
-    part = torch.empty(SPLITS, m, n, dtype=torch.float32, device=x_MK.device)
-    _split_k_gemm[(triton.cdiv(n, sum(widths)), SPLITS)](
-        TensorDescriptor.from_tensor(x_MK, [rows, step]),
-        *(TensorDescriptor.from_tensor(w_NK, [width, step]) for width in widths),
-        part, m, n, triton.cdiv(k // step, SPLITS), k, rows, *widths, step, 4, **launch_config(x_MK, 4, 4),
+    shape = split_k_tile(m)
+    part = torch.empty(shape.parts, m, n, dtype=torch.float32, device=x_MK.device)
+    _split_k_gemm[(triton.cdiv(n, sum(shape.widths)), shape.parts)](
+        TensorDescriptor.from_tensor(x_MK, [shape.rows, shape.k]),
+        *(TensorDescriptor.from_tensor(w_NK, [width, shape.k]) for width in shape.widths),
+        part, m, n, triton.cdiv(k // shape.k, shape.parts), k, shape.rows, *shape.widths, shape.k, shape.stages,
+        **launch_config(x_MK, shape.warps, shape.stages),
     )  # fmt: skip
     accumulate = epilogue.residual_MN is not None
-    _add_partials[(triton.cdiv(m * n, 1024),)](part, y, m * n, SPLITS, 1024, accumulate, **launch_config(x_MK, 4, 3))
+    _add_partials[(triton.cdiv(m * n, 1024),)](
+        part, y, m * n, shape.parts, 1024, accumulate, **launch_config(x_MK, 4, 3)
+    )
     return y

@@ -120,7 +120,8 @@ def graph_bytes(facts: ModelFacts, engine: EngineConfig, cut: int = 1) -> float:
     pool = ALLOCATED_GRAPHS * _activations(facts, max(tokens, most), cut) + LOGIT * most * facts.vocab
     pool += ACTIVATION * tokens * _attention_numbers(facts, cut)
     kernels = GRAPH_LAYER * (1.0 if facts.moe is None else SPARSE_KERNELS)
-    return pool + GRAPHS + kernels * facts.layers * (len(rows) + len(pieces))
+    # a bucket is captured in pieces, and with its attention twice: with decode rows and without
+    return pool + GRAPHS + kernels * facts.layers * (len(rows) + 3 * len(pieces))
 
 
 def _activations(facts: ModelFacts, tokens: int, cut: int) -> float:

@@ -1,0 +1,1 @@
+"""The sum over ranks, added to the residual stream and normed."""

@@ -1,0 +1,40 @@
+"""The token tensors that captured prefill and mixed steps read."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from thalweg.batch.batch import Batch
+
+
+class StepBuffers:
+    """What the graphs of all buckets read and write: ids, positions, places and reality of the tokens, and what
+    attention between pieces returns. All buckets use its first rows, so the largest is recorded first.
+    """
+
+    def __init__(self, most: int, device: torch.device) -> None:
+        self.ids_T, self.positions_T, self.write_T = torch.zeros(3, most, dtype=torch.int64, device=device)
+        self.real_T = torch.zeros(most, dtype=torch.bool, device=device)
+        self.out_TX: Tensor | None = None
+
+    def fill(self, batch: Batch, tokens: int) -> None:
+        """Takes the tokens of a step, with padding up to so many."""
+        count = len(batch.ids_T)
+        for held, given in (
+            (self.ids_T, batch.ids_T),
+            (self.positions_T, batch.positions_T),
+            (self.write_T, batch.write_T),
+            (self.real_T, batch.real_T),
+        ):
+            held[:count] = given
+            held[count:tokens] = 0
+
+    def make_out(self, like_TX: Tensor) -> None:
+        """Makes room for what attention returns, such as `like`."""
+        self.out_TX = like_TX.new_zeros(len(self.ids_T), *like_TX.shape[1:])
+
+    def out(self, tokens: int) -> Tensor:
+        """Where attention puts the results of so many tokens."""
+        assert self.out_TX is not None, "the first attention that was captured made it"
+        return self.out_TX[:tokens]
