@@ -7,12 +7,14 @@ import random
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from thalweg.core.agreement import RankStep
 from thalweg.core.errors import RankLost
+from thalweg.engine.coordination import DataParallelSteps
+from thalweg.engine.worker import Worker
 from thalweg.parallel.plan_channel import PlanChannel, PlanReader, PlanWriter
 from thalweg.parallel.shared_memory import Doorbell, SharedMemory
 from thalweg.parallel.step_board import RECORD, StepBoard, StepExchange
@@ -169,6 +171,20 @@ def test_an_idle_rank_hears_the_first_that_wakes() -> None:
     assert second.exchange(step_of(0, 1))[0].tokens == 70_000
     thread.join()
     assert not second.is_called
+
+
+def test_a_ring_that_was_heard_too_early_is_not_lost() -> None:
+    """Rank 0 goes on to the next round while rank 1 still sleeps in this one, and wakes it once for both."""
+    board = board_of(2)
+    first, second = StepExchange(board, 0), StepExchange(board, 1)
+    steps = DataParallelSteps(cast(Worker, None), second, 2)
+    second._write(step_of(0, 1))
+    first.exchange(step_of(0, 0))
+    first._write(step_of(0, 0))
+    board.bells[1].ring()
+    second.bell.clear()
+    second.exchange(step_of(0, 1))
+    assert steps.is_busy, "it must not sleep now"
 
 
 def test_a_record_fits_64_bytes_with_its_stamp() -> None:

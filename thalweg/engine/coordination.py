@@ -67,14 +67,18 @@ class DataParallelSteps:
 
     def __init__(self, worker: Worker, exchange: StepExchange, processes: int) -> None:
         self.worker, self.exchange, self.processes = worker, exchange, processes
-        self.is_busy = False
+        self._had_rows = False  # the last agreed step
+
+    @property
+    def is_busy(self) -> bool:
+        """Also if another rank waits already: its ring may have been heard before the last step was agreed."""
+        return self._had_rows or self.exchange.is_called
 
     def agree(self, plan: StepPlan, state: RankState) -> AgreedStep:
-        has_news = bool(plan.rows) or self.is_busy or state.control or state.has_ended
-        if not has_news and not self.exchange.is_called:
+        if not (plan.rows or self.is_busy or state.control or state.has_ended):
             return coordinate_step([RankStep(plan.step)])
         own = self.worker.rank_step(plan, state.epoch)
         own = own._replace(control=state.control, has_ended=state.has_ended, prefill_wait=state.prefill_wait)
         agreed = coordinate_step(self.exchange.exchange(own))
-        self.is_busy = agreed.rows > 0
+        self._had_rows = agreed.rows > 0
         return agreed._replace(ranks=self.processes)
