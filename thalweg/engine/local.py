@@ -4,6 +4,7 @@ processes share the model, the caller's is the first of them.
 
 from __future__ import annotations
 
+import gc
 import time
 import weakref
 from typing import Callable, Sequence, TypedDict, Unpack
@@ -32,6 +33,7 @@ from thalweg.engine.build import build
 from thalweg.engine.group import ALONE, Seat
 from thalweg.engine.other_processes import OtherProcesses
 from thalweg.engine.routing import RequestRouter
+from thalweg.parallel.process_axis import disconnect
 
 LONGEST_WAIT = 0.05  # seconds to wait for other processes, between two looks at the requests
 
@@ -134,6 +136,10 @@ class LocalEngine:
         """Ends the other processes that share the model. Nothing can be submitted any more."""
         self.is_broken = True
         self._close()
+        if self.config.processes > 1 and self.config.device == "cuda":
+            self.runner.disable_graphs()
+            gc.collect()  # NCCL waits until the last graph with one of its collectives is gone
+            disconnect()
 
     @property
     def idle(self) -> bool:

@@ -99,6 +99,7 @@ class OtherProcesses:
         self._processes.kill()
         self._processes.close()
         self._folder.cleanup()
-        disconnect()
+        if self.config.device == "cpu":
+            disconnect()
         if why:
             raise EngineDead(why) from error

@@ -73,6 +73,8 @@ def connect(store: Path, rank: int, size: int, device: torch.device, timeout: fl
 
 
 def disconnect() -> None:
-    """Leaves the processes, some of which may have ended."""
+    """Leaves the processes, some of which may have ended. On GPUs only when no captured graph holds a collective: NCCL
+    would wait for its end.
+    """
     if dist.is_initialized():
         dist.destroy_process_group()
