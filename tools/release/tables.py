@@ -4,6 +4,7 @@ them in a few words.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any
@@ -28,8 +29,9 @@ def where(result: Result) -> str:
     device = result.get("device", "")
     if isinstance(device, str):
         return device
+    counts = Counter(device["gpus"])
     return (
-        ", ".join(device["gpus"])
+        ", ".join(f"{count} x {name}" if count > 1 else name for name, count in counts.items())
         or f"{device['cores']} {'core' if device['cores'] == 1 else 'cores'} of {device['cpu']}"
     )
 
@@ -368,6 +370,18 @@ def scheduling(result: Result) -> Lines:
     return table(["trace", "limits", "best chunk at each load", *loads], rows)
 
 
+def collectives(result: Result) -> Lines:
+    """A row for each way, a column for each number of rows."""
+    counts = list(dict.fromkeys(one["rows"] for one in result["rows"]))
+    us = {(one["way"], one["rows"]): one["us"] for one in result["rows"] if not one["failed"]}
+    errors = {way: max(one["error"] for one in result["rows"] if one["way"] == way) for way, _ in us}
+    rows = [
+        [way, *(f"{us[way, count]:.1f}" if (way, count) in us else "–" for count in counts), f"{errors[way]:.4f}"]
+        for way in errors
+    ]
+    return table(["way", *(f"{count} {'row' if count == 1 else 'rows'}" for count in counts), "largest error"], rows)
+
+
 KINDS: dict[str, Callable[[Result], Lines]] = {
     "report": report,
     "eval": evaluation,
@@ -387,6 +401,7 @@ KINDS: dict[str, Callable[[Result], Lines]] = {
     "recomputed": recomputed,
     "soak": soak,
     "scheduling": scheduling,
+    "collectives": collectives,
 }
 
 SEVERAL: dict[str, Callable[..., Lines]] = {
