@@ -207,6 +207,7 @@ def test_leaving_ends_the_processes(gpu: None, monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_warm_folder_is_not_compiled_again(gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    monkeypatch.setenv("DG_JIT_CACHE_DIR", str(tmp_path / "deep_gemm"))
     one, other = tmp_path / "one", tmp_path / "other"
     for folder in (one, other):
         folder.mkdir()
@@ -217,6 +218,9 @@ def test_a_warm_folder_is_not_compiled_again(gpu: None, tmp_path: Path, monkeypa
     real = msgspec.structs.replace(config, model_path=str(other), load_format="auto", random_seed=3)
     assert caches.is_warm(config) and caches.is_warm(real), "serving after thalweg warmup, from another folder"
     assert not caches.is_warm(msgspec.structs.replace(config, max_running_requests=3))
+    shutil.rmtree(tmp_path / "deep_gemm")  # whose kernels this configuration uses
+    assert not caches.is_warm(config)
+    caches.mark_warm(config)
     (one / "config.json").write_text("{}")
     assert not caches.is_warm(config)
     monkeypatch.setattr(compile_ahead, "cores", lambda: 8)

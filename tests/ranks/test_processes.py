@@ -190,3 +190,33 @@ def test_an_engine_in_the_callers_process(layout: dict[str, Any], want: list[int
         assert time.monotonic() - begun < LIMIT_S
     finally:
         engine.close()
+
+
+def test_an_idle_engine_waits_for_no_step(want: list[int]) -> None:
+    """The other leaders take part in one more round after the last step with rows; the caller may pause behind it."""
+    engine = LocalEngine(config(**DP2, overlap_schedule=False, watchdog_timeout=3.0))
+    try:
+        for _ in range(2):
+            uids, tokens = engine.submit(PROMPT, greedy(8)), list[int]()
+            while not engine.idle:
+                tokens += [token for delta in engine.step() if delta.uid in uids for token in delta.tokens]
+            assert tokens == want[:8]
+            time.sleep(4.0)  # longer than a rank may take
+    finally:
+        engine.close()
+
+
+def test_a_refused_request_of_another_process_leaves_nothing() -> None:
+    engine = LocalEngine(config(**COPIES))
+    try:
+        for _ in range(2):  # one for each copy
+            engine.submit(list(range(5)) * 9999, greedy(1))
+        refused, deadline = 0, time.monotonic() + 30
+        while not engine.idle and time.monotonic() < deadline:
+            try:
+                engine.step()
+            except InvalidRequest:
+                refused += 1
+        assert engine.idle and refused == 2
+    finally:
+        engine.close()

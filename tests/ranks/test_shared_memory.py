@@ -189,9 +189,9 @@ def test_a_ring_that_was_heard_too_early_is_not_lost() -> None:
 
 def test_a_record_fits_64_bytes_with_its_stamp() -> None:
     largest = RankStep(2**40, 2**32 - 1, 65535, 2**32 - 1, 65535, 255, True, False, 65535, 255, True, *[2**32 - 1] * 4)
-    packed = largest._replace(control=65535, has_ended=True).pack()
-    assert len(packed) == RECORD - 16
-    assert RankStep.unpack(packed) == largest._replace(control=65535, has_ended=True)
+    packed = largest._replace(control=2**32 - 1, has_ended=True).pack()
+    assert len(packed) == RECORD - 8
+    assert RankStep.unpack(packed) == largest._replace(control=2**32 - 1, has_ended=True)
 
 
 def test_memory_has_no_name_and_is_zero() -> None:

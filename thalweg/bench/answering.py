@@ -21,7 +21,7 @@ from thalweg.bench.display import progress_bar
 from thalweg.bench.errors import BenchError
 from thalweg.bench.eval_files import ChoiceQuestion
 from thalweg.bench.http_client import HttpClient
-from thalweg.bench.in_process import Generation, detokenized
+from thalweg.bench.in_process import Generation, check_one_process, detokenized
 from thalweg.bench.load_driver import LoadRun, interruptible
 from thalweg.bench.metrics import Record, failures
 from thalweg.bench.statistics import common_length
@@ -141,6 +141,7 @@ class EngineAnswerer:
 
     def select(self, selection: Selection) -> None:
         """Replaces the indexers' selection of context, and empties the prefix cache."""
+        check_one_process(self.llm.engine, "a selection in place of the indexer's")
         for indexer in self.indexers():
             indexer.selection = selection
         self.llm.engine.runner.disable_graphs()

@@ -19,7 +19,7 @@ def of_decode(engine: LocalEngine, prompts: Sequence[Tokens]) -> tuple[float, ..
     where nothing routes on a GPU.
     """
     model = engine.runner.model
-    if engine.runner.planes.device.type != "cuda" or not isinstance(model, nn.Module):
+    if engine.runner.planes.device.type != "cuda" or not isinstance(model, nn.Module) or engine.config.processes > 1:
         return ()
     from thalweg.layers.kernel_moe import KernelMoe  # needs Triton
 

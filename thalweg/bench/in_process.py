@@ -55,6 +55,12 @@ def exactly(prompt: Sequence[int], output_len: int) -> Generation:
     return Generation(prompt, SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True))
 
 
+def check_one_process(engine: LocalEngine, what: str) -> None:
+    """what: changes the model in this process only. Raises UnsupportedConfig where others share it."""
+    if engine.config.processes > 1:
+        raise UnsupportedConfig(f"{what} works with one process: leave out --tp-size and --dp-size")
+
+
 class EngineStep(NamedTuple):
     """One turn of the engine's loop."""
 

@@ -114,6 +114,11 @@ def _settings(recording: Recording, model: str | None, device: str | None, progr
         if same
         else (),
         overlap_schedule=False,
+        tp_size=1,
+        dp_size=1,
+        ep_size=1,
+        moe_dense_tp_size=1,
+        enable_dp_attention=False,
         crash_dump_folder="",
         watchdog_timeout=0.0,
         show_progress=progress,

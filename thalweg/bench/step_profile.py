@@ -25,6 +25,7 @@ import msgspec
 from torch import nn
 from torch.profiler import record_function
 
+from thalweg.bench.in_process import check_one_process
 from thalweg.core.errors import UnsupportedConfig
 from thalweg.engine.local import LocalEngine
 from thalweg.layers.linear import LinearLayer
@@ -146,6 +147,7 @@ def operation_ranges(engine: LocalEngine) -> Iterator[None]:
             replaced.append((vars(owner), name, vars(owner).get(name)))
             vars(owner)[name] = _ranged(call, operation)
 
+    check_one_process(engine, "a profile by operation")
     model = runner.model.model if isinstance(runner.model, TokenByToken) else runner.model
     assert isinstance(model, nn.Module)
     for layer, operation in dict(_operations(model)).items():

@@ -52,9 +52,9 @@ class RankStep(NamedTuple):
         return cls(*RANK_STEP.unpack(data[: RANK_STEP.size]))
 
 
-RANK_STEP = struct.Struct("=QIHIHB??HB?IIIIH?B")
+RANK_STEP = struct.Struct("=QIHIHB??HB?IIIII?B")
 MAX_PREFILL_WAIT = 3  # steps after which a prompt is computed though few ranks have one
-PACKED_BYTES = 48
+PACKED_BYTES = 56
 assert RANK_STEP.size <= PACKED_BYTES
 
 

@@ -153,7 +153,8 @@ def prepare(config: EngineConfig, seat: Seat, times: StartupTimes) -> tuple[Engi
         times.end_phase("libraries")
         config, runner = build_or_drop_drafter(lambda wish: build_runner(wish, facts, times, ahead, seat), config)
     runner.drafting.drop_deferred()
-    if config.device == "cuda" and config.warmup and not config.drafter_left_out:
+    is_as_wished = config.kernels == wished.kernels and not config.drafter_left_out  # else another start may need more
+    if config.device == "cuda" and config.warmup and is_as_wished:
         caches.mark_warm(wished)
     return config, facts, runner
 

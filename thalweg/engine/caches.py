@@ -17,11 +17,30 @@ from thalweg.config.engine import EngineConfig
 DEFAULT = Path("~/.cache/thalweg")
 FOLDERS = {"TRITON_CACHE_DIR": "triton", "DG_JIT_CACHE_DIR": "deep_gemm", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
 PACKAGES = "torch", "triton", "sgl-deep-gemm"  # whose versions compiled kernels depend on
-ROOMS = "batch", "kernels", "layers", "models", "quant", "runner", "sampling", "spec"  # whose code decides what runs
+ROOMS = (
+    "attention",
+    "batch",
+    "engine",
+    "kernels",
+    "layers",
+    "models",
+    "quant",
+    "runner",
+    "sampling",
+    "spec",
+)  # whose code decides what runs
 # fields that no kernel depends on
 INDEPENDENT = (
     *("model_path", "load_format", "weight_updates", "cache_dir", "random_seed", "report", "show_progress"),
-    *("log_level", "log_format", "crash_dump_folder", "watchdog_timeout", "watchdog_action", "restart_timeout"),
+    *(
+        "max_queued_requests",
+        "log_level",
+        "log_format",
+        "crash_dump_folder",
+        "watchdog_timeout",
+        "watchdog_action",
+        "restart_timeout",
+    ),
 )
 
 
@@ -58,23 +77,27 @@ def versions() -> dict[str, str]:
 
 
 def is_warm(config: EngineConfig) -> bool:
-    """Whether a warm-up of this configuration has filled the folder."""
-    return _mark(config).exists()
+    """Whether a warm-up of this configuration has filled the folders."""
+    return all(mark.exists() for mark in _marks(config))
 
 
 def mark_warm(config: EngineConfig) -> None:
-    """Notes that the folder holds all kernels of this configuration's warm-up."""
+    """Notes that the folders hold all kernels of this configuration's warm-up."""
     with contextlib.suppress(OSError):  # the next start compiles ahead again, and finds all kernels
-        _mark(config).parent.mkdir(parents=True, exist_ok=True)
-        _mark(config).touch()
+        for mark in _marks(config):
+            mark.parent.mkdir(parents=True, exist_ok=True)
+            mark.touch()
 
 
-def _mark(config: EngineConfig) -> Path:
-    """A file beside Triton's kernels, so that it vanishes with them."""
+def _marks(config: EngineConfig) -> list[Path]:
+    """Files beside Triton's kernels, and beside DeepGEMM's where it is used, so that they vanish with them."""
     fields = msgspec.to_builtins(config)
     settings = {name: value for name, value in fields.items() if name not in INDEPENDENT}
     model = (Path(config.model_path) / "config.json").read_text()
     sources = sorted(path for room in ROOMS for path in (Path(__file__).parents[1] / room).rglob("*.py"))
     state = json.dumps([settings, model, versions(), [path.read_text() for path in sources]])
     name = f"warm-{hashlib.sha256(state.encode()).hexdigest()[:16]}"
-    return Path(os.environ["TRITON_CACHE_DIR"], name)
+    used = ["TRITON_CACHE_DIR"]
+    if any("deep_gemm" in backend for backend in (config.kernels.moe, config.kernels.fp8_gemm)):
+        used.append("DG_JIT_CACHE_DIR")
+    return [Path(os.environ[variable], name) for variable in used]

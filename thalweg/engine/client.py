@@ -200,7 +200,7 @@ class EngineClient:
         """Raises Overloaded if the queue has no room for so many sequences, InvalidRequest if it never has."""
         if not self.config.max_queued_requests:
             return
-        limit = self.config.max_running_requests + self.config.max_queued_requests
+        limit = self.config.max_running_requests * self.config.dp_size + self.config.max_queued_requests
         if sequences > limit:
             raise InvalidRequest("n", f"makes {sequences} sequences; {limit} run and wait at a time, so send fewer")
         if (used := len(self._by_uid)) + sequences > limit:

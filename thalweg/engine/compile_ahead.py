@@ -241,6 +241,7 @@ class NothingAhead:
 def compile_ahead(config: EngineConfig) -> CompileAhead | NothingAhead:
     """Starts to compile, unless the same warm-up filled the cache folder before."""
     is_useful = config.device == "cuda" and config.warmup and config.decode_attention_backend != "reference"
+    is_useful = is_useful and config.processes == 1  # the dry run knows no rank; and all ranks run the same warm-up
     is_warm = is_useful and caches.is_warm(config)
     if not is_useful or cores() < FEWEST_CORES or is_warm:
         return NothingAhead(is_warm)

@@ -98,8 +98,7 @@ class NoOthers:
     def wait_ready(self) -> None:
         return
 
-    def wait(self, timeout: float) -> None:
-        time.sleep(timeout)
+    wait = staticmethod(time.sleep)
 
     def send(self, rank: int, message: ToEngine) -> None:
         raise AssertionError(f"there is no data-parallel rank {rank}")
@@ -144,7 +143,8 @@ class LocalEngine:
     @property
     def idle(self) -> bool:
         has_ended = self.loop.scheduler.is_idle and not self.loop.inflight and not self.others.running
-        return not self.channel.inbox and has_ended
+        # the other ranks end a step with rows by one without, in which this one takes part
+        return not self.channel.inbox and has_ended and not self.loop.coordinator.is_busy
 
     def submit(
         self, prompt: Sequence[int], params: SamplingParams, **options: Unpack[SubmitOptions]
@@ -183,15 +183,14 @@ class LocalEngine:
         self._run(self.loop.step)
         self.channel.outbox += self.others.receive()
         messages, self.channel.outbox = self.channel.outbox, []
-        deltas: list[TokenDelta] = []
-        for message in messages:
-            if isinstance(message, Rejected):
-                self.router.forget(message.uid)
-                raise InvalidRequest(message.field, message.message)
-            if isinstance(message, StepUpdate):
-                deltas += message.deltas
+        deltas = [delta for message in messages if isinstance(message, StepUpdate) for delta in message.deltas]
         for delta in deltas:
             self.router.follow(delta)
+        refused = [message for message in messages if isinstance(message, Rejected)]
+        for message in refused:
+            self.router.forget(message.uid)
+        if refused:
+            raise InvalidRequest(refused[0].field, refused[0].message)
         return deltas
 
     def control(self, message: Control) -> str:

@@ -12,7 +12,7 @@ import zmq
 
 from thalweg.config.engine import EngineConfig
 from thalweg.core.errors import EngineDead
-from thalweg.core.messages import EngineReady, Fatal, FromEngine, StepUpdate, Submit, ToEngine
+from thalweg.core.messages import EngineReady, Fatal, FromEngine, Rejected, StepUpdate, Submit, ToEngine
 from thalweg.engine.group import Seat, join
 from thalweg.engine.processes import EngineProcesses
 from thalweg.parallel.process_axis import disconnect
@@ -58,7 +58,10 @@ class OtherProcesses:
     def send(self, rank: int, message: ToEngine) -> None:
         if isinstance(message, Submit):
             self._alive.add(message.uid)
-        self._processes.send(rank, message)
+        try:
+            self._processes.send(rank, message)
+        except zmq.Again as error:
+            raise EngineDead(self._processes.why_ended()) from error
 
     def receive(self) -> list[FromEngine]:
         """What the other leaders have sent. Raises EngineDead if a process has ended."""
@@ -67,6 +70,8 @@ class OtherProcesses:
             match message:
                 case StepUpdate():
                     self._alive -= {delta.uid for delta in message.deltas if delta.finish}
+                case Rejected():
+                    self._alive.discard(message.uid)
                 case Fatal():
                     raise EngineDead(message.message)
         if any(child.exitcode is not None for child in self._processes.children):

@@ -108,7 +108,7 @@ class EngineProcesses:
         return ""
 
     def stuck(self) -> str:
-        """The processes that are behind the others in a step, or stopped; "" if none is."""
+        """The processes that are behind their leader, or stopped; "" if none is."""
         names = [member.name for member, child in self._others() if _is_stopped(child.pid)]
         if names:
             return f"{' and '.join(names)}: stopped by a signal"
@@ -116,10 +116,9 @@ class EngineProcesses:
         for member in self.members:
             plans, tp = member.plans, member.rank % self.config.attention_tp
             if plans is not None and tp:
-                counts = [plans.carried_out(follower) for follower in range(plans.followers)]
-                if counts[tp - 1] < max(counts):
+                if plans.carried_out(tp - 1) < plans.sent:
                     behind.append(member.name)
-        return f"behind the others: {' and '.join(behind)}" if behind else ""
+        return f"behind its leader: {' and '.join(behind)}" if behind else ""
 
     def _others(self) -> Iterator[tuple[Member, BaseProcess]]:
         return zip(self.members[self.own :], self.children, strict=True)

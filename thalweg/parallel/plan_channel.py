@@ -1,9 +1,10 @@
 """A channel from the leader of tensor-parallel ranks to the others, in shared memory: a ring of bytes that each
 follower reads at its own pace.
 
-Layout, in words of 8 bytes: the position up to which the leader has written, then for each follower the position up to
-which it has read, and how many messages it has carried out. A position counts bytes from the start. Messages follow in
-the ring, each behind its length. A message that is longer than the ring goes through it in parts.
+Layout, in words of 8 bytes: the position up to which the leader has written, how many messages it has sent, then for
+each follower the position up to which it has read, and how many messages it has carried out. A position counts bytes
+from the start. Messages follow in the ring, each behind its length. A message that is longer than the ring goes through
+it in parts. A position is written after its bytes, which other cores see in this order on x86.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from thalweg.core.errors import RankLost
 from thalweg.parallel.shared_memory import Doorbell, SharedMemory
 
 RING = 1 << 20  # bytes: many steps of 256 rows (4 kB), or the prompts of a few binds
-WRITTEN, READ = 0, 8  # word of the leader; first word of the followers, two each
+WRITTEN, SENT, READ = 0, 1, 8  # words of the leader; first word of the followers, two each
 HEADER = 64 * 8  # bytes before the ring
 MOST_FOLLOWERS = (HEADER // 8 - READ) // 2
 LENGTH = 8  # bytes before a message
@@ -32,6 +33,11 @@ class PlanChannel:
     def followers(self) -> int:
         return len(self.bells) - 1
 
+    @property
+    def sent(self) -> int:
+        """How many messages the leader has sent."""
+        return self.memory.words[SENT]
+
     def carried_out(self, follower: int) -> int:
         """How many messages a follower, numbered from 0, has carried out."""
         return self.memory.words[READ + 2 * follower + 1]
@@ -46,6 +52,7 @@ class PlanWriter:
 
     def write(self, message: bytes) -> None:
         """Sends a message to every follower. Raises RankLost if one makes no room in time."""
+        self.channel.memory.words[SENT] += 1
         self._put(len(message).to_bytes(LENGTH, "little") + message)
 
     def _put(self, data: bytes) -> None:

@@ -1,7 +1,7 @@
 """Memory that processes of one host share, and doorbells that wake them.
 
-Both are file descriptors that a spawned process inherits. They have no name, so nothing is left behind when processes
-are killed.
+Both are file descriptors, which multiprocessing hands to another process. They have no name, so nothing is left behind
+when processes are killed.
 """
 
 from __future__ import annotations
