@@ -82,13 +82,21 @@ def test_a_model_of_eight_gpus(plan: Run, v3: str) -> None:
     assert made["best_that_runs"] is not None
 
 
+def test_copies_are_as_many_as_the_flag_says(plan: Run, lite: str) -> None:
+    for flags, name, caches in (("--dp-size 2", "2 x 1 GPU", 2), ("--tp-size 2 --dp-size 3", "3 x TP2", 3)):
+        made = json.loads(plan(lite, "--machine", "h100x8", *flags.split(), "--json").out)
+        assert [layout["name"] for layout in made["layouts"]] == [name] and made["caches"] == caches
+    refused = plan(lite, "--machine", "h100x8", "--tp-size", "4", "--dp-size", "3")
+    assert refused.status == 2 and "--dp-size 3: h100x8 has room for 2 copies of 4 GPUs" in refused.err
+
+
 def test_pages_and_memory_are_those_of_the_layout(plan: Run, v3: str) -> None:
     """Latents are on every GPU of a tensor-parallel group: the memory of eight cards holds no eight times as many."""
     flags = (v3, "--machine", "h200x8", "--tp-size", "8")
     made = json.loads(plan(*flags, "--json").out)
     (layout,) = made["layouts"]
     assert made["memory"] == layout["memory_of_a_gpu"] and made["caches"] == 1
-    assert made["pages"] * 64 == made["kv_tokens"] == layout["kv_tokens_per_cache"] == 822_912
+    assert made["pages"] * 64 == made["kv_tokens"] == layout["kv_tokens_per_cache"] == 821_888
     assert (
         made["decisions"]["max_total_tokens"]["value"] == made["kv_tokens"]
         and "of the cache" in made["decisions"]["max_total_tokens"]["reason"]

@@ -169,7 +169,9 @@ def _request(options: Options, asked: argparse.Namespace) -> PlanRequest:
 
 
 def _layout(options: Options, machine: Hardware) -> ParallelLayout | None:
-    """The layout that the flags name, in as many copies as the machine has room for; None where they name none."""
+    """The layout that the flags name, in as many copies as --dp-size says, or else as the machine has room for; None
+    where they name none.
+    """
     wish = options.parallel
     if wish == type(wish)():
         return None
@@ -182,4 +184,7 @@ def _layout(options: Options, machine: Hardware) -> ParallelLayout | None:
             f"--tp-size {one.tp}, --pp-size {one.pp}: {one.gpus} GPUs a copy, of which {machine.name} has no whole"
             f" number; use a divisor of {machine.gpus}"
         )
-    return ParallelLayout(one.tp, one.dp, one.ep, one.pp, machine.gpus // one.gpus)
+    room, asked = machine.gpus // one.gpus, 1 if wish.enable_dp_attention else wish.dp_size
+    if asked > room:
+        raise UnsupportedConfig(f"--dp-size {asked}: {machine.name} has room for {room} copies of {one.gpus} GPUs")
+    return ParallelLayout(one.tp, one.dp, one.ep, one.pp, asked if asked > 1 else room)
