@@ -379,8 +379,10 @@ class EngineClient:
                 self._receive()  # messages sent before it ended
                 if error:
                     self.reason = error
-                if len(processes.children) > 1:  # one that was killed is the cause, not those that miss it
-                    self.reason = await asyncio.to_thread(processes.killed) or self.reason
+                if len(processes.children) > 1:  # one that was killed is the cause, or failed first
+                    killed = await asyncio.to_thread(processes.killed)
+                    self._receive()
+                    self.reason = killed or processes.failed() or self.reason
                 if not error and self.reason == reason:
                     self.reason = await asyncio.to_thread(processes.why_ended)
                 if self.ready is not None and self.state != "draining":
