@@ -115,13 +115,14 @@ def _process(rank: int, size: int, store: Path, jobs: Connection) -> None:
 
     torch.set_num_threads(1)
     traced.ROWS = 0
-    connect(store, rank, size, CPU, PATIENCE)
+    watched = connect(store, rank, size, CPU, PATIENCE)
     while (job := jobs.recv()) is not None:
         try:
             jobs.send(_run(job, BUGS))
         except Exception:  # noqa: BLE001 - the test fails with it
             jobs.send(traceback.format_exc())
     disconnect()
+    del watched
 
 
 class RankError(Exception):

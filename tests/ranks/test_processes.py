@@ -157,6 +157,28 @@ def test_copies_share_nothing_and_the_load(want: list[int]) -> None:
     run(test)
 
 
+def test_a_stopped_copy_is_noticed_while_another_works() -> None:
+    async def test() -> None:
+        async with serving(**COPIES, watchdog_timeout=2.0) as front:
+            streams = [front.stream(PROMPT[i:], greedy(300)) for i in range(2)]
+            for stream in streams:  # one on each copy
+                await anext(stream)
+            await streams[0].aclose()
+            await eventually(lambda: front._router.ranks[0].work == 0)
+            os.kill(pids(front)[1], signal.SIGSTOP)
+            try:
+                deadline = time.monotonic() + LIMIT_S
+                while front.state != "hung" and time.monotonic() < deadline:
+                    await collect(front, PROMPT[2:], 4)  # the other copy has less work
+                assert front.state == "hung" and "copy 1: stopped by a signal" in front.reason
+            finally:
+                os.kill(pids(front)[1], signal.SIGCONT)
+            await eventually(lambda: front.state == "ready")
+            assert len([token async for piece in streams[1] for token in piece.ids]) > 200
+
+    run(test)
+
+
 def test_a_start_that_fails_says_why() -> None:
     front = EngineClient(msgspec.structs.replace(config(**TP2), model_path="/nowhere"), Tokenizer(Path(MODEL)))
 

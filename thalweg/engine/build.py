@@ -20,7 +20,13 @@ from thalweg.cache.page_allocator import PageAllocator
 from thalweg.cache.radix import NoPrefixCache, RadixTree
 from thalweg.config.engine import EngineConfig
 from thalweg.config.model import ModelFacts
-from thalweg.core.errors import CheckpointError, InsufficientMemory, WeightUpdateError, is_out_of_memory
+from thalweg.core.errors import (
+    CheckpointError,
+    InsufficientMemory,
+    UnsupportedConfig,
+    WeightUpdateError,
+    is_out_of_memory,
+)
 from thalweg.core.format import format_bytes
 from thalweg.core.kernels import TORCH_ATTENTION, KernelConfig
 from thalweg.core.plan import PAGE
@@ -163,17 +169,22 @@ def build_or_drop_drafter(build: Callable[[EngineConfig], T], config: EngineConf
     """Calls `build` with this configuration, and if the drafter fails or does not fit, with one without a drafter.
 
     It only accelerates, so an engine starts without a drafter that does not fit into memory, cannot be captured, or has
-    weights that are NaN or infinite.
+    weights that are NaN or infinite. Of several processes that share a model one cannot do that alone: it raises
+    UnsupportedConfig.
     """
     try:
         return build(config)
     except DrafterError as error:
         why = str(error).partition("\n")[0]
+        if config.tp_size > 1:
+            raise UnsupportedConfig(f"the drafter fails: {why}. Use --speculative-algorithm NONE") from error
         log.error("the drafter is left out, and decoding goes on without it: %s", error, exc_info=error.__cause__)
     except (InsufficientMemory, MemoryError, RuntimeError) as error:
         if config.speculative_algorithm == "NONE" or not is_out_of_memory(error):
             raise
         why = str(error).partition("\n")[0]
+        if config.tp_size > 1:
+            raise InsufficientMemory(f"{why}. Use --speculative-algorithm NONE, which needs less") from error
         log.error(LEFT_OUT, why)
         why = f"no room for it: {why}"
     # after the except block the error's frames, and the memory that they hold, are gone
@@ -225,7 +236,8 @@ def build_runner(
     if factory.notes:
         shown = "; ".join(factory.notes[:NOTES_SHOWN])
         config = config.started([Decision("dequantized_weights", len(factory.notes), START_UP, shown)])
-    load_weights(model, drafter.modules(), config)
+    with updated_together(layout, config):
+        load_weights(model, drafter.modules(), config)
     load_drafter(drafter.own_weight_modules(), config)
     times.end_phase("weights")
     one_by_one = config.deterministic_inference and config.decode_attention_backend in TORCH_ATTENTION
@@ -376,6 +388,23 @@ def load_weights(model: Model, modules: Sequence[HasWeights], config: EngineConf
             show = _progress_bar("replacing weights", config.show_progress)
             with _raise_as_weight_update_error(), show as progress, update as stream:
                 load(weights, module.table(), stream, quantization, progress, is_partial=True)
+
+
+@contextlib.contextmanager
+def updated_together(layout: Layout, config: EngineConfig) -> Iterator[None]:
+    """Raises WeightUpdateError on all ranks if one raises it: they start again with the starting weights together."""
+    failure = None
+    try:
+        yield
+    except WeightUpdateError as error:
+        failure = error
+    if config.weight_updates and not layout.is_single:
+        failed = layout.world.all_gather(torch.tensor([failure is not None], dtype=torch.int32, device=config.device))
+        if failed.any() and failure is None:
+            ranks = failed.flatten().nonzero().flatten().tolist()
+            raise WeightUpdateError(f"{' and '.join(f'rank {rank}' for rank in ranks)} cannot load them")
+    if failure is not None:
+        raise failure
 
 
 @contextlib.contextmanager

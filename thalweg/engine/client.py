@@ -47,6 +47,7 @@ from thalweg.core.request import check_request
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.child import HANG, RECORD, EngineProcess
 from thalweg.engine.local import SubmitOptions, sequences
+from thalweg.engine.owed import OwedReplies
 from thalweg.engine.processes import EngineProcesses
 from thalweg.engine.routing import RequestRouter
 from thalweg.engine.streams import Assembler, Piece
@@ -163,9 +164,8 @@ class EngineClient:
         self._first = first
         self._ended: asyncio.Future[str]
         # uids, and control ids below 0, that the engine has not finished: those that nobody waits for any more too
-        self._owed: set[int] = set()
-        self._last_message = 0.0  # time.monotonic() of the engine's last message, or of the first that it must answer
-        self._is_silent = False  # the engine has sent nothing for `watchdog_timeout`, and that is logged
+        self._owed = OwedReplies()
+        self._is_silent = False  # a rank has sent nothing for `watchdog_timeout`, and that is logged
 
     @property
     def running(self) -> int:
@@ -379,8 +379,10 @@ class EngineClient:
                 self._receive()  # messages sent before it ended
                 if error:
                     self.reason = error
-                if len(processes.children) > 1:  # one that was killed is the cause, not those that miss it
-                    self.reason = await asyncio.to_thread(processes.killed) or self.reason
+                if len(processes.children) > 1:  # one that was killed is the cause, or failed first
+                    killed = await asyncio.to_thread(processes.killed)
+                    self._receive()
+                    self.reason = killed or processes.failed() or self.reason
                 if not error and self.reason == reason:
                     self.reason = await asyncio.to_thread(processes.why_ended)
                 if self.ready is not None and self.state != "draining":
@@ -404,19 +406,20 @@ class EngineClient:
                     processes.close()
 
     async def _watch(self) -> None:
-        """Logs and records when the engine is silent although it owes replies, and changes the state "ready" to
-        "hung"; `_handle` changes it back. While the engine has work it sends at least every 0.25 s.
+        """Logs and records when a data-parallel rank is silent although it owes replies, and changes the state "ready"
+        to "hung"; `_handle` changes it back. A rank that has work sends at least every 0.25 s.
         """
         timeout = self.config.watchdog_timeout
         while timeout:
             await asyncio.sleep(min(1.0, timeout / 4))
             self._receive()  # unread messages are no silence
-            if self._is_silent or not self._owed or time.monotonic() - self._last_message <= timeout:
+            silent = self._owed.silent(timeout)
+            if self._is_silent or not silent:
                 continue
             self._is_silent = True
             stuck = self._processes.stuck() if self._processes else ""
             reason = (
-                f"the engine has made no step for {timeout:g} s while {len(self._owed)} sequences wait"
+                f"the engine has made no step for {timeout:g} s while {self._owed.of(silent)} sequences wait"
                 f"{f' ({stuck})' if stuck else ''}; /health says when it goes on"
             )
             log.error("%s", reason)
@@ -438,11 +441,10 @@ class EngineClient:
 
     def _send(self, message: ToEngine, *owed: int) -> None:
         """owed: keys of the replies that the engine owes from now on."""
-        if not self._owed:
-            self._last_message = time.monotonic()
-        self._owed.update(owed)
         if self._processes is not None:
             for rank, part in self._parts(message):
+                for key in owed:
+                    self._owed.add(rank, key)
                 with contextlib.suppress(zmq.Again):  # the engine is gone; its sentinel will fail all requests
                     self._processes.send(rank, part)
             asyncio.get_running_loop().call_soon(self._receive)
@@ -475,12 +477,12 @@ class EngineClient:
 
     def _handle(self, message: FromEngine, rank: int) -> None:
         """rank: the data-parallel rank that sends it; -1: another process."""
-        self._last_message = time.monotonic()
-        if self._is_silent:
+        self._owed.hear(rank)
+        if self._is_silent and not self._owed.silent(self.config.watchdog_timeout):
             self._is_silent = False
             log.warning("the engine goes on")
-        if self.state == "hung":
-            self.state, self.reason = "ready", ""
+            if self.state == "hung":
+                self.state, self.reason = "ready", ""
         match message:
             case StepUpdate():
                 self._handle_update(message, rank)

@@ -6,7 +6,7 @@ plans go to the rank's other processes, the followers, which decide nothing. Lea
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from thalweg.config.engine import EngineConfig
 from thalweg.parallel.layout import SINGLE_RANK, Layout
 from thalweg.parallel.mesh import MeshSizes, build_mesh
 from thalweg.parallel.plan_channel import PlanChannel
-from thalweg.parallel.process_axis import connect
+from thalweg.parallel.process_axis import connect, nothing_lost
 from thalweg.parallel.shared_memory import Doorbell
 from thalweg.parallel.step_board import StepBoard
 
@@ -89,8 +89,8 @@ def leaders_of(config: EngineConfig, members: Sequence[Member]) -> list[Member]:
     return [member for member in members if member.rank % config.attention_tp == 0]
 
 
-def join(config: EngineConfig, member: Member) -> Seat:
-    """Connects this process with the others of its copy. All of them call this together."""
+def join(config: EngineConfig, member: Member, lost: Callable[[], str] = nothing_lost) -> Seat:
+    """Connects this process with the others of its copy. All of them call this together. lost: see `connect`."""
     if config.processes == 1:
         return Seat(member)
     device = torch.device(config.device)
@@ -100,6 +100,9 @@ def join(config: EngineConfig, member: Member) -> Seat:
     if config.tp_size == 1:
         return Seat(member, device=device)
     # some ranks wait for others already while these compile or load, so a start's time is the limit
-    connect(member.store, member.rank, config.tp_size, device, max(timeout_of(config), config.restart_timeout))
+    timeout = max(timeout_of(config), config.restart_timeout)
+    store = connect(member.store, member.rank, config.tp_size, device, timeout, lost)
     sizes = MeshSizes(config.attention_tp, config.attention_dp, config.ep_size, config.moe_dense_tp_size)
-    return Seat(member, build_mesh(sizes, device), device)
+    layout = build_mesh(sizes, device)
+    del store  # torch holds it in C++ only, which does not keep a Python object alive
+    return Seat(member, layout, device)

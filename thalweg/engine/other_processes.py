@@ -15,7 +15,9 @@ from thalweg.core.errors import EngineDead
 from thalweg.core.messages import EngineReady, Fatal, FromEngine, Rejected, StepUpdate, Submit, ToEngine
 from thalweg.engine.group import Seat, join
 from thalweg.engine.processes import EngineProcesses
-from thalweg.parallel.process_axis import disconnect
+from thalweg.parallel.process_axis import abort, disconnect
+
+LOSS_S = 2.0  # in which the loss of another process is noticed and explained
 
 
 class OtherProcesses:
@@ -28,14 +30,18 @@ class OtherProcesses:
         self._processes.start()
         self._alive: set[int] = set()  # uids of sequences there that have not ended
         self._is_closed = False
-        threading.Thread(target=self._watch, name="watch", daemon=True).start()
+        self._has_lost = False  # another process has ended
+        self._killed = self._ended = ""  # which one, and how; killed: by a signal
+        self._watcher = threading.Thread(target=self._watch, name="watch", daemon=True)
+        self._watcher.start()
 
     @property
     def running(self) -> int:
         return len(self._alive)
 
     def join(self) -> Seat:
-        return join(self.config, self._processes.first)
+        """Raises RankLost if another process ends meanwhile."""
+        return join(self.config, self._processes.first, lambda: "another process has ended" if self._has_lost else "")
 
     def wait_ready(self) -> None:
         """Until the other processes serve. Raises EngineDead."""
@@ -73,27 +79,36 @@ class OtherProcesses:
                 case Rejected():
                     self._alive.discard(message.uid)
                 case Fatal():
-                    raise EngineDead(message.message)
-        if any(child.exitcode is not None for child in self._processes.children):
-            raise EngineDead(self._processes.why_ended())
+                    raise EngineDead(self._cause())
+        if self._has_lost:
+            raise EngineDead(self._cause())
         return messages
 
     def _cause(self) -> str:
         """Why another process has ended; "" if none has."""
-        if why := self._processes.killed():
-            return why
-        return next((m.message for _, m in self._processes.receive() if isinstance(m, Fatal)), "")
+        self._watcher.join(LOSS_S)
+        for _ in self._processes.receive():  # its last message
+            pass
+        return self._killed or self._processes.failed() or self._ended
 
     def _watch(self) -> None:
-        """Tells a rank that waits for one that has ended."""
+        """Frees the caller's thread from what it waits for, once a process has ended: ends all others, because a
+        collective of Gloo fails with the connection to any of them.
+        """
         children = self._processes.children
         ended = wait_for([child.sentinel for child in children])
         if self._is_closed:
             return
+        self._has_lost = True
         board = self._processes.first.board
         if board is not None:
             rank = next(i for i, child in enumerate(children, 1) if child.sentinel in ended)
             board.mark_lost(rank // self.config.attention_tp)
+        self._killed, self._ended = self._processes.killed(), self._processes.why_ended()
+        if not self._is_closed:
+            for child in children:
+                child.kill()
+            abort()
 
     def close(self, error: Exception | None = None) -> None:
         """Ends the processes. error: of a step; if another process has caused it, raises EngineDead that names that."""

@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -105,7 +106,10 @@ def import_gpu_modules() -> None:
 
 
 def main(config: EngineConfig, member: Member, address: str) -> None:
-    """Builds and runs one process of an engine. address: of its client. Exit code 0 after a drain, 1 after an error."""
+    """Builds and runs one process of an engine. address: of its client. Exit code 0 after a drain, 1 after an error.
+
+    After an error it ends at once: a library's clean-up at exit may wait for processes that wait for this one.
+    """
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     channel = ZmqChannel(address, member.bell)
     try:
@@ -117,13 +121,15 @@ def main(config: EngineConfig, member: Member, address: str) -> None:
             channel.send(EngineReady(os.getpid(), 0, 0, 0, 0, config.report))
             follower.run()
     except Exception as error:
+        at = time.monotonic()
         # the client fails its requests with this text and starts a new engine
         message = str(error) if isinstance(error, ThalwegError) else f"{type(error).__name__}: {error}"
         message = f"{member.name}: {message}" if member.name else message
         log.error("the engine ends: %s", message, exc_info=not isinstance(error, ThalwegError))
-        channel.send(Fatal(message))
+        channel.send(Fatal(message, at))
         channel.close()
-        raise SystemExit(1) from error
+        logging.shutdown()
+        os._exit(1)
     channel.close()
 
 

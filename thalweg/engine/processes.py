@@ -11,7 +11,7 @@ import msgspec
 import zmq
 
 from thalweg.config.engine import EngineConfig
-from thalweg.core.messages import FromEngine, ToEngine
+from thalweg.core.messages import Fatal, FromEngine, ToEngine
 from thalweg.engine.child import EngineProcess
 from thalweg.engine.group import Member, leaders_of, members_of
 
@@ -39,6 +39,7 @@ class EngineProcesses:
             socket.bind(address)
             self.sockets.append(socket)
         self.leaders = [self.members.index(member) for member in leaders_of(config, self.members)]
+        self.fatals: list[Fatal] = []  # that have come
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(FromEngine).decode
 
@@ -75,7 +76,10 @@ class EngineProcesses:
         numbers = {member: number for number, member in enumerate(self.leaders)}
         for i, socket in enumerate(self.sockets):
             while int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-                yield numbers.get(i + self.own, -1), self._decode(socket.recv(zmq.NOBLOCK))
+                message = self._decode(socket.recv(zmq.NOBLOCK))
+                if isinstance(message, Fatal):
+                    self.fatals.append(message)
+                yield numbers.get(i + self.own, -1), message
 
     def wait(self, timeout: float) -> None:
         """Until a message has come, or a process has ended, or so many seconds have passed."""
@@ -91,6 +95,10 @@ class EngineProcesses:
     def why_ended(self) -> str:
         """Which process has ended and how; "" if none has. One that was killed is named before those that miss it."""
         return self.killed() or self._ended(lambda code: code > 0) or self._ended(lambda code: True)
+
+    def failed(self) -> str:
+        """The error of the process that failed first; "" if none has sent one. Others may miss it and fail, too."""
+        return min(self.fatals, key=lambda fatal: fatal.at).message if self.fatals else ""
 
     def killed(self) -> str:
         """As `why_ended`, of a process that a signal has ended."""

@@ -7,6 +7,8 @@ float32. So all ranks hold equal bits, whatever algorithm the library chooses.
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -14,10 +16,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import FileStore  # torch.distributed has it without exporting it
+from torch._C._distributed_c10d import FileStore, Store  # torch.distributed has them without exporting them
+
+from thalweg.core.errors import RankLost
 
 # its name since torch 2.13
 _all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+
+POLL_S = 0.005  # between two looks at a store
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,19 +63,77 @@ def _ordered_sum(parts: Tensor) -> Tensor:
     return total
 
 
-def connect(store: Path, rank: int, size: int, device: torch.device, timeout: float) -> None:
-    """Joins the processes that share a model. store: a file in a folder that all of them can write to. timeout: seconds
-    after which a collective that some rank does not join fails.
+def nothing_lost() -> str:
+    return ""
+
+
+class WatchedStore(Store):
+    """A store through which processes find each other. torch's own waits until a timeout for one that has ended."""
+
+    def __init__(self, file: FileStore, timeout: float, lost: Callable[[], str]) -> None:
+        super().__init__()
+        self.file, self.seconds, self.lost = file, timeout, lost
+
+    def set(self, key: str, value: str) -> None:
+        self.file.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self.file.get(key)
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        return self.file.compare_set(key, expected, desired)
+
+    def add(self, key: str, value: int) -> int:
+        return self.file.add(key, value)
+
+    def check(self, keys: list[str]) -> bool:
+        return self.file.check(keys)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self.seconds = timeout.total_seconds()
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Until all keys are set. Raises RankLost."""
+        seconds = self.seconds if timeout is None else timeout.total_seconds()
+        deadline = time.monotonic() + seconds
+        while not self.file.check(keys):
+            if why := self.lost():
+                raise RankLost(why)
+            if time.monotonic() > deadline:
+                missing = [key for key in keys if not self.file.check([key])]
+                raise RankLost(f"no {', '.join(missing)} after {seconds:g} s")
+            time.sleep(POLL_S)
+
+
+def connect(
+    path: Path, rank: int, size: int, device: torch.device, timeout: float, lost: Callable[[], str] = nothing_lost
+) -> WatchedStore:
+    """Joins the processes that share a model. path: a file in a folder that all of them can write to. timeout: seconds
+    after which a collective that some rank does not join fails. lost: why another process will not come; "" while all
+    may. Returns what the caller keeps until all groups are made. Raises RankLost.
     """
+    store = WatchedStore(FileStore(str(path), size), timeout, lost)
+    store.set(f"here{rank}", "")
+    store.wait([f"here{other}" for other in range(size)])
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # multicast over NVLink: no kernel here needs it, and it may hang
     dist.init_process_group(
         "gloo" if device.type == "cpu" else "nccl",
-        store=FileStore(str(store), size),
+        store=store if device.type == "cpu" else store.file,  # NCCL's own threads use it, too
         rank=rank,
         world_size=size,
         timeout=timedelta(seconds=timeout),
         device_id=None if device.type == "cpu" else device,
     )
+    return store
+
+
+def abort() -> None:
+    """Ends the collectives in flight on this process's GPU, from another thread: a process that they wait for has
+    ended. Gloo notices that itself.
+    """
+    if dist.is_initialized() and dist.get_backend() == "nccl":
+        dist.distributed_c10d._abort_process_group()
 
 
 def disconnect() -> None:
