@@ -79,6 +79,8 @@ class FakeFront:
         )
         self.script, self.gap, self.chunk = script, gap, chunk
         self.full, self.flushed, self.weight_version, self.weights_lost = False, 0, "default", ""
+        self.rank_states: dict[str, str] = {}
+        self.of_ranks: dict[int, Stats] = {}
         self.controls: list[Control] = []
         self.refusal: Exception | None = None
         self.live: dict[object, str] = {}

@@ -75,6 +75,32 @@ def test_ablation_columns_come_from_the_resolver(probe: SettingsProbe) -> None:
     assert {"graph", "mla", "overlap", "tp", "ep", "dp-attention", "nextn"} <= set(found)
 
 
+def test_layouts_of_several_processes_are_what_their_columns_say(probe: SettingsProbe) -> None:
+    def engine(*on: str) -> tuple[int, int, bool, int]:
+        resolved = probe({k: v for column in columns(on, probe) for k, v in column.wishes(column.levels[1]).items()})
+        assert not isinstance(resolved, str), resolved
+        made = resolved.engine
+        return made.tp_size, made.dp_size, made.enable_dp_attention, made.ep_size
+
+    assert engine("tp") == (2, 1, False, 1)
+    assert engine("dp") == (1, 2, False, 1), "copies"
+    assert engine("ep") == (2, 1, False, 2) == engine("tp", "ep")
+    assert engine("dp-attention") == (2, 2, True, 1)
+    assert engine("tp", "dp") == (2, 2, False, 1)
+    assert engine("ep", "dp-attention") == (2, 2, True, 2)
+
+
+def test_layouts_of_a_base_of_several_processes() -> None:
+    base = {"model": str(TINY), "random_seed": 0, "tp_size": 2, "dp_size": 2, "enable_dp_attention": True}
+    found = {column.name: column for column in columns(["tp", "dp-attention", "ep"], SettingsProbe(base, HERE))}
+    attention = found["dp-attention"]
+    assert attention.base == "on" and attention.wishes(attention.levels[0]) == {
+        "dp_size": 1,
+        "enable_dp_attention": False,
+    }
+    assert found["ep"].base == "off" and found["ep"].wishes(found["ep"].levels[1]) == {"tp_size": 2, "ep_size": 2}
+
+
 def test_what_cannot_run_has_the_resolvers_reason(probe: SettingsProbe) -> None:
     reasons = {cell.labels_that_differ: cell.reason for cell in _changed(columns([], probe), probe)}
     assert "a CPU has none" in reasons["graph on"] and "all layers on each device" in reasons["pp on"]

@@ -12,7 +12,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from thalweg.config.engine import EngineConfig
-from thalweg.config.machine import Machine
+from thalweg.config.machine import Machine, visible
 from thalweg.config.model import ModelFacts
 from thalweg.config.options import GRAPH_MODES
 from thalweg.config.tree import options_of, settings
@@ -502,3 +502,30 @@ def test_drafts_are_rows_of_recorded_steps_and_tokens_of_a_step() -> None:
     assert run(on=H100, max_running_requests=8, width=3)[0].config.cuda_graph_bs[-1] == 32
     assert run(chunked_prefill_size=4, width=3)[0].config.chunked_prefill_size == 4
     assert "--chunked-prefill-size 4" in refusal(chunked_prefill_size=3, width=3)
+
+
+@pytest.mark.parametrize(
+    ("wishes", "said"),
+    [
+        ({"tp_size": 4}, "4 GPUs are needed, and this process may use 2; use --tp-size 1 or 2, or a machine with more"),
+        ({"dp_size": 4}, "4 GPUs are needed (4 copies of 1), and this process may use 2; use --dp-size 2"),
+        ({"tp_size": 2, "dp_size": 2}, "4 GPUs are needed (2 copies of 2), and this process may use 2; use --dp-size 1"),
+        ({"tp_size": 4, "dp_size": 2, "enable_dp_attention": True}, "may use 2; use --tp-size 2, or"),
+        ({"tp_size": 4, "dp_size": 4, "enable_dp_attention": True}, "may use 2; use --tp-size 1 or 2 without --dp-size"),
+    ],
+)  # fmt: skip
+def test_too_few_gpus_are_refused_with_what_fits(wishes: dict[str, Any], said: str) -> None:
+    assert said in refusal(on=machine(gpus=("NVIDIA H100 80GB HBM3",) * 2, gpu_free=80 * GB), **wishes)
+
+
+def test_no_gpu_is_refused_first() -> None:
+    assert "--device cpu" in refusal(on=machine(), device="cuda", tp_size=2)
+
+
+@pytest.mark.parametrize(
+    ("variable", "names"),
+    [(None, "abc"), ("", ""), ("1", "b"), ("2,0", "ca"), ("0,7,1", "a"), ("GPU-2,GPU-1", "cb"), ("-1", "")],
+)
+def test_hidden_gpus_are_not_counted(variable: str | None, names: str) -> None:
+    rows = [["80000", "9.0", f"GPU-{i}f", name] for i, name in enumerate("abc")]
+    assert "".join(row[3] for row in visible(rows, variable)) == names

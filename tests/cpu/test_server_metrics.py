@@ -137,3 +137,16 @@ def test_rates_are_those_of_the_last_seconds_and_survive_a_new_engine() -> None:
     assert meters.rates().decode == 0, "a new engine counts from zero"
     meters.sample(22.0, Stats(steps=2, decode_tokens=90))
     assert meters.rates().decode == 50
+
+
+def test_data_parallel_ranks_have_metrics_of_their_own() -> None:
+    of_ranks = {0: Stats(running=1, waiting=2, pages=5), 1: Stats(running=3, decode_tokens=7)}
+    snapshot = MetricsSnapshot(ServerMetrics(), Stats(running=4, pages=5), True, None, "x", of_ranks=of_ranks)
+    got = families(prometheus_text(snapshot))
+    assert got["thalweg_rank_running_requests"] == (
+        "gauge",
+        {"thalweg_rank_running_requests 0": 1, "thalweg_rank_running_requests 1": 3},
+    )
+    assert got["thalweg_rank_decode_tokens"][1]["thalweg_rank_decode_tokens_total 1"] == 7
+    assert got["thalweg_running_requests"][1] == {"thalweg_running_requests": 4}, "totals have no rank"
+    assert not families(prometheus_text(snapshot._replace(of_ranks={})))["thalweg_rank_cache_pages"][1]

@@ -137,7 +137,9 @@ def test_a_stopped_process_is_named_by_the_watchdog() -> None:
         async with serving(**TP2, watchdog_timeout=2.0, watchdog_action="restart") as front:
             stream = front.stream(PROMPT, greedy(300))
             await anext(stream)
+            assert front.rank_states == {"rank 0 (TP 0)": "ready", "rank 1 (TP 1)": "ready"}
             os.kill(pids(front)[1], signal.SIGSTOP)
+            await eventually(lambda: front.rank_states["rank 1 (TP 1)"] == "stopped")
             with pytest.raises(EngineDead, match=r"rank 1 \(TP 1\)"):
                 async for _ in stream:
                     pass
@@ -151,7 +153,7 @@ def test_copies_share_nothing_and_the_load(want: list[int]) -> None:
             answers = await asyncio.gather(*(collect(front, PROMPT[i:], 24) for i in range(4)))
             assert answers[0] == want
             await eventually(lambda: len(front._stats) == 2 and front.stats.finished == 4)
-            assert [stats.finished for stats in front._stats.values()] == [2, 2]
+            assert [stats.finished for stats in front.of_ranks.values()] == [2, 2]
             assert front.ready is not None and front.ready.slots == 8
 
     run(test)

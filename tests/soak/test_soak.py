@@ -1,10 +1,12 @@
-"""`make soak`: long random runs of cache and scheduler. Their results are committed under benchmarks/soak."""
+"""`make soak`: long random runs of cache, scheduler and processes. Their results are committed under benchmarks/soak."""
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
-from tests.soak import cache, scheduler
+from tests.soak import cache, kills, scheduler
 
 pytestmark = pytest.mark.soak
 
@@ -17,3 +19,9 @@ def test_a_million_cache_operations():
 def test_twenty_thousand_simulated_mixes():
     total = scheduler.main(20_000, seed=0)
     assert total.preempted and total.cached and total.aborted
+
+
+def test_twenty_lost_processes():
+    """KILLS=200 for more."""
+    count = kills.main(int(os.environ.get("KILLS", "20")), seed=0, seconds=1e6)
+    assert count["killed"] and count["stopped"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import msgspec
@@ -29,7 +30,8 @@ radix           radix_cache
 attention       attention_backend
 nextn           speculative_algorithm
 ep              ep_size
-dp-attention    dp_size
+dp              dp_size
+dp-attention    enable_dp_attention
 overlap         overlap_schedule
 mla             mla
 tp              tp_size
@@ -54,6 +56,7 @@ class ColumnLevel(NamedTuple):
     label: str
     wish: Any  # the setting's value; UNCHANGED where the base has it
     value: str  # that it resolves to, in words
+    others: Mapping[str, Any] = MappingProxyType({})  # wishes of other settings, without which it is something else
 
 
 class AblationColumn(NamedTuple):
@@ -63,7 +66,7 @@ class AblationColumn(NamedTuple):
     base: str  # label of the base's level
 
     def wishes(self, level: ColumnLevel) -> dict[str, Any]:
-        return {} if level.wish is UNCHANGED else {self.setting: level.wish}
+        return {} if level.wish is UNCHANGED else {**level.others, self.setting: level.wish}
 
     def as_json(self) -> dict[str, Any]:
         levels = {"levels": [level.label for level in self.levels], "values": [level.value for level in self.levels]}
@@ -164,11 +167,35 @@ def _of_feature(name: str, setting: str, probe: SettingsProbe) -> AblationColumn
         raise UnsupportedConfig(
             f"--columns {name}: {setting} is a size and no feature that can be off; compare values: {name}=VALUE,VALUE"
         )
-    if not probe.same_as_base({setting: off}):
-        levels = ColumnLevel(OFF, off, _words(off)), ColumnLevel(ON, UNCHANGED, has)
+    parallel = _parallel(setting, probe.start())
+    if not probe.same_as_base({setting: off, **parallel.off}):
+        levels = ColumnLevel(OFF, off, _words(off), parallel.off), ColumnLevel(ON, UNCHANGED, has)
         return AblationColumn(name, setting, levels, ON)
-    on = True if declared.kind is bool else declared.on
-    return AblationColumn(name, setting, (ColumnLevel(OFF, UNCHANGED, has), ColumnLevel(ON, on, _words(on))), OFF)
+    on = parallel.on.get(setting, True if declared.kind is bool else declared.on)
+    levels = ColumnLevel(OFF, UNCHANGED, has), ColumnLevel(ON, on, _words(on), parallel.on)
+    return AblationColumn(name, setting, levels, OFF)
+
+
+class _Parallel(NamedTuple):
+    """Wishes that belong to the levels of a setting."""
+
+    off: Mapping[str, Any] = MappingProxyType({})
+    on: Mapping[str, Any] = MappingProxyType({})
+
+
+def _parallel(setting: str, base: Resolved) -> _Parallel:
+    """Of the layouts of several processes: what makes a column of one setting what its name says. Data-parallel
+    attention has one process a rank, and the experts are divided over all processes: those of the base, or two.
+    """
+    size = max(base.engine.tp_size, 2)
+    match setting:
+        case "dp_size":
+            return _Parallel({"enable_dp_attention": False}, {"enable_dp_attention": False})
+        case "enable_dp_attention":
+            return _Parallel({"dp_size": 1}, {"tp_size": size, "dp_size": size})
+        case "ep_size":
+            return _Parallel(on={"tp_size": size, "ep_size": size})
+    return _Parallel()
 
 
 def _base_value(setting: str, base: Resolved) -> str:

@@ -86,15 +86,31 @@ def _gpus() -> tuple[tuple[str, ...], int, str]:
     """Names, and the free bytes and compute capability of the first, by the driver's own tool; none without a
     driver.
     """
-    query = ["nvidia-smi", "--query-gpu=memory.free,compute_cap,name", "--format=csv,noheader,nounits"]
+    query = ["nvidia-smi", "--query-gpu=memory.free,compute_cap,uuid,name", "--format=csv,noheader,nounits"]
     try:
         told = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return (), 0, ""
-    rows = [[cell.strip() for cell in row.split(",", 2)] for row in told.splitlines() if row.strip()]
+    rows = [[cell.strip() for cell in row.split(",", 3)] for row in told.splitlines() if row.strip()]
+    rows = visible(rows, os.environ.get("CUDA_VISIBLE_DEVICES"))
     if not rows:
         return (), 0, ""
-    return tuple(name for _, _, name in rows), int(rows[0][0]) * 2**20, rows[0][1]
+    return tuple(name for *_, name in rows), int(rows[0][0]) * 2**20, rows[0][1]
+
+
+def visible(rows: list[list[str]], variable: str | None) -> list[list[str]]:
+    """The GPUs that CUDA_VISIBLE_DEVICES leaves, in its order. It has numbers or the beginnings of UUIDs (column 2),
+    and ends at the first that is none.
+    """
+    if variable is None:
+        return rows
+    found = []
+    for name in (word.strip() for word in variable.split(",")):
+        same = [row for i, row in enumerate(rows) if name == str(i) or name and row[2].startswith(name)]
+        if not same:
+            break
+        found.append(same[0])
+    return found
 
 
 def _read(path: Path) -> str:

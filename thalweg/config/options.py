@@ -277,7 +277,7 @@ class ParallelOptions(Section):
         **_DEVICES,
     )
     enable_dp_attention: bool = setting(
-        False, "dp_size divides tp_size: attention has tp_size / dp_size devices, and all share the experts"
+        False, "dp_size divides tp_size: attention has tp_size / dp_size devices, and all share the experts", off=False
     )
     pp_size: int = setting(
         1,

@@ -172,6 +172,16 @@ class EngineClient:
         """Requests that have not ended."""
         return len(self._live)
 
+    @property
+    def of_ranks(self) -> dict[int, Stats]:
+        """The latest gauges and counters of each data-parallel rank, if there are several."""
+        return self._stats if self.config.dp_size > 1 else {}
+
+    @property
+    def rank_states(self) -> dict[str, str]:
+        """The state of each process, if there are several."""
+        return self._processes.states() if self._processes is not None and self.config.processes > 1 else {}
+
     async def start(self) -> None:
         """Starts the engine and waits until it serves. Raises EngineDead with the engine's error if it cannot start."""
         self._runner = asyncio.create_task(self._run())

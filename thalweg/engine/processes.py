@@ -11,7 +11,7 @@ import msgspec
 import zmq
 
 from thalweg.config.engine import EngineConfig
-from thalweg.core.messages import Fatal, FromEngine, ToEngine
+from thalweg.core.messages import EngineReady, Fatal, FromEngine, ToEngine
 from thalweg.engine.child import EngineProcess
 from thalweg.engine.group import Member, leaders_of, members_of
 
@@ -40,6 +40,7 @@ class EngineProcesses:
             self.sockets.append(socket)
         self.leaders = [self.members.index(member) for member in leaders_of(config, self.members)]
         self.fatals: list[Fatal] = []  # that have come
+        self.serving: set[int] = set()  # sockets whose process serves
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(FromEngine).decode
 
@@ -79,6 +80,8 @@ class EngineProcesses:
                 message = self._decode(socket.recv(zmq.NOBLOCK))
                 if isinstance(message, Fatal):
                     self.fatals.append(message)
+                if isinstance(message, EngineReady):
+                    self.serving.add(i)
                 yield numbers.get(i + self.own, -1), message
 
     def wait(self, timeout: float) -> None:
@@ -127,6 +130,17 @@ class EngineProcesses:
                 if plans.carried_out(tp - 1) < plans.sent:
                     behind.append(member.name)
         return f"behind its leader: {' and '.join(behind)}" if behind else ""
+
+    def states(self) -> dict[str, str]:
+        """Of each spawned process, by name: starting, ready, stopped or ended."""
+        return {member.name: self._state(i, child) for i, (member, child) in enumerate(self._others())}
+
+    def _state(self, number: int, child: BaseProcess) -> str:
+        if child.exitcode is not None:
+            return "ended"
+        if _is_stopped(child.pid):
+            return "stopped"
+        return "ready" if number in self.serving else "starting"
 
     def _others(self) -> Iterator[tuple[Member, BaseProcess]]:
         return zip(self.members[self.own :], self.children, strict=True)

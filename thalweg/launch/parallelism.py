@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from thalweg.config.engine import EngineConfig
 from thalweg.config.machine import Machine
 from thalweg.config.model import ModelFacts
 from thalweg.config.options import ParallelOptions
@@ -33,8 +34,10 @@ def resolve_parallelism(
     _check_heads(facts, config.attention_tp, config.attention_dp)
     _resolve_experts(parallel, facts, config.attention_tp, decisions)
     if device == "cuda" and config.processes > len(machine.gpus):
+        copies = f" ({config.copies} copies of {tp})" if config.copies > 1 else ""
         raise UnsupportedConfig(
-            f"tp_size: {config.processes} GPUs are needed, and this machine has {len(machine.gpus)}; use fewer"
+            f"tp_size: {config.processes} GPUs are needed{copies}, and this process may use {len(machine.gpus)}; use"
+            f" {_that_fit(config, facts, len(machine.gpus))}"
         )
     if config.processes > 1:
         copies = f"{config.copies} copies of " if config.copies > 1 else ""
@@ -42,10 +45,24 @@ def resolve_parallelism(
         decisions.entries.append(Decision("processes", config.processes, USER, f"{copies}{inner}"))
 
 
-def _check_heads(facts: ModelFacts, tp: int, dp: int) -> None:
+def _that_fit(config: EngineConfig, facts: ModelFacts, gpus: int) -> str:
+    """Flags that so many GPUs are enough for."""
+    if config.copies > 1 and config.tp_size <= gpus:
+        return f"--dp-size {gpus // config.tp_size}"
+    dp = config.attention_dp if config.attention_dp <= gpus else 1
+    sizes = [size * dp for size in _tensor_parallel_sizes(facts) if size * dp <= gpus]
+    others = " without --dp-size" if dp < config.dp_size else ""
+    return f"--tp-size {_or(sizes)}{others}, or a machine with more"
+
+
+def _tensor_parallel_sizes(facts: ModelFacts) -> list[int]:
     """Attention heads are divided evenly; key heads too, or neighbouring ranks hold the same ones."""
     keys = facts.heads if facts.mla is not None else facts.kv_heads
-    legal = [size for size in _divisors(facts.heads) if keys % size == 0 or size % keys == 0]
+    return [size for size in _divisors(facts.heads) if keys % size == 0 or size % keys == 0]
+
+
+def _check_heads(facts: ModelFacts, tp: int, dp: int) -> None:
+    legal = _tensor_parallel_sizes(facts)
     if tp not in legal:
         raise UnsupportedConfig(
             f"tp_size: {facts.heads} attention heads cannot be shared by {tp} ranks; use --tp-size"

@@ -74,9 +74,10 @@ class FlushResponse(TypedDict):
     flushed: bool
 
 
-class ServerState(msgspec.Struct):
+class ServerState(msgspec.Struct, omit_defaults=True):
     status: EngineState
     reason: str
+    ranks: dict[str, str] = {}  # the state of each process by its name, if there are several
 
 
 class InternalState(TypedDict):
@@ -196,7 +197,7 @@ async def ready(ctx: AppContext, request: Request) -> Response:
 
 def _state(ctx: AppContext, good: bool) -> Response:
     reason = ctx.front.reason or ctx.front.weights_lost
-    response = reply(ServerState(ctx.front.state, reason), 200 if good else 503)
+    response = reply(ServerState(ctx.front.state, reason, ctx.front.rank_states), 200 if good else 503)
     if not good:
         response.headers["Retry-After"] = str(ctx.options.retry_after)
     return response
@@ -210,7 +211,8 @@ async def resolved(ctx: AppContext, request: Request) -> dict[str, Any]:
 async def metrics(ctx: AppContext, request: Request) -> Response:
     front = ctx.front
     serving, weights_lost = front.state == "ready", bool(front.weights_lost)
-    snapshot = MetricsSnapshot(ctx.metrics, front.stats, serving, front.ready, ctx.names[0], weights_lost)
+    of_ranks = front.of_ranks
+    snapshot = MetricsSnapshot(ctx.metrics, front.stats, serving, front.ready, ctx.names[0], weights_lost, of_ranks)
     text = prometheus_text(snapshot, ctx.options.metrics_names)
     return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 

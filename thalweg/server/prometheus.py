@@ -19,6 +19,8 @@ from thalweg.core.messages import EngineReady, Stats
 from thalweg.core.plan import PAGE
 from thalweg.server.metrics import WINDOW, BucketHistogram, ServerMetrics, hit_rate, token_usage
 
+RANK_STATS = "running", "waiting", "pages", "pages_used", "pages_cached", "prefill_tokens", "decode_tokens"
+
 
 class MetricsSnapshot(NamedTuple):
     """The source of all metrics."""
@@ -29,6 +31,7 @@ class MetricsSnapshot(NamedTuple):
     ready: EngineReady | None
     model: str
     weights_lost: bool = False  # it has its starting weights again, not the replaced ones
+    of_ranks: Mapping[int, Stats] = {}  # of each data-parallel rank, if there are several
 
     @property
     def derived(self) -> Mapping[str, Any]:
@@ -51,6 +54,10 @@ class MetricsSnapshot(NamedTuple):
             "cached_by_source": {"device": self.metrics.cached_tokens},
             "ended": sum(self.metrics.finished.values()),
             "aborted": self.metrics.finished["abort"],
+            **{
+                f"rank_{name}": {rank: getattr(of_rank, name) for rank, of_rank in self.of_ranks.items()}
+                for name in RANK_STATS
+            },
         }
 
 
@@ -64,6 +71,13 @@ OWN = (
     ("thalweg_choices_total", "sequences that ended, by finish reason", "metrics.finished"),
     ("thalweg_running_requests", "sequences that hold a slot", "stats.running"),
     ("thalweg_waiting_requests", "sequences that wait for a slot", "stats.waiting"),
+    ("thalweg_rank_running_requests", "sequences that hold a slot of a data-parallel rank", "rank_running"),
+    ("thalweg_rank_waiting_requests", "sequences that wait for a slot of a data-parallel rank", "rank_waiting"),
+    ("thalweg_rank_cache_pages", "pages of a data-parallel rank's cache", "rank_pages"),
+    ("thalweg_rank_cache_pages_used", "pages that requests hold there", "rank_pages_used"),
+    ("thalweg_rank_cache_pages_cached", "pages that only the prefix cache holds there", "rank_pages_cached"),
+    ("thalweg_rank_prefill_tokens_total", "prompt tokens computed by a data-parallel rank", "rank_prefill_tokens"),
+    ("thalweg_rank_decode_tokens_total", "tokens sampled by a data-parallel rank", "rank_decode_tokens"),
     ("thalweg_slots", "sequences that can run at a time", "slots"),
     ("thalweg_cache_pages", "pages of the cache", "stats.pages"),
     ("thalweg_cache_pages_used", "pages that requests hold", "stats.pages_used"),
@@ -191,6 +205,7 @@ LABELS = {  # a depth counts from 1
     "vllm:spec_decode_num_accepted_tokens_per_pos_total": ("position",),
     "vllm:request_success_total": ("finished_reason",),
 }
+LABELS |= {name: ("rank",) for name, _, value in OWN if value.startswith("rank_")}
 PEERS = {"sglang": (SGLANG, {}), "vllm": (VLLM, {"engine": "0"})}  # with the labels of all their samples
 
 
