@@ -15,7 +15,8 @@ from thalweg.batch.batch import Batch, Group, RowExtent
 from thalweg.batch.padding import without_first_group
 from thalweg.core.plan import PAGE
 from thalweg.runner.captured import halving
-from thalweg.runner.piecewise import Piece, Piecewise, PiecewiseBuffers, PiecewiseGraph, fitting
+from thalweg.runner.piecewise import Piece, Piecewise, PiecewiseGraph, fitting
+from thalweg.runner.step_buffers import StepBuffers
 
 CONTEXT, WIDTH, TOKENS = 3 * PAGE, 4, 16
 
@@ -85,8 +86,8 @@ def step(decoding: list[int], prompts: list[tuple[int, int]]) -> Batch:
 def recorded(rows: tuple[int, ...]) -> Piecewise:
     model: Any = SimpleNamespace(metadata=SimpleNamespace(build=lambda batch, planes: batch))
     planes: Any = SimpleNamespace(device=torch.device("cpu"))
-    shared = PiecewiseBuffers(TOKENS, planes.device)
-    shared.out(torch.empty(TOKENS, WIDTH))
+    shared = StepBuffers(TOKENS, planes.device)
+    shared.make_out(torch.empty(TOKENS, WIDTH))
     pieces = PiecewiseGraph(TOKENS, model, shared)
     none: Any = SimpleNamespace(replay=lambda: None)
     pieces.last, pieces.hidden_TH = none, shared.out_TX

@@ -111,7 +111,7 @@ def test_pages_and_memory_are_those_of_the_layout(plan: Run, v3: str) -> None:
         "CUDA graphs",
         f"{made['pages']:,} pages x 64 tokens",
         "on each GPU",
-        "201 sequences of 4,096",
+        "200 sequences of 4,096",
     )
     assert all(words in text for words in told), text
     flags = (*flags, "--dp-size", "8", "--enable-dp-attention", "--ep-size", "8")

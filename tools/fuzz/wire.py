@@ -14,6 +14,7 @@ import random
 import tempfile
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,9 @@ from thalweg.core.messages import (
 )
 from thalweg.core.report import Report
 from thalweg.core.sampling import SamplingParams
-from thalweg.engine import client
+from thalweg.engine import processes
 from thalweg.engine.build import build
+from thalweg.engine.child import EngineProcess
 from thalweg.engine.client import EngineClient
 from thalweg.engine.process import ZmqChannel
 from thalweg.launch.resolve import resolve
@@ -140,7 +142,7 @@ class Wire(Target):
         asyncio.get_running_loop().set_exception_handler(
             lambda loop, context: errors.append(repr(context.get("exception") or context["message"]))
         )
-        real, client.SPAWN = client.SPAWN, _FakeSpawn(messages)  # type: ignore[assignment]
+        vars(processes)["EngineProcess"] = partial(_FakeProcess, messages)
         front = EngineClient(self.config, self.tokenizer)
         try:
             async with asyncio.timeout(LIMIT):
@@ -156,7 +158,7 @@ class Wire(Target):
                 state = front.state
                 await front.close()
         finally:
-            client.SPAWN = real
+            vars(processes)["EngineProcess"] = EngineProcess
         assert not errors, errors
         return f"front: {outcome} {state}"
 
@@ -173,14 +175,17 @@ class Wire(Target):
         return {"to": entry["to"], "messages": messages[:8]}
 
 
-class _FakeSpawn:
-    """Stands for multiprocessing."""
+class _FakeProcess:
+    """See `engine.child.EngineProcess`."""
 
-    def __init__(self, messages: list[bytes]) -> None:
-        self.messages = messages
+    def __init__(self, messages: list[bytes], name: str = "") -> None:
+        self.child = _FakeEngine(messages)
 
-    def Process(self, target: Any, args: Any, name: str) -> _FakeEngine:
-        return _FakeEngine(self.messages, args[1])
+    def run(self, config: Any, member: Any, address: str) -> None:
+        self.child.run(address)
+
+    def close(self) -> None:
+        """Threads cannot be killed; it ends when the front has sent `Drain`."""
 
 
 class _FakeEngine:
@@ -188,16 +193,18 @@ class _FakeEngine:
     the request.
     """
 
-    exitcode = 0
+    exitcode, pid = 0, 0
 
-    def __init__(self, messages: list[bytes], address: str) -> None:
+    def __init__(self, messages: list[bytes]) -> None:
         self.messages = messages
         self.sentinel, self._end = os.pipe()
-        thread = threading.Thread(target=self._run, args=(address,), daemon=True)
-        self.start, self.join, self.is_alive = thread.start, thread.join, thread.is_alive
 
-    def kill(self) -> None:
-        """Threads cannot be killed; it ends when the front has sent `Drain`."""
+    def run(self, address: str) -> None:
+        self.thread = threading.Thread(target=self._run, args=(address,), daemon=True)
+        self.thread.start()
+
+    def join(self, timeout: float) -> None:
+        self.thread.join(timeout)
 
     def _run(self, address: str) -> None:
         context = zmq.Context(1)
