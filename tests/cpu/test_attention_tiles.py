@@ -80,13 +80,12 @@ def test_flashmla_takes_steps_that_reach_a_crossover() -> None:
     from thalweg.kernels.mla.backends import MlaShape
     from thalweg.kernels.mla.flashmla import Crossover, FlashMlaDecode
 
-    points = (Crossover(16, 64, 4096), Crossover(64, 8, 1))
+    points = Crossover(16, 64), Crossover(64, 8)
     wide, narrow = (FlashMlaDecode(MlaShape(heads, 512, 1.0, False), points) for heads in (128, 16))
 
-    def is_faster(kernel: FlashMlaDecode, tokens: int, max_kv_len: int) -> bool:
-        rows = DecodeRows(torch.zeros(tokens, 1), torch.zeros(tokens), max_kv_len=max_kv_len)
-        return kernel.is_faster(rows)
+    def is_faster(kernel: FlashMlaDecode, tokens: int) -> bool:
+        return kernel.is_faster(DecodeRows(torch.zeros(tokens, 1), torch.zeros(tokens)))
 
-    assert is_faster(wide, 8, 100) and not is_faster(wide, 7, 1 << 20)
-    assert is_faster(narrow, 64, 4096) and not is_faster(narrow, 64, 4095) and not is_faster(narrow, 63, 1 << 20)
-    assert FlashMlaDecode(MlaShape(1, 512, 1.0, False)).is_faster(DecodeRows(torch.zeros(1, 1), torch.zeros(1)))
+    assert is_faster(wide, 8) and not is_faster(wide, 7)
+    assert is_faster(narrow, 64) and not is_faster(narrow, 63)
+    assert is_faster(FlashMlaDecode(MlaShape(1, 512, 1.0, False)), 1)

@@ -111,9 +111,9 @@ def check_promql(expr: str, scraped: Types) -> None:
 
 
 def test_the_dashboard_reads_what_there_is(scraped: Types) -> None:
-    board = json.loads((DEPLOY / "thalweg.json").read_text(encoding="utf-8"))
-    panels = [panel for panel in board["panels"] if panel["type"] != "row"]
-    ids = [panel["id"] for panel in board["panels"]]
+    step_records = json.loads((DEPLOY / "thalweg.json").read_text(encoding="utf-8"))
+    panels = [panel for panel in step_records["panels"] if panel["type"] != "row"]
+    ids = [panel["id"] for panel in step_records["panels"]]
     assert len(ids) == len(set(ids)) and len(panels) > 20
     for panel in panels:
         assert panel["title"] and panel["description"], panel["title"]
@@ -122,14 +122,14 @@ def test_the_dashboard_reads_what_there_is(scraped: Types) -> None:
             assert "__rate_interval" in target["expr"] or "[" not in target["expr"], target["expr"]
             labels = set().union(*(scraped[name][1] for name in NAME.findall(target["expr"])))
             assert set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])) <= labels | {"instance"}
-    variables = {entry["name"]: entry for entry in board["templating"]["list"]}
+    variables = {entry["name"]: entry for entry in step_records["templating"]["list"]}
     assert set(re.findall(r"\$(\w+)", json.dumps(panels))) <= {*variables, "__rate_interval"}
     for entry in variables.values():
         for name in NAME.findall(str(entry["query"])):
             assert name in scraped
     cells = [
         (x, y)
-        for panel in board["panels"]
+        for panel in step_records["panels"]
         for place in [panel["gridPos"]]
         for x in range(place["x"], place["x"] + place["w"])
         for y in range(place["y"], place["y"] + place["h"])

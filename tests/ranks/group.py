@@ -19,7 +19,7 @@ import torch
 from thalweg.config.engine import EngineConfig
 from thalweg.core.messages import Drain, FromEngine, Rejected, StepUpdate, Submit, ToEngine, TokenDelta
 from thalweg.engine import build
-from thalweg.engine.group import ALONE, Member, Seat, members_of
+from thalweg.engine.group import ALONE, Member, RankContext, members_of
 from thalweg.engine.local import sequences
 from thalweg.models import traced
 from thalweg.parallel.mesh import MeshSizes, build_mesh
@@ -76,10 +76,10 @@ class ScriptChannel:
                     self.left.discard(delta.uid)
 
 
-def serve(config: EngineConfig, script: Script, seat: Seat = ALONE) -> Served:
-    """Serves a script with one scheduler, and the other processes of the seat's group."""
+def serve(config: EngineConfig, script: Script, rank_context: RankContext = ALONE) -> Served:
+    """Serves a script with one scheduler, and the other processes of the rank_context's group."""
     served = Served()
-    loop, runner, *_ = build.build(config, ScriptChannel(script, served), seat)
+    loop, runner, *_ = build.build(config, ScriptChannel(script, served), rank_context)
     loop.run()
     loop.worker.followers.stop()
     stats = loop.stats()
@@ -100,10 +100,10 @@ class Job:
 def _run(job: Job, bugs: dict[str, Any]) -> Served | None:
     restore = bugs[job.plant]() if job.plant else lambda: None
     try:
-        seat = Seat(job.member, build_mesh(job.sizes, CPU))
-        if seat.is_leader:
-            return serve(job.config, job.script, seat)
-        follower = build.build_follower(job.config, seat)
+        rank_context = RankContext(job.member, build_mesh(job.sizes, CPU))
+        if rank_context.is_leader:
+            return serve(job.config, job.script, rank_context)
+        follower = build.build_follower(job.config, rank_context)
         follower.run()
         return None
     finally:

@@ -1,4 +1,4 @@
-"""Shared memory between processes: doorbells, the plan channel of a rank, and the board of data-parallel ranks."""
+"""Shared memory between processes: wake pipes, the plan channel of a rank, and the step_records of data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from thalweg.core.errors import RankLost
 from thalweg.engine.coordination import DataParallelSteps
 from thalweg.engine.worker import Worker
 from thalweg.parallel.plan_channel import PlanChannel, PlanReader, PlanWriter
-from thalweg.parallel.shared_memory import Doorbell, SharedMemory
-from thalweg.parallel.step_board import RECORD, StepBoard, StepExchange
+from thalweg.parallel.shared_memory import SharedMemory, WakePipe
+from thalweg.parallel.step_records import RECORD, StepExchange, StepRecords
 
 SPAWN = multiprocessing.get_context("spawn")
 PATIENCE = 20.0
@@ -25,7 +25,7 @@ PATIENCE = 20.0
 
 def channel(followers: int, ring: int = 4096) -> PlanChannel:
     names = ["leader", *(f"follower {i}" for i in range(followers))]
-    return PlanChannel([Doorbell() for _ in names], names, ring)
+    return PlanChannel([WakePipe() for _ in names], names, ring)
 
 
 def messages(seed: int, count: int, longest: int) -> list[bytes]:
@@ -83,23 +83,23 @@ def test_an_idle_follower_sleeps_until_it_is_rung() -> None:
 
 
 def test_rings_before_a_wait_are_kept() -> None:
-    bell, is_ready = Doorbell(), [False, True]
+    wake_pipe, is_ready = WakePipe(), [False, True]
     for _ in range(100_000):  # more than a pipe holds
-        bell.ring()
-    assert bell.wait(lambda: is_ready.pop(0), time.monotonic() + 5)
-    assert not bell.wait(lambda: False, time.monotonic() + 0.05)
+        wake_pipe.wake()
+    assert wake_pipe.wait(lambda: is_ready.pop(0), time.monotonic() + 5)
+    assert not wake_pipe.wait(lambda: False, time.monotonic() + 0.05)
 
 
 def step_of(step: int, rank: int) -> RankStep:
     return RankStep(step, rows=rank, tokens=70_000 + rank, sampled_rows=3, num_drafts=rank, is_verify=rank == 1)
 
 
-def on_board(ranks: int, work: Callable[[StepExchange], None], board: StepBoard) -> None:
+def on_board(ranks: int, work: Callable[[StepExchange], None], step_records: StepRecords) -> None:
     errors: list[Exception] = []
 
     def run(rank: int) -> None:
         try:
-            work(StepExchange(board, rank))
+            work(StepExchange(step_records, rank))
         except Exception as error:  # noqa: BLE001 - raised again below
             errors.append(error)
 
@@ -112,8 +112,8 @@ def on_board(ranks: int, work: Callable[[StepExchange], None], board: StepBoard)
         raise errors[0]
 
 
-def board_of(ranks: int, timeout: float = PATIENCE) -> StepBoard:
-    return StepBoard([Doorbell() for _ in range(ranks)], [f"rank {i}" for i in range(ranks)], timeout)
+def board_of(ranks: int, timeout: float = PATIENCE) -> StepRecords:
+    return StepRecords([WakePipe() for _ in range(ranks)], [f"rank {i}" for i in range(ranks)], timeout)
 
 
 def exchange_many(exchange: StepExchange) -> None:
@@ -138,7 +138,7 @@ def test_planted_bugs_of_the_board_are_caught(bug: str, monkeypatch: pytest.Monk
 
         def read(self: StepExchange, rank: int) -> RankStep | None:
             at = self._place(rank)
-            return RankStep.unpack(bytes(self.board.memory.bytes[at : at + RECORD]))
+            return RankStep.unpack(bytes(self.step_records.memory.bytes[at : at + RECORD]))
 
         monkeypatch.setattr(StepExchange, "_read", read)
     with pytest.raises((AssertionError, RankLost)):
@@ -146,27 +146,27 @@ def test_planted_bugs_of_the_board_are_caught(bug: str, monkeypatch: pytest.Monk
 
 
 def test_a_rank_that_writes_no_record_is_named() -> None:
-    board = board_of(3, timeout=0.2)
-    late = StepExchange(board, 2)
+    step_records = board_of(3, timeout=0.2)
+    late = StepExchange(step_records, 2)
     late._write(step_of(1, 2))
     with pytest.raises(RankLost, match=r"rank 1: no part in step 1 for 0\.2 s"):
-        StepExchange(board, 0).exchange(step_of(1, 0))
+        StepExchange(step_records, 0).exchange(step_of(1, 0))
 
 
 def test_a_rank_that_has_ended_is_named_at_once() -> None:
-    board = board_of(2)
-    threading.Timer(0.1, lambda: board.mark_lost(1)).start()
+    step_records = board_of(2)
+    threading.Timer(0.1, lambda: step_records.mark_lost(1)).start()
     with pytest.raises(RankLost, match="rank 1 has ended"):
-        StepExchange(board, 0).exchange(step_of(1, 0))
+        StepExchange(step_records, 0).exchange(step_of(1, 0))
 
 
 def test_an_idle_rank_hears_the_first_that_wakes() -> None:
-    board = board_of(2)
-    first, second = StepExchange(board, 0), StepExchange(board, 1)
+    step_records = board_of(2)
+    first, second = StepExchange(step_records, 0), StepExchange(step_records, 1)
     assert not second.is_called
     thread = threading.Thread(target=lambda: first.exchange(step_of(0, 0)))
     thread.start()
-    second.bell.sleep(PATIENCE)
+    second.wake_pipe.sleep(PATIENCE)
     assert second.is_called
     assert second.exchange(step_of(0, 1))[0].tokens == 70_000
     thread.join()
@@ -175,14 +175,14 @@ def test_an_idle_rank_hears_the_first_that_wakes() -> None:
 
 def test_a_ring_that_was_heard_too_early_is_not_lost() -> None:
     """Rank 0 goes on to the next round while rank 1 still sleeps in this one, and wakes it once for both."""
-    board = board_of(2)
-    first, second = StepExchange(board, 0), StepExchange(board, 1)
+    step_records = board_of(2)
+    first, second = StepExchange(step_records, 0), StepExchange(step_records, 1)
     steps = DataParallelSteps(cast(Worker, None), second, 2)
     second._write(step_of(0, 1))
     first.exchange(step_of(0, 0))
     first._write(step_of(0, 0))
-    board.bells[1].ring()
-    second.bell.clear()
+    step_records.wake_pipes[1].wake()
+    second.wake_pipe.clear()
     second.exchange(step_of(0, 1))
     assert steps.is_busy, "it must not sleep now"
 

@@ -72,7 +72,7 @@ class TreeMask(NamedTuple):
 
 
 class PromptRows(NamedTuple):
-    """Rows of a captured step whose number and lengths stand on the device: up to D decode rows, and up to N rows of
+    """Rows of a captured step. Their number and lengths are on the device: up to D decode rows, and up to N rows of
     prompts behind them. Tokens behind these are padding.
     """
 

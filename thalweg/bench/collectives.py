@@ -56,10 +56,10 @@ def ways(rank: int, rows: int, width: int, weight_H: Tensor) -> Iterator[tuple[s
     assert group is not None
     size = dist.get_world_size()
     memory = SymmetricMemory(group, all_reduce.bytes_for(size, rows, width), device)
-    box = all_reduce.Mailbox.of(memory.addresses, rank, rows, width, device)
+    buffers = all_reduce.PeerBuffers.of(memory.addresses, rank, rows, width, device)
 
     def fused(two_shot: bool, partial_TH: Tensor, x_TH: Tensor) -> tuple[Tensor, Tensor]:
-        x, normed, *_ = all_reduce.add_norm(partial_TH, x_TH, weight_H, EPS, box, two_shot=two_shot)
+        x, normed, *_ = all_reduce.add_norm(partial_TH, x_TH, weight_H, EPS, buffers, two_shot=two_shot)
         return x, normed
 
     def apart(reduce: Callable[[Tensor], Tensor], partial_TH: Tensor, x_TH: Tensor) -> tuple[Tensor, Tensor]:

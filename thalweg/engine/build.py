@@ -50,7 +50,7 @@ from thalweg.engine.compile_ahead import CompileAhead, NothingAhead, compile_ahe
 from thalweg.engine.coordination import OWN_PLAN, Coordinator, DataParallelSteps, TensorParallelSteps
 from thalweg.engine.follower import Follower, PlanSender
 from thalweg.engine.grammars import GrammarRegistry
-from thalweg.engine.group import ALONE, Seat, timeout_of
+from thalweg.engine.group import ALONE, RankContext, timeout_of
 from thalweg.engine.loop import Channel, Loop
 from thalweg.engine.recording import StepRecorder
 from thalweg.engine.worker import NO_FOLLOWERS, InlineStream, ThreadStream, Worker
@@ -65,7 +65,7 @@ from thalweg.models.token_by_token import TokenByToken
 from thalweg.models.traced import TracedModel, traced
 from thalweg.parallel.layout import SINGLE_RANK, Layout
 from thalweg.parallel.plan_channel import PlanReader
-from thalweg.parallel.step_board import StepExchange
+from thalweg.parallel.step_records import StepExchange
 from thalweg.quant.catalog import Declared, Schemes
 from thalweg.runner.captured import tree_shapes
 from thalweg.runner.drafting import DrafterError, raise_as_drafter_error
@@ -121,26 +121,28 @@ class StartupTimes:
         return f"{', '.join(self.phases)}; {self.last - self.begun:.1f} s in all"
 
 
-def build(config: EngineConfig, channel: Channel, seat: Seat = ALONE) -> Rank:
+def build(config: EngineConfig, channel: Channel, rank_context: RankContext = ALONE) -> Rank:
     """Builds a rank, in the process of its scheduler. Raises CheckpointError and UnsupportedConfig."""
     times = StartupTimes()
-    config, facts, runner = prepare(config, seat, times)
-    loop = build_loop(config, facts, runner, channel, seat)
+    config, facts, runner = prepare(config, rank_context, times)
+    loop = build_loop(config, facts, runner, channel, rank_context)
     loop.scheduler.counters.drafter_failures += config.drafter_left_out
     log.info("started: %s", times)
     return Rank(loop, runner, facts, config)
 
 
-def build_follower(config: EngineConfig, seat: Seat) -> Follower:
+def build_follower(config: EngineConfig, rank_context: RankContext) -> Follower:
     """Builds what another process of a rank runs. Raises as `build`."""
-    config, _, runner = prepare(config, seat, StartupTimes())
-    assert seat.member.plans is not None, "a follower has a leader"
+    config, _, runner = prepare(config, rank_context, StartupTimes())
+    assert rank_context.member.plans is not None, "a follower has a leader"
     worker = Worker(runner, _stream(config))
-    reader = PlanReader(seat.member.plans, seat.layout.tp.rank - 1)
+    reader = PlanReader(rank_context.member.plans, rank_context.layout.tp.rank - 1)
     return Follower(reader, worker, AdminOperations(runner, worker), config.max_steps_in_flight)
 
 
-def prepare(config: EngineConfig, seat: Seat, times: StartupTimes) -> tuple[EngineConfig, ModelFacts, Runner]:
+def prepare(
+    config: EngineConfig, rank_context: RankContext, times: StartupTimes
+) -> tuple[EngineConfig, ModelFacts, Runner]:
     """The runner of this process, ready for the first step, and the configuration with what the start measured."""
     facts = read_facts(Path(config.model_path))
     caches.use(config.cache_dir)
@@ -157,7 +159,9 @@ def prepare(config: EngineConfig, seat: Seat, times: StartupTimes) -> tuple[Engi
         times.end_phase("device")
         config = check_backends(config)
         times.end_phase("libraries")
-        config, runner = build_or_drop_drafter(lambda wish: build_runner(wish, facts, times, ahead, seat), config)
+        config, runner = build_or_drop_drafter(
+            lambda wish: build_runner(wish, facts, times, ahead, rank_context), config
+        )
     runner.drafting.drop_deferred()
     is_as_wished = config.kernels == wished.kernels and not config.drafter_left_out  # else another start may need more
     if config.device == "cuda" and config.warmup and is_as_wished:
@@ -225,12 +229,12 @@ def build_runner(
     facts: ModelFacts,
     times: StartupTimes,
     ahead: CompileAhead | NothingAhead,
-    seat: Seat = ALONE,
+    rank_context: RankContext = ALONE,
 ) -> tuple[EngineConfig, Runner]:
     """Loads the checkpoint and allocates planes and slots. Raises CheckpointError and UnsupportedConfig."""
     torch.set_num_threads(config.threads)
     TUNED.use(config.tuned_kernels)
-    device, layout = seat.device or torch.device(config.device), seat.layout
+    device, layout = rank_context.device or torch.device(config.device), rank_context.layout
     factory, model, drafter = assemble(config, facts, device, layout)
     times.end_phase("model")
     if factory.notes:
@@ -445,7 +449,9 @@ def _fill(
     return module
 
 
-def build_loop(config: EngineConfig, facts: ModelFacts, runner: Runner, channel: Channel, seat: Seat = ALONE) -> Loop:
+def build_loop(
+    config: EngineConfig, facts: ModelFacts, runner: Runner, channel: Channel, rank_context: RankContext = ALONE
+) -> Loop:
     """Builds the scheduler, the worker and the loop around a runner."""
     tree = RadixTree(PAGE) if config.radix_cache else NoPrefixCache(PAGE)
     limits = Limits(
@@ -466,21 +472,21 @@ def build_loop(config: EngineConfig, facts: ModelFacts, runner: Runner, channel:
     policy = MeasuredDraftLength(times, planning_clock(config)) if times else FixedDraftLength(_max_drafts(config))
     pages, share = PageAllocator(config.num_pages + 1, tree), _prompt_share(config)
     scheduler = Scheduler(limits, pages, draft_length=policy, prompt_share=share, grammars=grammars)
-    member = seat.member
+    member = rank_context.member
     followers = NO_FOLLOWERS if member.plans is None else PlanSender(member.plans, timeout_of(config))
     worker = Worker(runner, _stream(config), grammars, followers)
     recorder = StepRecorder(config, scheduler.requests) if config.crash_dump_folder else None
-    admin, coordinator = AdminOperations(runner, worker), _coordinator(worker, seat)
+    admin, coordinator = AdminOperations(runner, worker), _coordinator(worker, rank_context)
     return Loop(channel, scheduler, worker, config.max_steps_in_flight, recorder, admin, coordinator)
 
 
-def _coordinator(worker: Worker, seat: Seat) -> Coordinator:
-    layout, board = seat.layout, seat.member.board
+def _coordinator(worker: Worker, rank_context: RankContext) -> Coordinator:
+    layout, step_records = rank_context.layout, rank_context.member.step_records
     if layout.is_single:
         return OWN_PLAN
-    if board is None:
+    if step_records is None:
         return TensorParallelSteps(worker, layout.tp.size)
-    return DataParallelSteps(worker, StepExchange(board, layout.dp.rank), layout.world.size)
+    return DataParallelSteps(worker, StepExchange(step_records, layout.dp.rank), layout.world.size)
 
 
 def _prompt_share(config: EngineConfig) -> PromptShare:

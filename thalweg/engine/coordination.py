@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from thalweg.core.agreement import AgreedStep, RankStep, coordinate_step
 from thalweg.core.plan import StepPlan
-from thalweg.parallel.step_board import StepExchange
+from thalweg.parallel.step_records import StepExchange
 
 if TYPE_CHECKING:  # needs torch
     from thalweg.engine.worker import Worker
@@ -71,7 +71,7 @@ class DataParallelSteps:
 
     @property
     def is_busy(self) -> bool:
-        """Also if another rank waits already: its ring may have been heard before the last step was agreed."""
+        """Also if another rank waits already: it may have woken this one before the last step was agreed."""
         return self._had_rows or self.exchange.is_called
 
     def agree(self, plan: StepPlan, state: RankState) -> AgreedStep:

@@ -17,25 +17,25 @@ from thalweg.parallel.layout import SINGLE_RANK, Layout
 from thalweg.parallel.mesh import MeshSizes, build_mesh
 from thalweg.parallel.plan_channel import PlanChannel
 from thalweg.parallel.process_axis import connect, nothing_lost
-from thalweg.parallel.shared_memory import Doorbell
-from thalweg.parallel.step_board import StepBoard
+from thalweg.parallel.shared_memory import WakePipe
+from thalweg.parallel.step_records import StepRecords
 
 
 @dataclass(frozen=True)
 class Member:
-    """One process of a copy, as it is told on its start."""
+    """What a process of a copy gets at its start."""
 
     rank: int = 0  # among the processes of the copy
     device: int = 0  # number of its GPU
     name: str = ""  # for errors
     store: Path = Path()  # a file through which the processes find each other
-    bell: Doorbell | None = None
-    board: StepBoard | None = None  # of the leaders, if there are several
+    wake_pipe: WakePipe | None = None
+    step_records: StepRecords | None = None  # of the leaders, if there are several
     plans: PlanChannel | None = None  # of its data-parallel rank, if that has followers
 
 
 @dataclass(frozen=True)
-class Seat:
+class RankContext:
     """A process that has joined its copy."""
 
     member: Member = Member()
@@ -47,7 +47,7 @@ class Seat:
         return self.layout.tp.rank == 0
 
 
-ALONE = Seat()
+ALONE = RankContext()
 
 
 def timeout_of(config: EngineConfig) -> float:
@@ -65,15 +65,15 @@ def _copy(config: EngineConfig, copy: int, store: Path) -> list[Member]:
     if config.tp_size == 1:
         return [Member(device=first, name=f"copy {copy}" if config.copies > 1 else "")]
     names = [rank_name(config, copy, rank) for rank in range(config.tp_size)]
-    bells, board = [Doorbell() for _ in names], None
+    wake_pipes, step_records = [WakePipe() for _ in names], None
     if config.attention_dp > 1:
-        board = StepBoard(bells[::tp], names[::tp], timeout_of(config))
+        step_records = StepRecords(wake_pipes[::tp], names[::tp], timeout_of(config))
     channels = [
-        PlanChannel(bells[leader : leader + tp], names[leader : leader + tp]) if tp > 1 else None
+        PlanChannel(wake_pipes[leader : leader + tp], names[leader : leader + tp]) if tp > 1 else None
         for leader in range(0, config.tp_size, tp)
     ]
     return [
-        Member(rank, first + rank, names[rank], store, bells[rank], board, channels[rank // tp])
+        Member(rank, first + rank, names[rank], store, wake_pipes[rank], step_records, channels[rank // tp])
         for rank in range(config.tp_size)
     ]
 
@@ -89,20 +89,20 @@ def leaders_of(config: EngineConfig, members: Sequence[Member]) -> list[Member]:
     return [member for member in members if member.rank % config.attention_tp == 0]
 
 
-def join(config: EngineConfig, member: Member, lost: Callable[[], str] = nothing_lost) -> Seat:
+def join(config: EngineConfig, member: Member, lost: Callable[[], str] = nothing_lost) -> RankContext:
     """Connects this process with the others of its copy. All of them call this together. lost: see `connect`."""
     if config.processes == 1:
-        return Seat(member)
+        return RankContext(member)
     device = torch.device(config.device)
     if device.type == "cuda":
         device = torch.device("cuda", member.device)
         torch.cuda.set_device(device)
     if config.tp_size == 1:
-        return Seat(member, device=device)
+        return RankContext(member, device=device)
     # some ranks wait for others already while these compile or load, so a start's time is the limit
     timeout = max(timeout_of(config), config.restart_timeout)
     store = connect(member.store, member.rank, config.tp_size, device, timeout, lost)
     sizes = MeshSizes(config.attention_tp, config.attention_dp, config.ep_size, config.moe_dense_tp_size)
     layout = build_mesh(sizes, device)
     del store  # torch holds it in C++ only, which does not keep a Python object alive
-    return Seat(member, layout, device)
+    return RankContext(member, layout, device)

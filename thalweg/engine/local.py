@@ -30,7 +30,7 @@ from thalweg.core.messages import (
 from thalweg.core.retention import CacheRetention
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.build import build
-from thalweg.engine.group import ALONE, Seat
+from thalweg.engine.group import ALONE, RankContext
 from thalweg.engine.other_processes import OtherProcesses
 from thalweg.engine.routing import RequestRouter
 from thalweg.parallel.process_axis import disconnect
@@ -92,7 +92,7 @@ class NoOthers:
 
     running = 0
 
-    def join(self) -> Seat:
+    def join(self) -> RankContext:
         return ALONE
 
     def wait_ready(self) -> None:

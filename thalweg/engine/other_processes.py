@@ -13,7 +13,7 @@ import zmq
 from thalweg.config.engine import EngineConfig
 from thalweg.core.errors import EngineDead
 from thalweg.core.messages import EngineReady, Fatal, FromEngine, Rejected, StepUpdate, Submit, ToEngine
-from thalweg.engine.group import Seat, join
+from thalweg.engine.group import RankContext, join
 from thalweg.engine.processes import EngineProcesses
 from thalweg.parallel.process_axis import abort, disconnect
 
@@ -39,7 +39,7 @@ class OtherProcesses:
     def running(self) -> int:
         return len(self._alive)
 
-    def join(self) -> Seat:
+    def join(self) -> RankContext:
         """Raises RankLost if another process ends meanwhile."""
         return join(self.config, self._processes.first, lambda: "another process has ended" if self._has_lost else "")
 
@@ -53,13 +53,13 @@ class OtherProcesses:
         self._folder.cleanup()
 
     def wait(self, timeout: float) -> None:
-        """Until a message comes from another process, or another rank rings, or so many seconds have passed."""
-        bell = self._processes.first.bell
-        if bell is None:
+        """Until another process sends a message, or a rank wakes this one, or so many seconds have passed."""
+        wake_pipe = self._processes.first.wake_pipe
+        if wake_pipe is None:
             return self._processes.wait(timeout)
         sockets = [int(socket.getsockopt(zmq.FD)) for socket in self._processes.sockets]
-        select.select([bell.receives, *sockets], [], [], timeout)
-        bell.clear()
+        select.select([wake_pipe.receives, *sockets], [], [], timeout)
+        wake_pipe.clear()
 
     def send(self, rank: int, message: ToEngine) -> None:
         if isinstance(message, Submit):
@@ -100,10 +100,10 @@ class OtherProcesses:
         if self._is_closed:
             return
         self._has_lost = True
-        board = self._processes.first.board
-        if board is not None:
+        step_records = self._processes.first.step_records
+        if step_records is not None:
             rank = next(i for i, child in enumerate(children, 1) if child.sentinel in ended)
-            board.mark_lost(rank // self.config.attention_tp)
+            step_records.mark_lost(rank // self.config.attention_tp)
         self._killed, self._ended = self._processes.killed(), self._processes.why_ended()
         if not self._is_closed:
             for child in children:

@@ -25,9 +25,9 @@ from thalweg.core.errors import ThalwegError, WeightUpdateError
 from thalweg.core.messages import UNREADABLE, ControlReply, EngineReady, Fatal, FromEngine, Rejected, ToEngine
 from thalweg.engine.build import build, build_follower
 from thalweg.engine.child import HANG, RECORD
-from thalweg.engine.group import Member, Seat, join
+from thalweg.engine.group import Member, RankContext, join
 from thalweg.engine.recording import StepRecorder
-from thalweg.parallel.shared_memory import Doorbell
+from thalweg.parallel.shared_memory import WakePipe
 
 log = logging.getLogger("thalweg.engine")
 T = TypeVar("T")
@@ -46,17 +46,17 @@ class ZmqChannel:
     Raises zmq.ZMQError if the address is unreachable.
     """
 
-    def __init__(self, address: str, bell: Doorbell | None = None) -> None:
-        """bell: other ranks ring it; then `receive` returns, too."""
-        self.bell = bell
+    def __init__(self, address: str, wake_pipe: WakePipe | None = None) -> None:
+        """wake_pipe: other ranks write to it; then `receive` returns, too."""
+        self.wake_pipe = wake_pipe
         self.context = zmq.Context(1)
         self.socket = self.context.socket(zmq.PAIR)
         self.socket.set_hwm(0)
         self.socket.connect(address)
         self.poller = zmq.Poller()
         self.poller.register(self.socket, zmq.POLLIN)
-        if bell is not None:
-            self.poller.register(bell.receives, zmq.POLLIN)
+        if wake_pipe is not None:
+            self.poller.register(wake_pipe.receives, zmq.POLLIN)
         self.decode = msgspec.msgpack.Decoder(ToEngine).decode
         self.encode = msgspec.msgpack.Encoder().encode
 
@@ -64,8 +64,8 @@ class ZmqChannel:
         if timeout != 0.0:
             if not self.poller.poll(None if timeout is None else int(timeout * 1000)):
                 return []
-            if self.bell is not None:
-                self.bell.clear()
+            if self.wake_pipe is not None:
+                self.wake_pipe.clear()
         messages: list[ToEngine] = []
         while True:
             try:
@@ -111,13 +111,13 @@ def main(config: EngineConfig, member: Member, address: str) -> None:
     After an error it ends at once: a library's clean-up at exit may wait for processes that wait for this one.
     """
     threading.Thread(target=_exit_with_parent, daemon=True).start()
-    channel = ZmqChannel(address, member.bell)
+    channel = ZmqChannel(address, member.wake_pipe)
     try:
-        seat = join(config, member)
-        if seat.is_leader:
-            _lead(config, seat, channel)
+        rank_context = join(config, member)
+        if rank_context.is_leader:
+            _lead(config, rank_context, channel)
         else:
-            follower, _ = _with_starting_weights(config, lambda wish: build_follower(wish, seat))
+            follower, _ = _with_starting_weights(config, lambda wish: build_follower(wish, rank_context))
             channel.send(EngineReady(os.getpid(), 0, 0, 0, 0, config.report))
             follower.run()
     except Exception as error:
@@ -133,9 +133,11 @@ def main(config: EngineConfig, member: Member, address: str) -> None:
     channel.close()
 
 
-def _lead(config: EngineConfig, seat: Seat, channel: ZmqChannel) -> None:
+def _lead(config: EngineConfig, rank_context: RankContext, channel: ZmqChannel) -> None:
     """Serves with a scheduler until it is drained."""
-    (loop, _, facts, config), weights_lost = _with_starting_weights(config, lambda wish: build(wish, channel, seat))
+    (loop, _, facts, config), weights_lost = _with_starting_weights(
+        config, lambda wish: build(wish, channel, rank_context)
+    )
     gc.collect()
     gc.freeze()  # a full collection over loaded modules and weights would delay a step by hundreds of ms
     context = loop.scheduler.context

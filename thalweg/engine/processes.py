@@ -126,9 +126,8 @@ class EngineProcesses:
         behind = []
         for member in self.members:
             plans, tp = member.plans, member.rank % self.config.attention_tp
-            if plans is not None and tp:
-                if plans.carried_out(tp - 1) < plans.sent:
-                    behind.append(member.name)
+            if plans is not None and tp and plans.carried_out(tp - 1) < plans.sent:
+                behind.append(member.name)
         return f"behind its leader: {' and '.join(behind)}" if behind else ""
 
     def states(self) -> dict[str, str]:

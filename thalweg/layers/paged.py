@@ -164,7 +164,7 @@ class PagedMetadataBuilder(nn.Module):
         return 0 if planes.has_fp8 else wish
 
     def _captured(self, batch: Batch, prompts: PromptRows, planes: Planes) -> PagedStep:
-        """Of rows that stand on the device. Rows of prompts are launched for as many tokens as the step has."""
+        """The rows are on the device. Rows of prompts are launched for as many tokens as the step has."""
         tokens, decode = len(batch.ids_T), len(prompts.decode_positions_D)
         table, positions = prompts.decode_table_DP, prompts.decode_positions_D
         rows = DecodeRows(table, positions, max_kv_len=batch.groups[0].max_kv_len)

@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 
 from thalweg.core.errors import RankLost
-from thalweg.parallel.shared_memory import Doorbell, SharedMemory
+from thalweg.parallel.shared_memory import SharedMemory, WakePipe
 
 RING = 1 << 20  # bytes: many steps of 256 rows (4 kB), or the prompts of a few binds
 WRITTEN, SENT, READ = 0, 1, 8  # words of the leader; first word of the followers, two each
@@ -23,15 +23,20 @@ LENGTH = 8  # bytes before a message
 
 
 class PlanChannel:
-    """The shared state. bells: of the leader, then of each follower. names: of the same, for errors."""
+    """The shared state. wake_pipes: of the leader, then of each follower. names: of the same, for errors."""
 
-    def __init__(self, bells: Sequence[Doorbell], names: Sequence[str], ring: int = RING) -> None:
-        assert 2 <= len(bells) <= 1 + MOST_FOLLOWERS and ring % 8 == 0
-        self.memory, self.bells, self.names, self.ring = SharedMemory(HEADER + ring), list(bells), list(names), ring
+    def __init__(self, wake_pipes: Sequence[WakePipe], names: Sequence[str], ring: int = RING) -> None:
+        assert 2 <= len(wake_pipes) <= 1 + MOST_FOLLOWERS and ring % 8 == 0
+        self.memory, self.wake_pipes, self.names, self.ring = (
+            SharedMemory(HEADER + ring),
+            list(wake_pipes),
+            list(names),
+            ring,
+        )
 
     @property
     def followers(self) -> int:
-        return len(self.bells) - 1
+        return len(self.wake_pipes) - 1
 
     @property
     def sent(self) -> int:
@@ -66,8 +71,8 @@ class PlanWriter:
             sent += len(part)
             self.written += len(part)
             channel.memory.words[WRITTEN] = self.written  # after the bytes: a follower reads up to here
-            for bell in channel.bells[1:]:
-                bell.ring()
+            for wake_pipe in channel.wake_pipes[1:]:
+                wake_pipe.wake()
 
     def _room(self, wanted: int) -> int:
         """Bytes that every follower has read, at least `wanted` of them or half of the ring."""
@@ -78,7 +83,9 @@ class PlanWriter:
             slowest = min(words[READ + 2 * follower] for follower in range(channel.followers))
             return channel.ring - (self.written - slowest)
 
-        if room() < enough and not channel.bells[0].wait(lambda: room() >= enough, time.monotonic() + self.timeout):
+        if room() < enough and not channel.wake_pipes[0].wait(
+            lambda: room() >= enough, time.monotonic() + self.timeout
+        ):
             slowest = min(range(channel.followers), key=lambda follower: words[READ + 2 * follower])
             raise RankLost(f"{channel.names[1 + slowest]} has taken no step for {self.timeout:g} s")
         return room()
@@ -89,7 +96,7 @@ class PlanReader:
 
     def __init__(self, channel: PlanChannel, follower: int) -> None:
         self.channel, self.word, self.at = channel, READ + 2 * follower, 0
-        self.bell = channel.bells[1 + follower]
+        self.wake_pipe = channel.wake_pipes[1 + follower]
 
     def read(self) -> bytes:
         """The next message. Sleeps until there is one."""
@@ -103,7 +110,7 @@ class PlanReader:
         channel, words, taken = self.channel, self.channel.memory.words, bytearray()
         ring = channel.memory.bytes[HEADER:]
         while len(taken) < count:
-            while not self.bell.wait(lambda: words[WRITTEN] > self.at, time.monotonic() + 3600):
+            while not self.wake_pipe.wait(lambda: words[WRITTEN] > self.at, time.monotonic() + 3600):
                 pass
             at, unread = self.at % channel.ring, words[WRITTEN] - self.at
             n = min(count - len(taken), unread, channel.ring - at)
@@ -111,5 +118,5 @@ class PlanReader:
             self.at += n
             words[self.word] = self.at
             if unread > channel.ring // 2:  # the leader may wait for room
-                channel.bells[0].ring()
+                channel.wake_pipes[0].wake()
         return bytes(taken)

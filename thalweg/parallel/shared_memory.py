@@ -1,4 +1,4 @@
-"""Memory that processes of one host share, and doorbells that wake them.
+"""Memory that processes of one host share, and pipes that wake them.
 
 Both are file descriptors, which multiprocessing hands to another process. They have no name, so nothing is left behind
 when processes are killed.
@@ -47,25 +47,25 @@ def _attach(descriptor: Any, size: int) -> SharedMemory:
     return memory
 
 
-class Doorbell:
-    """Wakes one process. A ring that finds it awake is kept, so none is missed; several may become one."""
+class WakePipe:
+    """Wakes one process. A call that finds it awake is kept, so none is missed; several may become one."""
 
     def __init__(self) -> None:
         self._adopt(*os.pipe())
 
     def _adopt(self, receives: int, sends: int) -> None:
-        self.receives, self._sends = receives, sends  # `receives` is readable once rung
+        self.receives, self._sends = receives, sends  # `receives` is readable once woken
         os.set_blocking(receives, False)
         os.set_blocking(sends, False)
 
-    def ring(self) -> None:
+    def wake(self) -> None:
         try:
             os.write(self._sends, b"\0")
         except BlockingIOError:
-            return  # it has been rung often enough
+            return  # the pipe is full of calls
 
     def clear(self) -> None:
-        """Forgets the rings so far."""
+        """Forgets the calls so far."""
         try:
             while len(os.read(self.receives, 4096)) == 4096:
                 pass
@@ -73,7 +73,7 @@ class Doorbell:
             return
 
     def wait(self, is_ready: Callable[[], bool], deadline: float) -> bool:
-        """Polls `is_ready` for a moment, then after each ring, until it is true. Returns False at the deadline, a
+        """Polls `is_ready` for a moment, then after each call, until it is true. Returns False at the deadline, a
         time.monotonic().
         """
         spin_end = time.perf_counter() + SPIN_S
@@ -87,19 +87,19 @@ class Doorbell:
         return True
 
     def sleep(self, timeout: float) -> None:
-        """Returns when rung, or after `timeout` seconds. Clears the bell: the caller looks at what has changed."""
+        """Returns when woken, or after `timeout` seconds. Clears the pipe: the caller looks at what has changed."""
         select.select([self.receives], [], [], timeout)
         self.clear()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _attach_bell, (DupFd(self.receives), DupFd(self._sends))
+        return _attach_wake_pipe, (DupFd(self.receives), DupFd(self._sends))
 
     def __del__(self) -> None:
         os.close(self.receives)
         os.close(self._sends)
 
 
-def _attach_bell(receives: Any, sends: Any) -> Doorbell:
-    bell = Doorbell.__new__(Doorbell)
-    bell._adopt(receives.detach(), sends.detach())
-    return bell
+def _attach_wake_pipe(receives: Any, sends: Any) -> WakePipe:
+    wake_pipe = WakePipe.__new__(WakePipe)
+    wake_pipe._adopt(receives.detach(), sends.detach())
+    return wake_pipe

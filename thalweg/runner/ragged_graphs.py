@@ -1,7 +1,7 @@
 """Prefill and mixed steps as one CUDA graph for each bucket of tokens, attention included.
 
-A graph has a fixed number of rows: decode rows first, then rows of prompts. How many of them there are, and how long
-they and their contexts are, stands on the device. A kernel is launched for the longest row that the bucket allows, and
+A graph has a fixed number of rows: decode rows first, then rows of prompts. Their number, their lengths and those of
+their contexts are on the device. A kernel is launched for the longest row that the bucket allows, and
 ends at once where there is nothing to do. Steps with more rows or longer contexts run in pieces.
 """
 

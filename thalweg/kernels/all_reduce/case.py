@@ -44,14 +44,14 @@ def run_triton(partials_WTH: Tensor, x_TH: Tensor, weight_H: Tensor) -> tuple[Te
     (ranks, rows, width), device = partials_WTH.shape, x_TH.device
     memory = [torch.zeros(triton.bytes_for(ranks, rows, width), dtype=torch.uint8, device=device) for _ in range(ranks)]
     addresses = [one.data_ptr() for one in memory]
-    boxes = [triton.Mailbox.of(addresses, rank, rows, width, device) for rank in range(ranks)]
+    buffers = [triton.PeerBuffers.of(addresses, rank, rows, width, device) for rank in range(ranks)]
     add, results = partial(triton.add_norm, x_TH=x_TH, weight_H=weight_H, eps=EPS), []
     for call in range(CALLS):
         two_shot = call % 2 == 1
         for phase in (triton.SEND, triton.ADD, triton.RECEIVE) if two_shot else (triton.SEND, triton.RECEIVE):
             every = [
-                add(mine, box=box, two_shot=two_shot, phase=phase)[:2]
-                for mine, box in zip(partials_WTH, boxes, strict=True)
+                add(mine, buffers=own, two_shot=two_shot, phase=phase)[:2]
+                for mine, own in zip(partials_WTH, buffers, strict=True)
             ]
         results += every
     if not all(torch.equal(mine, first) for one in results for mine, first in zip(one, results[0], strict=True)):

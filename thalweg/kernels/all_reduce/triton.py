@@ -38,7 +38,7 @@ TRIES = constexpr(1 << 23)  # looks for words of a rank, some seconds: a rank th
 
 
 @dataclass(frozen=True, slots=True)
-class Mailbox:
+class PeerBuffers:
     """What a rank receives into, and where its peers receive. See `bytes_for`."""
 
     peers_W: Tensor  # int64: address of each rank's memory as seen from here, this rank's too
@@ -48,7 +48,7 @@ class Mailbox:
     width: int  # of a row, in numbers
 
     @classmethod
-    def of(cls, addresses: list[int], rank: int, rows: int, width: int, device: torch.device) -> Mailbox:
+    def of(cls, addresses: list[int], rank: int, rows: int, width: int, device: torch.device) -> PeerBuffers:
         """addresses: of `bytes_for` zeroed bytes on each rank."""
         peers = torch.tensor(addresses, dtype=torch.int64, device=device)
         return cls(peers, torch.tensor([1, 0, 0], dtype=torch.int32, device=device), rank, rows, width)
@@ -154,20 +154,20 @@ def _one_shot(
     pdl_wait(PDL)
     row, begin = tl.program_id(0), tl.program_id(1) * PART
     call = tl.load(state)
-    box = (call & 1).to(tl.int64) * (W + 1) * capacity
+    base = (call & 1).to(tl.int64) * (W + 1) * capacity
     if PHASE == ALL or PHASE == SEND:
         lane = tl.arange(0, BLOCK_PART)
         mine = begin + lane
         is_mine = (lane < PART) & (mine < WORDS)
         words = tl.load(partial + row * WORDS + mine, mask=is_mine, other=0)
         for step in tl.static_range(W):  # each rank begins with another peer
-            to = _memory(peers, (rank + step) % W) + box + rank * capacity
+            to = _memory(peers, (rank + step) % W) + base + rank * capacity
             _send(words, call, to + row * WORDS + mine, is_mine)
     if PHASE == ALL or PHASE == RECEIVE:
         word, source = tl.arange(0, BLOCK), tl.arange(0, W)
         inside = word < WORDS
         old = tl.load(x + row * WORDS + word, mask=inside, other=0)
-        at = _memory(peers, rank) + box + source[:, None] * capacity + row * WORDS + word[None, :]
+        at = _memory(peers, rank) + base + source[:, None] * capacity + row * WORDS + word[None, :]
         new = _sum(old, _receive(at, inside[None, :] & (source[:, None] < W), call, state))
         _store_normed(
             _low(new), _high(new), row, begin, weight, x_out, rows_out, codes, scales, scales_stride, eps, WORDS,
@@ -188,14 +188,14 @@ def _two_shot(
     pdl_wait(PDL)
     begin, every = tl.program_id(1) * PART, tl.num_programs(0)
     call = tl.load(state)
-    box = (call & 1).to(tl.int64) * (W + 1) * capacity
+    base = (call & 1).to(tl.int64) * (W + 1) * capacity
     lane = tl.arange(0, BLOCK_PART)
     mine = begin + lane
     is_mine = (lane < PART) & (mine < WORDS)
     if PHASE == ALL or PHASE == SEND:
         for row in range(tl.program_id(0), rows, every):
             at = row * WORDS + mine
-            to = _memory(peers, row % W) + box + rank * capacity + at
+            to = _memory(peers, row % W) + base + rank * capacity + at
             _send(tl.load(partial + at, mask=is_mine, other=0), call, to, is_mine)
     if PHASE == ALL or PHASE == ADD:
         source = tl.arange(0, W)
@@ -203,15 +203,15 @@ def _two_shot(
             if row % W == rank:
                 at = row * WORDS + mine
                 old = tl.load(x + at, mask=is_mine, other=0)
-                sent = _memory(peers, rank) + box + source[:, None] * capacity + at[None, :]
+                sent = _memory(peers, rank) + base + source[:, None] * capacity + at[None, :]
                 new = _sum(old, _receive(sent, is_mine[None, :] & (source[:, None] < W), call, state))
                 for step in tl.static_range(W):
-                    to = _memory(peers, (rank + step) % W) + box + W * capacity
+                    to = _memory(peers, (rank + step) % W) + base + W * capacity
                     _send(new, call, to + at, is_mine)
     if PHASE == ALL or PHASE == RECEIVE:
         word = tl.arange(0, BLOCK)
         for row in range(tl.program_id(0), rows, every):
-            sent = _memory(peers, rank) + box + W * capacity + row * WORDS + word
+            sent = _memory(peers, rank) + base + W * capacity + row * WORDS + word
             new = _receive(sent, word < WORDS, call, state)
             _store_normed(
                 _low(new), _high(new), row, begin, weight, x_out, rows_out, codes, scales, scales_stride,
@@ -225,7 +225,7 @@ def add_norm(
     x_TH: Tensor,
     weight_H: Tensor,
     eps: float,
-    box: Mailbox,
+    buffers: PeerBuffers,
     *,
     two_shot: bool,
     with_codes: bool = False,
@@ -235,7 +235,7 @@ def add_norm(
     one-shot takes up to PROGRAMS rows. phase: one of the parts that follow each other, for a test on one GPU.
     """
     rows, width = x_TH.shape
-    assert rows <= box.rows and width == box.width and width % 128 == 0, "the mailbox is made for other rows"
+    assert rows <= buffers.rows and width == buffers.width and width % 128 == 0, "the buffers are made for other rows"
     assert two_shot or rows <= PROGRAMS, "programs wait for each other: all must run at once"
     words, block = width // 2, triton.next_power_of_2(width // 2)
     parts = 1 << min(max(PROGRAMS // rows, 1), MOST_PARTS).bit_length() - 1
@@ -246,10 +246,11 @@ def add_norm(
     tensors = (x.view(torch.int32) for x in (partial_TH, x_TH))
     outputs = x_out.view(torch.int32), rows_out.view(torch.int32), codes, scales
     grid = min(rows, PROGRAMS // parts) if two_shot else rows, triton.cdiv(words, part)
-    config = launch_config(x_TH, WARPS if box.size * block <= WIDE else 2 * WARPS)
+    config = launch_config(x_TH, WARPS if buffers.size * block <= WIDE else 2 * WARPS)
     (_two_shot if two_shot else _one_shot)[grid](
-        *tensors, weight_H, *outputs, box.peers_W, box.state, box.rank, rows, box.rows * words,
+        *tensors, weight_H, *outputs, buffers.peers_W, buffers.state, buffers.rank, rows, buffers.rows * words,
         0 if scales is None else scales.stride(1), eps,
-        WORDS=words, BLOCK=block, PART=part, BLOCK_PART=triton.next_power_of_2(part), W=box.size, PHASE=phase, **config,
+        WORDS=words, BLOCK=block, PART=part, BLOCK_PART=triton.next_power_of_2(part), W=buffers.size, PHASE=phase,
+        **config,
     )  # fmt: skip
     return NormedRows(x_out, rows_out, codes, scales)

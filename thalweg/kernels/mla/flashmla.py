@@ -13,7 +13,6 @@ TB/s), e4m3 456 µs.
 from __future__ import annotations
 
 import importlib.util
-import operator
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,11 +31,12 @@ FP8_MAX = 448.0
 
 
 class Crossover(NamedTuple):
-    """A point from which on FlashMLA is faster than own kernels. All three must be reached."""
+    """A point from which on FlashMLA is faster than own kernels. Both must be reached. A captured step has the longest
+    context that there may be, so the context does not decide.
+    """
 
     heads: int
     tokens: int  # decode tokens of the step
-    context: int  # tokens of the longest context
 
 
 # By whether latents are e4m3, measured on an H100 (benchmarks/gpu/attention.py --only crossover). Own kernels and
@@ -44,10 +44,10 @@ class Crossover(NamedTuple):
 # 23 and 31, 4 x 4,096 50 and 29. In e4m3: 128 heads, 1 x 1,024 29 and 41, 4 x 1,024 72 and 42, 4 x 16,384 180 and 74;
 # 64 heads, 4 x 4,096 57 and 46.
 CROSSOVERS = {
-    False: (Crossover(128, 1, 1), Crossover(64, 4, 1), Crossover(1, 8, 1)),
-    True: (Crossover(64, 4, 1), Crossover(1, 32, 1)),
+    False: (Crossover(128, 1), Crossover(64, 4), Crossover(1, 8)),
+    True: (Crossover(64, 4), Crossover(1, 32)),
 }
-ALWAYS = Crossover(1, 1, 0)
+ALWAYS = Crossover(1, 1)
 
 
 def available() -> bool:
@@ -77,11 +77,9 @@ class FlashMlaDecode:
         self.shape, self.crossovers, self.own = shape, crossovers, TritonMlaDecode(shape)
 
     def is_faster(self, rows: DecodeRows) -> bool:
-        """Whether the library is faster for this step. A captured step has the longest context that there may be, so
-        that only heads and tokens decide.
-        """
-        step = self.shape.heads, len(rows.positions_T), rows.max_kv_len
-        return any(all(map(operator.ge, step, point)) for point in self.crossovers)
+        """Whether the library is faster for this step."""
+        heads, tokens = self.shape.heads, len(rows.positions_T)
+        return any(heads >= point.heads and tokens >= point.tokens for point in self.crossovers)
 
     def prepare(self, rows: DecodeRows) -> FlashSchedule | None:
         """None for own kernels. An e4m3 step launches the library's scheduler; the first layer of others does."""

@@ -101,9 +101,7 @@ class SplitKTile(NamedTuple):
     warps: int
 
 
-def split_k_tile(m: int) -> SplitKTile:
-    """The fastest of those tried on an H100."""
-    return SplitKTile(64, (64, 32, 16), 4, 128, 4, 4)
+SPLIT_K = SplitKTile(64, (64, 32, 16), 4, 128, 4, 4)  # the fastest of those tried on an H100
 
 
 def tile(m: int, n: int, pairs: bool) -> SmallBatchTile:
@@ -140,7 +138,7 @@ def split_k_fits(m: int, w_NK: Tensor) -> bool:
     wave of programs.
     """
     n, k = w_NK.shape
-    shape = split_k_tile(m)
+    shape = SPLIT_K
     wave = 100 <= shape.parts * triton.cdiv(n, sum(shape.widths)) <= SMS
     return FEWEST <= m <= FEW and wave and k >= 4 * n and k % 128 == 0 and has_tma(w_NK)
 
@@ -215,7 +213,7 @@ def split_k(x_MK: Tensor, w_NK: Tensor, epilogue: Epilogue = PLAIN) -> Tensor:
     """x Wᵀ (+ residual) → [M, N] bf16, contiguous, without bias. x, w: as in `swiglu`. Where `split_k_fits`."""
     m, (n, k) = len(x_MK), w_NK.shape
     y = epilogue.result(m, n, x_MK)
-    shape = split_k_tile(m)
+    shape = SPLIT_K
     part = torch.empty(shape.parts, m, n, dtype=torch.float32, device=x_MK.device)
     _split_k_gemm[(triton.cdiv(n, sum(shape.widths)), shape.parts)](
         TensorDescriptor.from_tensor(x_MK, [shape.rows, shape.k]),

@@ -14,25 +14,25 @@ from collections.abc import Sequence
 
 from thalweg.core.agreement import PACKED_BYTES, RankStep
 from thalweg.core.errors import RankLost
-from thalweg.parallel.shared_memory import Doorbell, SharedMemory
+from thalweg.parallel.shared_memory import SharedMemory, WakePipe
 
 RECORD = 64  # bytes, a line of a cache
 
 
-class StepBoard:
-    """The records of all ranks. bells, names: of the ranks, in order. timeout: seconds that a rank may take to write
-    its record after another has.
+class StepRecords:
+    """The records of all ranks. wake_pipes, names: of the ranks, in order. timeout: seconds that a rank may take to
+    write its record after another has.
     """
 
-    def __init__(self, bells: Sequence[Doorbell], names: Sequence[str], timeout: float) -> None:
-        self.bells, self.names, self.timeout = list(bells), list(names), timeout
-        self.memory = SharedMemory((2 * len(self.bells) + 1) * RECORD)
+    def __init__(self, wake_pipes: Sequence[WakePipe], names: Sequence[str], timeout: float) -> None:
+        self.wake_pipes, self.names, self.timeout = list(wake_pipes), list(names), timeout
+        self.memory = SharedMemory((2 * len(self.wake_pipes) + 1) * RECORD)
 
     def mark_lost(self, rank: int) -> None:
         """A process of this rank has ended: those that wait for it stop waiting."""
         self.memory.words[-1] = rank + 1
-        for bell in self.bells:
-            bell.ring()
+        for wake_pipe in self.wake_pipes:
+            wake_pipe.wake()
 
     @property
     def lost(self) -> str:
@@ -42,13 +42,13 @@ class StepBoard:
 
 
 class StepExchange:
-    """One rank's end of a board."""
+    """One rank's end of a step_records."""
 
-    def __init__(self, board: StepBoard, rank: int) -> None:
-        self.board, self.rank = board, rank
-        self.bell = board.bells[rank]
+    def __init__(self, step_records: StepRecords, rank: int) -> None:
+        self.step_records, self.rank = step_records, rank
+        self.wake_pipe = step_records.wake_pipes[rank]
         self.round = 1  # the next one; 0 is an empty record
-        self.others = [other for other in range(len(board.bells)) if other != rank]
+        self.others = [other for other in range(len(step_records.wake_pipes)) if other != rank]
 
     @property
     def is_called(self) -> bool:
@@ -59,35 +59,35 @@ class StepExchange:
         """The records of all ranks in this round. Raises RankLost for one that writes none in time."""
         self._write(own)
         for other in self.others:
-            self.board.bells[other].ring()
+            self.step_records.wake_pipes[other].wake()
         found: dict[int, RankStep] = {self.rank: own}
 
         def is_complete() -> bool:
-            if lost := self.board.lost:
+            if lost := self.step_records.lost:
                 raise RankLost(f"{lost} has ended")
             for other in self.others:
                 if other not in found and (record := self._read(other)) is not None:
                     found[other] = record
-            return len(found) == len(self.board.bells)
+            return len(found) == len(self.step_records.wake_pipes)
 
-        if not self.bell.wait(is_complete, time.monotonic() + self.board.timeout):
-            missing = [self.board.names[other] for other in self.others if other not in found]
-            raise RankLost(f"{' and '.join(missing)}: no part in step {own.step} for {self.board.timeout:g} s")
+        if not self.wake_pipe.wait(is_complete, time.monotonic() + self.step_records.timeout):
+            missing = [self.step_records.names[other] for other in self.others if other not in found]
+            raise RankLost(f"{' and '.join(missing)}: no part in step {own.step} for {self.step_records.timeout:g} s")
         self.round += 1
         return [found[rank] for rank in range(len(found))]
 
     def _write(self, own: RankStep) -> None:
         data, at = own.pack(), self._place(self.rank)
-        self.board.memory.bytes[at : at + PACKED_BYTES] = data
-        self.board.memory.words[(at + RECORD) // 8 - 1] = self._stamp(data)
+        self.step_records.memory.bytes[at : at + PACKED_BYTES] = data
+        self.step_records.memory.words[(at + RECORD) // 8 - 1] = self._stamp(data)
 
     def _read(self, rank: int) -> RankStep | None:
         """The record of this round; None if it is not written yet."""
         at = self._place(rank)
-        stamp = self.board.memory.words[(at + RECORD) // 8 - 1]
+        stamp = self.step_records.memory.words[(at + RECORD) // 8 - 1]
         if stamp >> 32 != self.round & 0x7FFFFFFF:
             return None
-        data = bytes(self.board.memory.bytes[at : at + PACKED_BYTES])
+        data = bytes(self.step_records.memory.bytes[at : at + PACKED_BYTES])
         return RankStep.unpack(data) if stamp == self._stamp(data) else None
 
     def _place(self, rank: int) -> int:
