@@ -2,6 +2,7 @@
 
 ThalwegError
 ├── InvalidRequest          the user's request is wrong: names the field; becomes a 400
+│   └── ContextOverflow     prompt and output are longer than the context
 ├── Overloaded              the queue is full: becomes a 429
 ├── UnsupportedConfig       the resolver refuses: names what does not fit and the nearest that does
 │   └── InsufficientMemory  memory is too small for it
@@ -29,6 +30,22 @@ class InvalidRequest(ThalwegError):
             field  # path of the wrong field as the user wrote it, e.g. `messages[2].content`; "": the whole request
         )
         self.message = message
+
+    def at(self, field: str) -> InvalidRequest:
+        """The same error about a field with this name."""
+        return InvalidRequest(field, self.message)
+
+
+class ContextOverflow(InvalidRequest):
+    """Prompt and output are longer than the context. Clients look for these words to shorten the conversation."""
+
+    def __init__(self, field: str, context: int, size: str) -> None:
+        """size: what was asked for, such as "5000 tokens of prompt"."""
+        self.context, self.size = context, size
+        super().__init__(field, f"this model's maximum context length is {context} tokens, but this request has {size}")
+
+    def at(self, field: str) -> ContextOverflow:
+        return ContextOverflow(field, self.context, self.size)
 
 
 class Overloaded(ThalwegError):

@@ -20,7 +20,8 @@ KINDS = ("json_object", "json_schema", "regex", "ebnf", "choice", "structural_ta
 class Grammar(msgspec.Struct, frozen=True):
     """Constraint on the output of a sequence.
 
-    A thought may come first and is unconstrained: the grammar holds from the token after `think_end_id` on.
+    A thought may come first: the grammar holds from the token after `think_end_id` on. Without a kind it constrains
+    only the thought's length.
     """
 
     kind: str = ""  # one of KINDS; "": no grammar
@@ -28,6 +29,7 @@ class Grammar(msgspec.Struct, frozen=True):
     starts_in_thought: bool = False  # the prompt ends inside a thought
     think_start_id: int = -1  # an output that begins with this token begins with a thought; -1: there is no such token
     think_end_id: int = -1  # ends a thought; -1: there are no thoughts
+    thinking_budget: int = -1  # tokens of the thought after which `think_end_id` is forced; -1: no limit
     field: str = "grammar"  # name in error messages to the user
     strict: bool = False  # refuse a schema that is not enforced in full
     # Of a grammar that was built from schemas: the keywords in them that it does not enforce, each as
@@ -36,7 +38,13 @@ class Grammar(msgspec.Struct, frozen=True):
 
     @property
     def is_set(self) -> bool:
+        """Whether the output is constrained beyond its thought."""
         return bool(self.kind)
+
+    @property
+    def masks(self) -> bool:
+        """Whether tokens of the output are masked."""
+        return self.is_set or self.thinking_budget >= 0
 
     def check(self, params: SamplingParams, vocab: int) -> None:
         """Raises InvalidRequest for an unknown kind, for parameters that contradict a grammar, and for token ids that
@@ -46,6 +54,8 @@ class Grammar(msgspec.Struct, frozen=True):
             raise InvalidRequest(self.field, f"kind {self.kind!r} is unknown; there is {', '.join(KINDS)}")
         if not all(-1 <= token < vocab for token in (self.think_start_id, self.think_end_id)):
             raise InvalidRequest(self.field, f"the token ids of a thought are outside the vocabulary of {vocab}")
+        if self.thinking_budget >= 0 > self.think_end_id:
+            raise InvalidRequest("thinking_budget", "needs the token that ends a thought, think_end_id")
         if self.is_set and params.ignore_eos:
             raise InvalidRequest("ignore_eos", f"contradicts {self.field}: what is complete ends with an end token")
 
@@ -66,8 +76,8 @@ class GrammarTracker(Protocol):
     def open(self, uid: int, grammar: Grammar) -> Ticket:
         """Starts to compile the grammar in the background. The ticket fails, with the reason, if that is impossible."""
 
-    def advance(self, uid: int, tokens: Sequence[int]) -> None:
-        """These tokens of the sequence are committed."""
+    def advance(self, uid: int, tokens: Sequence[int]) -> bool:
+        """These tokens of the sequence are committed. False if it is unconstrained from here on."""
 
     def close(self, uid: int) -> None:
         """Forgets the sequence, which may never have been opened."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from thalweg.core.acceptance import AcceptanceCounter
-from thalweg.core.errors import InvalidRequest
+from thalweg.core.errors import ContextOverflow, InvalidRequest
 from thalweg.core.grammar import NO_GRAMMAR, Grammar
 from thalweg.core.plan import Bind, SamplingNeeds, TokenLogprob
 from thalweg.core.retention import RETAIN_ALL, CacheRetention
@@ -50,7 +50,7 @@ class Request:
     send: bool = False  # its pages are copied to the tier when it has finished
     sibling: Request | None = None  # for n > 1: the request that computes the shared prompt, until it has done so
     needs: SamplingNeeds = SamplingNeeds()
-    has_grammar: bool = False  # a grammar constrains its output
+    has_grammar: bool = False  # a grammar constrains its next tokens
     grammar: Grammar = NO_GRAMMAR
     retention: CacheRetention = RETAIN_ALL
     arrived: float = 0.0  # by the scheduler's clock
@@ -125,10 +125,11 @@ def check_request(
         raise InvalidRequest("prompt", "is empty: at least one token is needed")
     longest = context if params.max_tokens == 0 else context - 1
     if len(prompt) > longest:
-        raise InvalidRequest("prompt", f"has {len(prompt)} tokens; at most {longest} fit the context of {context}")
+        room = "" if params.max_tokens == 0 else ", which leaves no room for output"
+        raise ContextOverflow("prompt", context, f"{len(prompt)} tokens of prompt{room}")
     for token in (min(prompt), max(prompt)):
         if not 0 <= token < vocab:
             raise InvalidRequest("prompt", f"token id {token} is outside the vocabulary of {vocab}")
     params.check(vocab)
-    if grammar.kind:
+    if grammar.masks:
         grammar.check(params, vocab)

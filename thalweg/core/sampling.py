@@ -16,6 +16,7 @@ MAX_SEED = 2**63 - 1
 MAX_COUNT = 2**63 - 1  # of tokens: fits the wire and the device
 MAX_STOPS = 64
 MAX_STOP_CHARACTERS = 4096  # of all stop strings of a request: each sequence keeps a matcher for them
+MAX_STOP_REGEXES, MAX_REGEX_CHARACTERS = 8, 1024  # of all expressions together
 RANGES = {  # of parameters, both ends included
     "temperature": (0, 100),
     "top_p": (0, 1),
@@ -59,6 +60,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     max_tokens: int | None = None  # None: up to the context
     min_tokens: int = 0
     stop: tuple[str, ...] = ()  # matched by the front
+    stop_regex: tuple[str, ...] = ()  # the text ends with the first match; matched by the front
     stop_token_ids: tuple[int, ...] = ()  # matched on the device
     ignore_eos: bool = False
     include_stop: bool = False  # the text keeps the stop string or token that ended it
@@ -70,6 +72,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     @property
     def is_greedy(self) -> bool:
         return self.temperature < GREEDY_BELOW or self.top_k == 1
+
+    @property
+    def ends_by_text(self) -> bool:
+        return bool(self.stop or self.stop_regex)
 
     @property
     def has_penalties(self) -> bool:
@@ -88,14 +94,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise InvalidRequest("stop", "an empty string would stop everything; leave it out")
         counts = {
             "stop": (len(self.stop), MAX_STOPS, "strings"),
+            "stop_regex": (len(self.stop_regex), MAX_STOP_REGEXES, "expressions"),
             "stop_token_ids": (len(self.stop_token_ids), MAX_STOP_IDS, "ids"),
             "logit_bias": (len(self.logit_bias), MAX_LOGIT_BIAS, "entries"),
         }
         for name, (count, most, what) in counts.items():
             if count > most:
                 raise InvalidRequest(name, f"at most {most} {what}, got {count}")
-        if (characters := sum(map(len, self.stop))) > MAX_STOP_CHARACTERS:
-            raise InvalidRequest("stop", f"at most {MAX_STOP_CHARACTERS} characters together, got {characters}")
+        for name, limit in (("stop", MAX_STOP_CHARACTERS), ("stop_regex", MAX_REGEX_CHARACTERS)):
+            if (characters := sum(map(len, getattr(self, name)))) > limit:
+                raise InvalidRequest(name, f"at most {limit} characters together, got {characters}")
         for name, tokens in (("stop_token_ids", self.stop_token_ids), ("logit_bias", dict(self.logit_bias))):
             for token in tokens:
                 if not 0 <= token < vocab:
@@ -109,8 +117,9 @@ def typed_params(given: SamplingParams) -> SamplingParams:
     are taken, too. Raises InvalidRequest that names the field.
     """
     values = msgspec.structs.asdict(given)
-    stop, bias = values["stop"], values["logit_bias"]
-    values["stop"] = (stop,) if isinstance(stop, str) else stop
+    bias = values["logit_bias"]
+    for name in ("stop", "stop_regex"):
+        values[name] = (values[name],) if isinstance(values[name], str) else values[name]
     values["logit_bias"] = tuple(bias.items()) if isinstance(bias, Mapping) else bias
     try:
         return msgspec.convert(values, SamplingParams)

@@ -24,13 +24,30 @@ CACHED = 128  # compiled grammars, and errors, that are kept
 @dataclass(slots=True)
 class _Sequence:
     grammar: Grammar
-    compiled: Future[GrammarMatcher]
+    compiled: Future[GrammarMatcher] | None  # None: only the thought is constrained
     is_thinking: bool  # the grammar holds after the end of the thought
     has_output: bool = False
+    thinking_tokens: int = 0
     matcher: GrammarMatcher | None = None  # None until the first mask
+
+    @property
+    def must_stop_thinking(self) -> bool:
+        return self.is_thinking and 0 <= self.grammar.thinking_budget <= self.thinking_tokens
+
+    @property
+    def is_free(self) -> bool:
+        """Whether every token may follow."""
+        return self.compiled is None and not self.must_stop_thinking
+
+    @property
+    def stays_free(self) -> bool:
+        """Whether every token may follow from here on."""
+        starts = self.has_output or self.grammar.think_start_id < 0
+        return self.compiled is None and not self.is_thinking and starts
 
     def get_matcher(self) -> GrammarMatcher:
         if self.matcher is None:
+            assert self.compiled is not None, "asked for with a grammar only"
             self.matcher = self.compiled.result().copy()
         return self.matcher
 
@@ -38,10 +55,13 @@ class _Sequence:
         """Appends a token. Returns False if the grammar forbids it."""
         is_first, self.has_output = not self.has_output, True
         if self.is_thinking:
+            if self.must_stop_thinking and token != self.grammar.think_end_id:
+                return False
             self.is_thinking = token != self.grammar.think_end_id
+            self.thinking_tokens += self.is_thinking
         elif is_first and token == self.grammar.think_start_id:
             self.is_thinking = True
-        else:
+        elif self.compiled is not None:
             return self.get_matcher().accept([token])
         return True
 
@@ -61,6 +81,9 @@ class GrammarRegistry:
         self._failed: dict[int, str] = {}
 
     def open(self, uid: int, grammar: Grammar) -> Ticket:
+        if not grammar.is_set:
+            self._sequences[uid] = _Sequence(grammar, None, grammar.starts_in_thought)
+            return Ticket(0, TicketState.OK)
         compiled: Future[GrammarMatcher] = self._compiled(Grammar(grammar.kind, grammar.source))
         self._sequences[uid] = _Sequence(grammar, compiled, grammar.starts_in_thought)
         ticket = Ticket(0)
@@ -74,9 +97,11 @@ class GrammarRegistry:
     def _compile(self, grammar: Grammar) -> GrammarMatcher:
         return self._compiler.compile(grammar)
 
-    def advance(self, uid: int, tokens: Sequence[int]) -> None:
+    def advance(self, uid: int, tokens: Sequence[int]) -> bool:
+        sequence = self._sequences[uid]
         for token in tokens:
-            self._sequences[uid].accept(token)
+            sequence.accept(token)
+        return not sequence.stays_free
 
     def close(self, uid: int) -> None:
         self._sequences.pop(uid, None)
@@ -87,22 +112,25 @@ class GrammarRegistry:
         return list(failed.items())
 
     def fill(self, plan: StepPlan, states: Mapping[int, GrammarState]) -> GrammarMasks | None:
-        """The masks of rows with a grammar, one for each sampled position. A sequence that has ended has no state and
-        needs no mask. None if there are no states.
+        """The masks of rows with a grammar, one for each sampled position that it constrains. A sequence that has ended
+        has no state and needs no mask. None if no position is constrained.
         """
-        if not states:
-            return None
         sampled = [row.uid for row in plan.rows if row.samples]
         masks = [
             (i * plan.sampled_per_row + node, uid, node, sequence)
             for i, uid in enumerate(sampled)
             if uid in states
             for node, sequence in _nodes(self._sequences[uid], states[uid])
+            if not sequence.is_free
         ]
+        if not masks:
+            return None
         bits = np.zeros((len(masks), self._words), dtype=np.int32)
         wanted: list[tuple[GrammarMatcher, int]] = []
         for i, (_, _, _, sequence) in enumerate(masks):
-            if sequence.is_thinking:
+            if sequence.must_stop_thinking:
+                _allow(bits[i], sequence.grammar.think_end_id)
+            elif sequence.is_thinking:
                 bits[i] = self._thought_bits(sequence.grammar)
             else:
                 wanted.append((sequence.get_matcher(), i))

@@ -12,7 +12,8 @@ from thalweg.core.acceptance import AcceptanceCounts
 from thalweg.core.messages import RequestEvent, TokenDelta
 from thalweg.core.plan import TokenLogprob
 from thalweg.core.sampling import SamplingParams
-from thalweg.text.detokenize import StopMatcher
+from thalweg.text.detokenize import StopCut, StopMatcher
+from thalweg.text.stop_regex import RegexStops
 from thalweg.text.tokenizer import Tokenizer
 
 
@@ -53,6 +54,7 @@ class Assembler:
         self.request_id, self.is_sibling = request_id, is_sibling
         self.detokenizer = tokenizer.detokenizer(params.skip_special_tokens)
         self.stops = StopMatcher(params.stop, include_stop=params.include_stop)
+        self.regexes = RegexStops(params.stop_regex) if params.stop_regex else None
         self.eos = frozenset(tokenizer.eos_ids)
         self.completion_tokens = self.cached_tokens = self.preempted = 0
         self.admitted = 0.0
@@ -68,7 +70,7 @@ class Assembler:
     def feed(self, delta: TokenDelta, at: float) -> Piece:
         if delta.cached:
             self.cached_tokens = max(self.cached_tokens, delta.cached)
-        if self.params.stop or delta.finish:
+        if self.params.ends_by_text or delta.finish:
             text, used, matched = self._match_stops(delta)
             finish, stop = self._ending(delta, matched)
             self.ended = finish is not None
@@ -101,17 +103,23 @@ class Assembler:
         parts = []
         for i, token in enumerate(visible):
             may_stop = self.completion_tokens + i >= self.params.min_tokens
-            cut = self.stops.feed(self.detokenizer.feed((token,)), may_stop)
+            cut = self._cut(self.detokenizer.feed((token,)), may_stop)
             parts.append(cut.text)
             if cut.stop is not None:
                 return "".join(parts), i + 1, cut.stop
         if delta.finish:
-            cut = self.stops.feed(
-                self.detokenizer.finish(), self.completion_tokens + len(visible) > self.params.min_tokens
-            )
+            cut = self._cut(self.detokenizer.finish(), self.completion_tokens + len(visible) > self.params.min_tokens)
             parts += cut.text, self.stops.finish()
             return "".join(parts), len(delta.tokens), cut.stop
         return "".join(parts), len(delta.tokens), None
+
+    def _cut(self, text: str, may_stop: bool) -> StopCut:
+        """Raises InvalidRequest if a regular expression becomes too complex."""
+        cut = self.stops.feed(text, may_stop)
+        if cut.stop is not None or self.regexes is None or (match := self.regexes.feed(text, may_stop)) is None:
+            return cut
+        shown, (end, pattern) = cut.text + self.stops.finish(), match
+        return StopCut(shown[: len(shown) - len(text) + end], pattern)
 
     def _ending(self, delta: TokenDelta, matched: str | None) -> tuple[str | None, str | int | None]:
         if matched is not None:

@@ -51,7 +51,7 @@ def make_request(
         priority=message.priority,
         sibling=sibling,
         needs=sampling_needs(params),
-        has_grammar=bool(message.grammar.kind),
+        has_grammar=message.grammar.masks,
         grammar=message.grammar,
         retention=message.retention,
     )

@@ -36,7 +36,7 @@ class StepResultProcessor:
         if tokens:
             self.kv_cache.append_tokens(r, tokens)
             if r.has_grammar:
-                self.grammars.advance(r.uid, tokens)
+                r.has_grammar = self.grammars.advance(r.uid, tokens)
             self.counters.decode_tokens += len(tokens)
             final = len(r.prompt) + len(r.output_ids) - 1
             if final % page_size < len(tokens):  # a page has become full
@@ -52,7 +52,7 @@ class StepResultProcessor:
         cached, prompt_logprobs = (r.num_cached_tokens, tuple(r.prompt_logprobs)) if is_first else (0, ())
         if prompt_logprobs:
             self.kv_cache.keep_prompt_logprobs(r)
-        counts = r.acceptance.counts if r.acceptance and (r.finish or r.params.stop) else None
+        counts = r.acceptance.counts if r.acceptance and (r.finish or r.params.ends_by_text) else None
         self._deltas.append(
             TokenDelta(
                 r.uid, tokens, r.finish, r.stop_id, cached, logprobs, prompt_logprobs=prompt_logprobs, acceptance=counts

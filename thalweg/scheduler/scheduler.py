@@ -400,7 +400,7 @@ class Scheduler:
 
     def _finish_request(self, r: Request) -> None:
         r.state = RequestState.DONE
-        if r.has_grammar:
+        if r.grammar.masks:
             self.grammars.close(r.uid)
             self._constrained.discard(r.uid)
             self._compiling.pop(r.uid, None)

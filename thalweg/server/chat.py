@@ -15,7 +15,16 @@ from thalweg.core.errors import InvalidRequest
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.streams import Piece
 from thalweg.server.context import AppContext
-from thalweg.server.generation import GenerationJob, PromptJob, check_fits, make_job
+from thalweg.server.generation import (
+    MAX_TRUNCATED,
+    GenerationJob,
+    Prompt,
+    PromptJob,
+    asked_tokens,
+    check_fits,
+    make_job,
+    read_truncation,
+)
 from thalweg.server.logprobs import ChatLogprobs, chat_logprobs
 from thalweg.server.openai_stream import ChoiceEncoder, OpenAIChoice, OpenAIStreamEncoder, PromptChoice
 from thalweg.server.parsing import given, renamed, sampling_params
@@ -52,10 +61,7 @@ async def prepare_chat(
     Raises InvalidRequest, Overloaded, EngineDead.
     """
     _read_deepseeks_fields(body)
-    names = {
-        "max_tokens": "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens",
-        "logprobs": "top_logprobs",
-    }
+    names = {"max_tokens": asked_tokens(body)[0], "logprobs": "top_logprobs"}
 
     def client_field(field: str) -> str:
         return rename(names.get(field, field))
@@ -69,7 +75,7 @@ async def prepare_chat(
     prompts = [PromptJob("messages", ids, text, params, rid, grammar)]
     if not may_cut:
         with renamed(client_field):
-            check_fits(ctx, prompts, given(body.max_completion_tokens, body.max_tokens))
+            check_fits(ctx, prompts, body)
     job = await make_job(
         ctx,
         request,
@@ -82,16 +88,13 @@ async def prepare_chat(
     return job, _parser(ctx, body, text, tools)
 
 
-_NO_THINKING = ("none", "minimal")
-
-
 def _read_deepseeks_fields(body: ChatRequest) -> None:
     """`thinking` and `reasoning_effort` become template arguments, which win where both are given; a last message with
     `prefix` is continued. Raises InvalidRequest.
     """
     wanted: dict[str, Any] = {}
     if body.reasoning_effort is not None:
-        wanted |= {"reasoning_effort": body.reasoning_effort, "thinking": body.reasoning_effort not in _NO_THINKING}
+        wanted |= {"reasoning_effort": body.reasoning_effort, "thinking": body.reasoning_effort != "none"}
     if body.thinking is not None:
         wanted["thinking"] = body.thinking.type == "enabled"
     if wanted:
@@ -106,8 +109,8 @@ def _read_deepseeks_fields(body: ChatRequest) -> None:
             body.continue_final_message = True
 
 
-async def render(ctx: AppContext, body: ChatRequest) -> tuple[str, list[int], Sequence[dict[str, Any]]]:
-    """The prompt as text and as token ids, and the offered tools. Raises InvalidRequest."""
+async def render(ctx: AppContext, body: ChatRequest) -> tuple[str, Sequence[int], Sequence[dict[str, Any]]]:
+    """The prompt as text and as token ids, and the offered tools. Raises InvalidRequest and EngineDead."""
     _check_count("tools", body.tools, MAX_TOOLS)  # those that tool_choice hides too
     tools = _tools(ctx, body)
     text = await render_text(
@@ -119,7 +122,12 @@ async def render(ctx: AppContext, body: ChatRequest) -> tuple[str, list[int], Se
         response_format=schema_of(body),
         template_kwargs=body.chat_template_kwargs,
     )
-    return text, await ctx.tokenize(text, True, "messages", ctx.ready.context), tools
+    truncation = read_truncation(ctx, body)
+    ids = await ctx.tokenize(text, True, "messages", None if truncation is None else MAX_TRUNCATED)
+    if truncation is None:
+        return text, ids, tools
+    cut = truncation.cut(Prompt("messages", ids, text), ctx.front.tokenizer)
+    return cut.text or "", cut.ids, tools
 
 
 async def render_text(ctx: AppContext, messages: Sequence[Any], tools: Sequence[Any] | None, **options: Any) -> str:
@@ -142,7 +150,7 @@ def _params(ctx: AppContext, body: ChatRequest) -> SamplingParams:
     return sampling_params(
         body,
         ctx.defaults,
-        max_tokens=given(body.max_completion_tokens, body.max_tokens),
+        max_tokens=asked_tokens(body)[1],
         min_tokens=given(body.min_tokens, 0),
         include_stop=bool(body.include_stop_str_in_output),
         skip_special_tokens=body.skip_special_tokens is not False and not parsed,
@@ -194,13 +202,15 @@ class DeltaToolCall(msgspec.Struct):
 class ChatMessage(msgspec.Struct):
     role: str
     content: str | None
-    reasoning_content: str | None = None
+    reasoning: str | None = None  # the thought, under vLLM's and OpenRouter's name
+    reasoning_content: str | None = None  # the same, under DeepSeek's and SGLang's
     tool_calls: list[DeltaToolCall] | None = None
 
 
 class DeltaMessage(msgspec.Struct):
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
     tool_calls: list[DeltaToolCall] | UnsetType = UNSET
 
@@ -223,10 +233,30 @@ class ChatChoiceEncoder(ChoiceEncoder[ChatRequest]):
     ) -> None:
         super().__init__(tokenizer, body, index, prompt)
         self._parser = parser
+        self._thought = ThoughtCounter(tokenizer, parser)
+        self._hides_thought = body.include_reasoning is False
+
+    @property
+    def reasoning_tokens(self) -> int:
+        return self._thought.tokens
+
+    @property
+    def _echo(self) -> str:
+        """The text that the content begins with."""
+        last = self.body.messages[-1]
+        content = last.get("content") if self.body.echo and last.get("role") == "assistant" else None
+        return content if isinstance(content, str) else ""
+
+    def _parse(self, piece: Piece) -> list[Event]:
+        events = self._parser.feed(piece.text, piece.finish)
+        self._thought.add(piece.ids)
+        if self._hides_thought:
+            events = [event for event in events if event.part.kind is not PartKind.REASONING]
+        return events
 
     def feed(self, piece: Piece) -> list[ChatChunkChoice]:
         """Empty while the parser holds its text back. The first chunk has the role."""
-        deltas, logprobs = _deltas(self._parser.feed(piece.text, piece.finish)), self._logprobs(piece)
+        deltas, logprobs = _deltas(self._parse(piece)), self._logprobs(piece)
         has_more = self.first or piece.finish is not None or logprobs is not None or self.body.return_token_ids
         if not deltas and has_more:
             deltas = [DeltaMessage()]
@@ -235,21 +265,23 @@ class ChatChoiceEncoder(ChoiceEncoder[ChatRequest]):
             if self.first:
                 delta = chunks[0].delta
                 delta.role = "assistant"
-                if delta.content is UNSET and delta.reasoning_content is UNSET:
-                    delta.content = ""
+                if delta.content is UNSET and delta.reasoning is UNSET or self._echo:
+                    delta.content = self._echo + (delta.content or "")
             chunks[0].logprobs = logprobs
             self.fill(chunks[0], chunks[-1], piece)
         return chunks
 
     def whole(self, piece: Piece) -> ChatChoice:
-        self._parser.feed(piece.text, piece.finish)
+        self._parse(piece)
         answer = self._parser.answer
         calls = [
             DeltaToolCall(id=call.id, type="function", function=DeltaFunctionCall(call.name, call.arguments))
             for call in answer.calls
         ]
-        content = answer.content if answer.reasoning or calls else answer.content or ""
-        message = ChatMessage("assistant", content, answer.reasoning, calls or None)
+        reasoning = None if self._hides_thought else answer.reasoning
+        content = answer.content if reasoning or calls else answer.content or ""
+        content = self._echo + (content or "") if self._echo else content
+        message = ChatMessage("assistant", content, reasoning, reasoning, calls or None)
         choice = ChatChoice(index=self.index, message=message, logprobs=self._logprobs(piece))
         self.fill(choice, choice, piece)
         return choice
@@ -262,7 +294,29 @@ class ChatChoiceEncoder(ChoiceEncoder[ChatRequest]):
     def _logprobs(self, piece: Piece) -> ChatLogprobs | None:
         if not self.body.logprobs or not piece.ids:
             return None
-        return chat_logprobs(self.tokenizer, piece.ids, piece.logprobs, given(self.body.top_logprobs, 0))
+        return chat_logprobs(self.names, piece.ids, piece.logprobs, given(self.body.top_logprobs, 0))
+
+
+class ThoughtCounter:
+    """Counts the tokens of one choice's thought, without its marks."""
+
+    def __init__(self, tokenizer: Tokenizer, parser: AnswerParser) -> None:
+        self.tokens = 0
+        self._tokenizer, self._parser, self._ended = tokenizer, parser, not parser.is_thinking
+        self._marks = [tokenizer.mark_id(mark) for mark in ("<think>", "</think>")]
+
+    def add(self, ids: Sequence[int]) -> None:
+        """ids: the tokens that the parser has just been fed."""
+        if self._ended:
+            return
+        start, end = self._marks
+        thought = ids[: ids.index(end)] if end in ids else ids
+        self.tokens += len(thought) - (start in thought)
+        self._ended = end in ids or not self._parser.is_thinking
+        if self._ended:
+            answer = self._parser.answer.reasoning
+            if end not in ids:  # there was no thought, a tool call ended it, or its marks are several tokens
+                self.tokens = len(self._tokenizer.encode(answer, False)) if answer else 0
 
 
 def _deltas(events: Sequence[Event]) -> list[DeltaMessage]:
@@ -280,7 +334,8 @@ def _deltas(events: Sequence[Event]) -> list[DeltaMessage]:
         elif event.type == "delta":
             calls.setdefault(part.number, DeltaToolCall(part.number)).function.arguments += event.text
     content, reasoning = texts.values()
-    text = [DeltaMessage(UNSET, content or UNSET, reasoning or UNSET)] if content or reasoning else []
+    thought = reasoning or UNSET
+    text = [DeltaMessage(UNSET, content or UNSET, thought, thought)] if content or reasoning else []
     return [*text, *(DeltaMessage(tool_calls=[call]) for call in calls.values())]
 
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from starlette.requests import Request
 from starlette.responses import Response
 
 from thalweg.core.errors import InvalidRequest
 from thalweg.engine.streams import Piece
 from thalweg.server.context import AppContext
-from thalweg.server.generation import PromptJob, check_fits, make_job, read_prompts
+from thalweg.server.generation import PromptJob, asked_tokens, check_fits, make_job, read_prompts, read_truncation
 from thalweg.server.logprobs import CompletionLogprobs, CompletionLogprobsBuilder, prompt_scores
 from thalweg.server.openai_stream import ChoiceEncoder, OpenAIStreamEncoder, PromptChoice
 from thalweg.server.parsing import given, sampling_params
 from thalweg.server.protocol import CompletionRequest, Prompt
 from thalweg.server.stream import respond
-from thalweg.server.structured_output import grammar_of
+from thalweg.server.structured_output import grammar_of, limited_thought
 from thalweg.text.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's, for this route only
@@ -34,7 +36,7 @@ async def completions(ctx: AppContext, request: Request, body: CompletionRequest
     params = sampling_params(
         body,
         ctx.defaults,
-        max_tokens=given(body.max_tokens, DEFAULT_MAX_TOKENS),
+        max_tokens=given(asked_tokens(body)[1], DEFAULT_MAX_TOKENS),
         min_tokens=given(body.min_tokens, 0),
         include_stop=bool(body.include_stop_str_in_output),
         logprobs=body.logprobs,
@@ -42,9 +44,10 @@ async def completions(ctx: AppContext, request: Request, body: CompletionRequest
     )
     grammar = grammar_of(body, body.response_format)
     prompt, add_special = _infill_prompt(body, ctx.front.tokenizer), body.add_special_tokens is not False
-    prompts, rid = await read_prompts(ctx, "prompt", prompt, add_special), ctx.rid(body.rid, request)
-    jobs = [PromptJob(*prompt, params, rid, grammar) for prompt in prompts]
-    check_fits(ctx, jobs, body.max_tokens)
+    prompts = await read_prompts(ctx, "prompt", prompt, add_special, read_truncation(ctx, body))
+    rid, limit = ctx.rid(body.rid, request), partial(limited_thought, ctx.front.tokenizer, body.thinking_token_budget)
+    jobs = [PromptJob(*prompt, params, rid, limit(grammar, prompt.ids)) for prompt in prompts]
+    check_fits(ctx, jobs, body)
     job = await make_job(ctx, request, jobs, body.priority, body.cache_salt)
     choices = [CompletionChoiceEncoder(ctx.front.tokenizer, body, i, jobs[i // params.n]) for i in range(job.choices)]
     encoder = OpenAIStreamEncoder(f"cmpl-{rid}", "text_completion", model, body, job, choices)
@@ -68,7 +71,7 @@ def _infill_prompt(body: CompletionRequest, tokenizer: Tokenizer) -> Prompt:
 class CompletionChoiceEncoder(ChoiceEncoder[CompletionRequest]):
     def __init__(self, tokenizer: Tokenizer, body: CompletionRequest, index: int, prompt: PromptJob) -> None:
         super().__init__(tokenizer, body, index, prompt)
-        self._logprobs = None if body.logprobs is None else CompletionLogprobsBuilder(tokenizer, body.logprobs)
+        self._logprobs = None if body.logprobs is None else CompletionLogprobsBuilder(self.names, body.logprobs)
         self._hidden = frozenset() if body.skip_special_tokens is False else tokenizer.special_ids
 
     def feed(self, piece: Piece) -> list[CompletionChoice]:

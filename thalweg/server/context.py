@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from thalweg.config.server import ServerOptions
-from thalweg.core.errors import InvalidRequest, engine_unavailable
+from thalweg.core.errors import ContextOverflow, InvalidRequest, engine_unavailable
 from thalweg.core.messages import EngineReady
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.client import EngineClient
@@ -83,11 +83,11 @@ class AppContext:
         """Tokens of the longest sequence; None while no engine serves."""
         return None if self.front.ready is None else self.front.ready.context
 
-    async def tokenize(self, text: str, add_special: bool, field: str, limit: int) -> list[int]:
+    async def tokenize(self, text: str, add_special: bool, field: str, limit: int | None = None) -> list[int]:
         """Token ids of a text. Raises InvalidRequest for invalid Unicode, and for a long text of more than `limit`
-        tokens before it costs much work.
+        tokens (None: the context's) before it costs much work.
         """
-        tokenizer = self.front.tokenizer
+        tokenizer, most = self.front.tokenizer, self.ready.context if limit is None else limit
         try:
             text.encode()
         except UnicodeEncodeError:
@@ -95,12 +95,10 @@ class AppContext:
         if len(text) < LONG_TEXT:
             await asyncio.sleep(0)  # a body may hold many texts: let other requests run between two of them
             return tokenizer.encode(text, add_special)
-        ids = await self.on_thread(
-            lambda: [] if tokenizer.exceeds(text, limit) else tokenizer.encode(text, add_special)
-        )
-        if not ids or len(ids) > limit:
-            message = f"more than {limit} tokens, with the chat template where there is one: shorten it"
-            raise InvalidRequest(field, message)
+        ids = await self.on_thread(lambda: [] if tokenizer.exceeds(text, most) else tokenizer.encode(text, add_special))
+        if not ids or len(ids) > most:
+            size = f"more than {most} tokens, with the chat template where there is one"
+            raise ContextOverflow(field, most, size) if limit is None else InvalidRequest(field, f"{size}: shorten it")
         return ids
 
     async def next_turn(self) -> None:

@@ -11,7 +11,15 @@ from dataclasses import dataclass
 import msgspec
 from starlette.responses import Response
 
-from thalweg.core.errors import EngineDead, EngineStarting, InvalidRequest, NumericalError, Overloaded, ThalwegError
+from thalweg.core.errors import (
+    ContextOverflow,
+    EngineDead,
+    EngineStarting,
+    InvalidRequest,
+    NumericalError,
+    Overloaded,
+    ThalwegError,
+)
 
 
 class OpenAIError(msgspec.Struct):
@@ -36,6 +44,7 @@ class AnthropicErrorBody(msgspec.Struct):
 
 
 ANTHROPIC = "/v1/messages"
+OVERFLOW = "context_length_exceeded"  # OpenAI's code
 MAX_MESSAGE = 2000  # characters
 _ANTHROPIC_TYPES = {
     400: "invalid_request_error",
@@ -73,7 +82,8 @@ class ApiError(Exception):
     @property
     def anthropic(self) -> bytes:
         kind = _ANTHROPIC_TYPES.get(self.status, "api_error")
-        return msgspec.json.encode(AnthropicErrorBody(AnthropicError(kind, _printable(self.message))))
+        message = f"prompt is too long: {self.message}" if self.code == OVERFLOW else self.message
+        return msgspec.json.encode(AnthropicErrorBody(AnthropicError(kind, _printable(message))))
 
     def response(self, retry_after: int, path: str) -> Response:
         """The HTTP response in the shape of the API that `path` belongs to."""
@@ -100,6 +110,8 @@ def api_error(error: Exception) -> ApiError:
     match error:
         case ApiError():
             return error
+        case ContextOverflow():
+            return ApiError(400, str(error), param=error.field or None, code=OVERFLOW)
         case InvalidRequest():
             return ApiError(400, str(error), param=error.field or None, code="invalid_value")
         case Overloaded():

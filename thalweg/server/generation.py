@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from starlette.requests import Request
 
-from thalweg.core.errors import EngineDead, InvalidRequest
+from thalweg.core.errors import ContextOverflow, EngineDead, InvalidRequest
 from thalweg.core.grammar import Grammar
 from thalweg.core.retention import RETAIN_ALL, CacheRetention
 from thalweg.core.sampling import SamplingParams
@@ -23,10 +23,14 @@ from thalweg.server.api_keys import ApiKey, RequestQuota
 from thalweg.server.context import AppContext
 from thalweg.server.metrics import RequestTimer
 from thalweg.server.parsing import given, renamed
+from thalweg.server.protocol import OpenAIRequest
+from thalweg.text import stop_regex
+from thalweg.text.tokenizer import Tokenizer
 
 MAX_CHOICES = 16384  # of one HTTP request: prompts × n
 UNENFORCED = "x-thalweg-unenforced"  # header: the places in schemas that are not enforced
 MAX_HEADER = 4000  # characters of it; `warnings` in the response has all
+MAX_TRUNCATED = 1 << 18  # tokens of a prompt before it is truncated
 MAX_SCORES = 1 << 20  # log-probabilities of prompts in one response: some 100 bytes of memory each
 
 
@@ -34,6 +38,19 @@ class Prompt(NamedTuple):
     field: str  # of the body, for errors
     ids: Sequence[int]
     text: str | None  # None for a prompt of token ids
+
+
+class Truncation(NamedTuple):
+    """Cuts prompts that are too long."""
+
+    tokens: int  # that are kept
+    side: str = "left"  # where tokens are cut
+
+    def cut(self, prompt: Prompt, tokenizer: Tokenizer) -> Prompt:
+        if len(prompt.ids) <= self.tokens:
+            return prompt
+        ids = prompt.ids[: self.tokens] if self.side == "right" else prompt.ids[-self.tokens :]
+        return Prompt(prompt.field, ids, tokenizer.decode(ids, skip_special_tokens=False))
 
 
 class PromptJob(NamedTuple):
@@ -103,19 +120,33 @@ def _client_place(job: GenerationJob, warning: str) -> str:
     return job.rename(field) + mark + place
 
 
-def check_fits(ctx: AppContext, prompts: Sequence[PromptJob], max_tokens: int | None) -> None:
-    """Refuses an output that the client asks for and that the context has no room for. max_tokens: as it was sent.
+def asked_tokens(body: OpenAIRequest) -> tuple[str, int | None]:
+    """The field that bounds the output, and its value."""
+    names = ("max_completion_tokens", "max_tokens", "max_new_tokens")
+    values = ((name, getattr(body, name, None)) for name in names)
+    return next((pair for pair in values if pair[1] is not None), ("max_tokens", None))
 
-    Raises InvalidRequest.
-    """
+
+def read_truncation(ctx: AppContext, body: OpenAIRequest) -> Truncation | None:
+    """Raises InvalidRequest."""
+    tokens, context = body.truncate_prompt_tokens, ctx.ready.context
+    if tokens is None:
+        return None
+    if tokens == -1:
+        tokens = max(context - max(given(asked_tokens(body)[1], 1), 1), 1)
+    if not 1 <= tokens <= context:
+        message = f"must be -1 (as many as fit) or between 1 and the context of {context}, got {tokens}"
+        raise InvalidRequest("truncate_prompt_tokens", message)
+    return Truncation(tokens, given(body.truncation_side, "left"))
+
+
+def check_fits(ctx: AppContext, prompts: Sequence[PromptJob], body: OpenAIRequest) -> None:
+    """Refuses an output that the client asks for and that the context has no room for. Raises InvalidRequest."""
+    field, max_tokens = asked_tokens(body)
     context = ctx.context_len or 1 << 62
     for size in (len(prompt.ids) for prompt in prompts):
         if max_tokens is not None and size < context < size + max_tokens:
-            raise InvalidRequest(
-                "max_tokens",
-                f"is {max_tokens}, with {size} tokens of prompt more than the context of {context}: at most"
-                f" {context - size}",
-            )
+            raise ContextOverflow(field, context, f"{size} tokens of prompt and asks for {max_tokens} more")
 
 
 def _check(ctx: AppContext, job: GenerationJob) -> None:
@@ -125,6 +156,7 @@ def _check(ctx: AppContext, job: GenerationJob) -> None:
     for prompt in job.prompts:
         with renamed(lambda field, where=prompt.field: where if field == "prompt" else field):  # type: ignore[misc]
             ctx.front.check(prompt.ids, prompt.params, prompt.grammar)
+            stop_regex.check(prompt.params.stop_regex)
         if prompt.params.prompt_logprobs is not None:
             scores += len(prompt.ids) * (1 + prompt.params.prompt_logprobs)
     if job.choices > MAX_CHOICES:
@@ -148,9 +180,16 @@ def prompt_fields(name: str, count: int) -> tuple[str, ...]:
 
 
 async def read_prompts(
-    ctx: AppContext, field: str, value: str | Sequence[str | int | list[int]], add_special: bool = True
+    ctx: AppContext,
+    field: str,
+    value: str | Sequence[str | int | list[int]],
+    add_special: bool = True,
+    truncation: Truncation | None = None,
 ) -> list[Prompt]:
-    """A text, texts, token ids, or lists of token ids. add_special: texts begin with a BOS. Raises InvalidRequest."""
+    """A text, texts, token ids, or lists of token ids. add_special: texts begin with a BOS, which may be all of it.
+
+    Raises InvalidRequest.
+    """
     entries: list[Any] = [value] if isinstance(value, str) else list(value)
     if not entries:
         raise InvalidRequest(field, "is empty: give at least one token")
@@ -160,13 +199,16 @@ async def read_prompts(
         raise InvalidRequest(f"{field}[{odd}]", message)
     entries = [entries] if kind is int else entries
     fields = list(zip(prompt_fields(field, len(entries)), entries, strict=True))
-    if kind is not str:
-        return [Prompt(where, ids, None) for where, ids in fields]
-    for where, text in fields:
-        if not text:  # a lone BOS is not a prompt
-            raise InvalidRequest(where, "is empty: give at least one character")
-    limit = ctx.ready.context
-    return [Prompt(where, await ctx.tokenize(text, add_special, where, limit), text) for where, text in fields]
+    if kind is str:
+        limit = None if truncation is None else MAX_TRUNCATED
+        ids = [await ctx.tokenize(text, add_special, where, limit) for where, text in fields]
+        prompts = [Prompt(where, each, text) for (where, text), each in zip(fields, ids, strict=True)]
+    else:
+        prompts = [Prompt(where, each, None) for where, each in fields]
+    for where, each, _ in prompts:
+        if not each:
+            raise InvalidRequest(where, "is empty: give at least one token")
+    return prompts if truncation is None else [truncation.cut(prompt, ctx.front.tokenizer) for prompt in prompts]
 
 
 def _salt(api_key: ApiKey, text: str | None) -> int:

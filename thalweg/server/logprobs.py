@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -19,7 +19,7 @@ class CompletionLogprobs(msgspec.Struct):
 
     tokens: list[str]
     token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None] | None
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
@@ -57,16 +57,29 @@ def _name(tokenizer: Tokenizer, token: int) -> str:
     return token_name(tokenizer.token_bytes(token))
 
 
+class TokenNames(NamedTuple):
+    """Writes tokens in log-probabilities. by_id: as `token_id:N`, so that all tokens differ."""
+
+    tokenizer: Tokenizer
+    by_id: bool = False
+
+    def __call__(self, token: int) -> str:
+        return f"token_id:{token}" if self.by_id else _name(self.tokenizer, token)
+
+    def raw(self, token: int) -> bytes:
+        return self(token).encode() if self.by_id else self.tokenizer.token_bytes(token)
+
+
 def _tops(entry: TokenLogprob, top: int) -> Iterable[tuple[int, float]]:
     """Ids and log-probabilities of the alternatives, best first."""
     return zip(entry.top_ids[:top], entry.top_logprobs[:top], strict=True)
 
 
 class CompletionLogprobsBuilder:
-    """Builds the logprobs of one choice. top: number of alternatives; 0 gives no `top_logprobs`."""
+    """Builds the logprobs of one choice. top: number of alternatives; the token itself is always among them."""
 
-    def __init__(self, tokenizer: Tokenizer, top: int) -> None:
-        self._tokenizer, self._top = tokenizer, top
+    def __init__(self, names: TokenNames, top: int) -> None:
+        self._names, self._top = names, top
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = 0
 
@@ -74,28 +87,25 @@ class CompletionLogprobsBuilder:
         self, ids: Sequence[int], logprobs: Sequence[TokenLogprob | None], shown: Sequence[bool]
     ) -> CompletionLogprobs:
         """shown: whether a token is in the text. A logprob of None: the first token of a prompt."""
-        out = CompletionLogprobs([], [], [] if self._top else None, [])
+        out = CompletionLogprobs([], [], [], [])
         for token, entry, is_shown in zip(ids, logprobs, shown, strict=True):
-            raw = self._tokenizer.token_bytes(token)
-            out.tokens.append(token_name(raw))
+            out.tokens.append(self._names(token))
             out.token_logprobs.append(None if entry is None else finite(entry.logprob))
             out.text_offset.append(self._offset)
             if is_shown:
-                self._offset += len(self._decoder.decode(raw))
-            if out.top_logprobs is not None:
-                out.top_logprobs.append(None if entry is None else self._tops(raw, entry))
+                self._offset += len(self._decoder.decode(self._names.tokenizer.token_bytes(token)))
+            out.top_logprobs.append(None if entry is None else self._tops(token, entry))
         return out
 
-    def _tops(self, raw: bytes, entry: TokenLogprob) -> dict[str, float]:
-        tops = {_name(self._tokenizer, token): finite(logprob) for token, logprob in _tops(entry, self._top)}
-        tops.setdefault(token_name(raw), finite(entry.logprob))
+    def _tops(self, token: int, entry: TokenLogprob) -> dict[str, float]:
+        tops = {self._names(token): finite(logprob) for token, logprob in _tops(entry, self._top)}
+        tops.setdefault(self._names(token), finite(entry.logprob))
         return tops
 
 
-def chat_logprobs(tokenizer: Tokenizer, ids: Sequence[int], logprobs: Sequence[TokenLogprob], top: int) -> ChatLogprobs:
+def chat_logprobs(names: TokenNames, ids: Sequence[int], logprobs: Sequence[TokenLogprob], top: int) -> ChatLogprobs:
     def entry(token: int, logprob: float) -> tuple[str, float, list[int]]:
-        raw = tokenizer.token_bytes(token)
-        return token_name(raw), finite(logprob), list(raw)
+        return names(token), finite(logprob), list(names.raw(token))
 
     content = []
     for token, chosen in zip(ids, logprobs, strict=True):
@@ -112,11 +122,17 @@ def prompt_scores(prompt: Sequence[int], logprobs: Sequence[TokenLogprob]) -> li
 def prompt_logprobs(
     tokenizer: Tokenizer, prompt: Sequence[int], logprobs: Sequence[TokenLogprob], top: int
 ) -> list[dict[str, Any] | None]:
-    """vLLM's shape: null for the first token, then {token id: {logprob, decoded_token}}, the prompt's token first."""
+    """vLLM's shape: null for the first token, then {token id: {logprob, rank, decoded_token}}, the prompt's token
+    first. rank: among all tokens, from 1; null where it is not known.
+    """
 
     def named(entry: TokenLogprob, token: int) -> dict[str, Any]:
-        pairs = ((token, entry.logprob), *_tops(entry, top))
-        return {str(i): {"logprob": finite(value), "decoded_token": _name(tokenizer, i)} for i, value in pairs}
+        ranked = {i: (value, rank) for rank, (i, value) in enumerate(_tops(entry, top), 1)}
+        pairs = {token: ranked.get(token, (entry.logprob, None))} | ranked
+        return {
+            str(i): {"logprob": finite(value), "rank": rank, "decoded_token": _name(tokenizer, i)}
+            for i, (value, rank) in pairs.items()
+        }
 
     scores = zip(prompt, prompt_scores(prompt, logprobs), strict=True)
     return [None if entry is None else named(entry, token) for token, entry in scores]

@@ -9,10 +9,11 @@ from typing import Any, Generic, TypeVar
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from thalweg.core.acceptance import AcceptanceCounts
 from thalweg.engine.streams import Piece
 from thalweg.server.generation import GenerationJob, PromptJob
-from thalweg.server.logprobs import prompt_logprobs
-from thalweg.server.protocol import OpenAIRequest
+from thalweg.server.logprobs import TokenNames, prompt_logprobs
+from thalweg.server.protocol import OpenAIRequest, StreamOptions
 from thalweg.server.stream import StreamEncoder
 from thalweg.text.tokenizer import Tokenizer
 
@@ -25,32 +26,45 @@ class PromptTokensDetails(msgspec.Struct):
 
 
 class CompletionTokensDetails(msgspec.Struct):
-    accepted_prediction_tokens: int = 0
-    rejected_prediction_tokens: int = 0
-    spec_verify_ct: int = 0  # verifications, under SGLang's name
+    reasoning_tokens: int = 0
+    # with `return_draft_usage`: draft tokens have OpenAI's names for predicted tokens
+    accepted_prediction_tokens: int | UnsetType = UNSET
+    rejected_prediction_tokens: int | UnsetType = UNSET
+    spec_verify_ct: int | UnsetType = UNSET  # verifications, under SGLang's name
+
+    def add_drafts(self, drafts: AcceptanceCounts) -> None:
+        self.accepted_prediction_tokens = given_count(self.accepted_prediction_tokens) + drafts.accepted
+        self.rejected_prediction_tokens = (
+            given_count(self.rejected_prediction_tokens) + drafts.drafted - drafts.accepted
+        )
+        self.spec_verify_ct = given_count(self.spec_verify_ct) + drafts.verifications
+
+
+def given_count(value: int | UnsetType) -> int:
+    return 0 if value is UNSET else value
 
 
 class ChatUsage(msgspec.Struct):
-    """`usage` of both OpenAI routes. Draft tokens have OpenAI's names for predicted tokens."""
+    """`usage` of both OpenAI routes."""
 
     prompt_tokens: int = 0  # counts a prompt once, however many choices it has
     completion_tokens: int = 0
     total_tokens: int = 0
     prompt_tokens_details: PromptTokensDetails = msgspec.field(default_factory=PromptTokensDetails)
-    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
+    completion_tokens_details: CompletionTokensDetails = msgspec.field(default_factory=CompletionTokensDetails)
 
-    def add(self, piece: Piece) -> None:
-        """Adds a choice by its last piece. The first choice stands for the prompt: the others find it in the cache."""
+    def add(self, piece: Piece, reasoning_tokens: int, counts_drafts: bool) -> None:
+        """Adds a choice by its latest piece. The first choice stands for the prompt: the others find it in the
+        cache.
+        """
         if not piece.is_sibling:
             self.prompt_tokens += piece.prompt_tokens
             self.prompt_tokens_details.cached_tokens += piece.cached_tokens
         self.completion_tokens += piece.completion_tokens
         self.total_tokens = self.prompt_tokens + self.completion_tokens
-        details, drafts = self.completion_tokens_details, piece.drafted
-        if details is not UNSET and drafts is not None:
-            details.accepted_prediction_tokens += drafts.accepted
-            details.rejected_prediction_tokens += drafts.drafted - drafts.accepted
-            details.spec_verify_ct += drafts.verifications
+        self.completion_tokens_details.reasoning_tokens += reasoning_tokens
+        if counts_drafts:
+            self.completion_tokens_details.add_drafts(piece.drafted or AcceptanceCounts())
 
 
 class OpenAIChoice(msgspec.Struct, kw_only=True):
@@ -58,13 +72,15 @@ class OpenAIChoice(msgspec.Struct, kw_only=True):
 
     index: int
     finish_reason: str | None = None
-    matched_stop: str | int | UnsetType = UNSET
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    matched_stop: str | int | None = None  # the stop string, expression or token (its id) that ended it
     token_ids: list[int] | UnsetType = UNSET
 
 
 class PromptChoice(OpenAIChoice, kw_only=True):
-    prompt_token_ids: list[int] | UnsetType = UNSET  # of the prompt: in the first chunk of a stream
+    """Fields of the prompt too: in the first chunk of a stream."""
+
+    prompt_logprobs: PromptLogprobs | None | UnsetType = UNSET
+    prompt_token_ids: list[int] | None | UnsetType = UNSET
 
 
 ChoiceT = TypeVar("ChoiceT", bound=OpenAIChoice)
@@ -77,6 +93,7 @@ class OpenAIResponse(msgspec.Struct, Generic[ChoiceT]):
     model: str
     choices: list[ChoiceT]
     usage: ChatUsage
+    prompt_logprobs: PromptLogprobs | None | UnsetType = UNSET  # of chat completions
     prompt_token_ids: list[int] | UnsetType = UNSET
     warnings: list[str] | UnsetType = UNSET  # parts of a schema that are not enforced; of a stream in the first chunk
 
@@ -87,6 +104,12 @@ class ChoiceEncoder(ABC, Generic[BodyT]):
     def __init__(self, tokenizer: Tokenizer, body: BodyT, index: int, prompt: PromptJob) -> None:
         self.tokenizer, self.body, self.index, self.prompt = tokenizer, body, index, prompt
         self.first = True  # nothing is written yet
+        self.names = TokenNames(tokenizer, bool(body.return_tokens_as_token_ids))
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Tokens of the thought so far."""
+        return 0
 
     @abstractmethod
     def feed(self, piece: Piece) -> Sequence[OpenAIChoice]:
@@ -103,13 +126,18 @@ class ChoiceEncoder(ABC, Generic[BodyT]):
             first.token_ids = list(piece.ids)
         if self.first:
             self.first = False
-            if body.return_token_ids and isinstance(first, PromptChoice):
-                first.prompt_token_ids = list(self.prompt.ids)
-            if (top := body.prompt_logprobs) is not None:
-                first.prompt_logprobs = prompt_logprobs(self.tokenizer, self.prompt.ids, piece.prompt_logprobs, top)
+            if isinstance(first, PromptChoice):
+                first.prompt_token_ids = list(self.prompt.ids) if body.return_token_ids else None
+                first.prompt_logprobs = self.prompt_logprobs(piece)
         if piece.finish is not None:
             last.finish_reason = piece.finish
-            last.matched_stop = UNSET if piece.stop is None else piece.stop
+            ended_by_eos = piece.finish == "stop" and piece.stop is None and piece.ids
+            last.matched_stop = piece.ids[-1] if ended_by_eos else piece.stop
+
+    def prompt_logprobs(self, piece: Piece) -> PromptLogprobs | None:
+        """Of the first piece."""
+        top = self.body.prompt_logprobs
+        return None if top is None else prompt_logprobs(self.tokenizer, self.prompt.ids, piece.prompt_logprobs, top)
 
 
 class OpenAIStreamEncoder(StreamEncoder):
@@ -124,11 +152,13 @@ class OpenAIStreamEncoder(StreamEncoder):
     ) -> None:
         self._id, self._created, self._model, self._object = id, int(job.accounting.began), model, object
         self._choices = choices
-        self._prompt = list(job.prompts[0].ids) if body.return_token_ids and object == "chat.completion" else UNSET
-        self._usage = ChatUsage(
-            completion_tokens_details=CompletionTokensDetails() if body.return_draft_usage else UNSET
-        )
-        self._includes_usage = bool(body.stream_options and body.stream_options.include_usage)
+        self._is_chat = object == "chat.completion"
+        self._prompt = list(job.prompts[0].ids) if body.return_token_ids and self._is_chat else UNSET
+        self._counts_drafts = bool(body.return_draft_usage)
+        self._latest: dict[int, Piece] = {}  # of each choice
+        options = body.stream_options or StreamOptions()
+        self._includes_usage = bool(options.include_usage)
+        self._repeats_usage = self._includes_usage and bool(options.continuous_usage_stats)
         chunk = "chat.completion.chunk" if object == "chat.completion" else object
         head = msgspec.json.encode({"id": id, "object": chunk, "created": self._created, "model": model})
         self._warnings = list(job.warnings) or UNSET
@@ -139,20 +169,29 @@ class OpenAIStreamEncoder(StreamEncoder):
         self._encode = msgspec.json.Encoder().encode
 
     async def feed(self, piece: Piece) -> bytes:
-        if piece.finish is not None:
-            self._usage.add(piece)
+        self._latest[piece.index] = piece
         chunks = self._choices[piece.index].feed(piece)
         heads = (self._next_head, *[self._head] * (len(chunks) - 1)) if chunks else ()
         self._next_head = self._head if chunks else self._next_head
-        return b"".join([head + self._encode(chunk) + self._tail for head, chunk in zip(heads, chunks, strict=True)])
+        tail = b"]" + self._usage_member() if self._repeats_usage and chunks else self._tail
+        return b"".join([head + self._encode(chunk) + tail for head, chunk in zip(heads, chunks, strict=True)])
 
     async def response(self, pieces: Sequence[Piece]) -> OpenAIResponse[OpenAIChoice]:
-        for piece in pieces:
-            self._usage.add(piece)
         choices = [choice.whole(piece) for choice, piece in zip(self._choices, pieces, strict=True)]
+        self._latest = dict(enumerate(pieces))
+        scores = self._choices[0].prompt_logprobs(pieces[0]) if self._is_chat else UNSET
         head = self._id, self._object, self._created, self._model
-        return OpenAIResponse(*head, choices, self._usage, self._prompt, self._warnings)
+        return OpenAIResponse(*head, choices, self._usage(), scores, self._prompt, self._warnings)
 
     def end(self) -> bytes:
-        usage = self._head + b'],"usage":' + self._encode(self._usage) + b"}\n\n" if self._includes_usage else b""
-        return usage + super().end()
+        return (self._head + b"]" + self._usage_member() if self._includes_usage else b"") + super().end()
+
+    def _usage(self) -> ChatUsage:
+        """Of all choices so far."""
+        usage = ChatUsage()
+        for index, piece in sorted(self._latest.items()):
+            usage.add(piece, self._choices[index].reasoning_tokens, self._counts_drafts)
+        return usage
+
+    def _usage_member(self) -> bytes:
+        return b',"usage":' + self._encode(self._usage()) + b"}\n\n"

@@ -115,7 +115,7 @@ def renamed(rename: Callable[[str], str]) -> Iterator[None]:
     try:
         yield
     except InvalidRequest as error:
-        raise InvalidRequest(rename(error.field), error.message) from None
+        raise error.at(rename(error.field)) from None
 
 
 def given(value: T | None, default: T) -> T:
@@ -132,6 +132,7 @@ def sampling_params(body: SamplingFields, default: SamplingParams, **own: Any) -
     return SamplingParams(
         logit_bias=tuple((body.logit_bias or {}).items()),
         stop=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
+        stop_regex=(body.stop_regex,) if isinstance(body.stop_regex, str) else tuple(body.stop_regex or ()),
         stop_token_ids=tuple(body.stop_token_ids or ()),
         ignore_eos=bool(body.ignore_eos),
         n=given(body.n, 1),

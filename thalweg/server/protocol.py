@@ -35,10 +35,8 @@ class GenerationRefusedFields(RefusedFields, kw_only=True):
     suffix: Any = None
     use_beam_search: Any = None
     bad_words: Any = None
-    stop_regex: Any = None
     logits_processors: Any = None
     custom_logit_processor: Any = None
-    truncate_prompt_tokens: Any = None
     prompt_embeds: Any = None
     input_embeds: Any = None
     image_data: Any = None
@@ -50,21 +48,19 @@ class GenerationRefusedFields(RefusedFields, kw_only=True):
     function_call: Any = None
     audio: Any = None
     modalities: Any = None
-    prediction: Any = None
     web_search_options: Any = None
     documents: Any = None
     chat_template: Any = None
     allowed_token_ids: Any = None
     token_ids_logprob: Any = None
     logprob_token_ids: Any = None
-    return_tokens_as_token_ids: Any = None
-    thinking_token_budget: Any = None
     vllm_xargs: Any = None
     custom_params: Any = None
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
     include_usage: bool | None = None  # adds a last chunk with the usage and without choices
+    continuous_usage_stats: bool | None = None  # beside include_usage: every chunk has the usage so far
 
 
 class ResponseFormat(msgspec.Struct, kw_only=True):
@@ -120,6 +116,7 @@ class SamplingFields(StructuredFields, kw_only=True):
     presence_penalty: float | None = None
     repetition_penalty: float | None = None
     stop: str | list[str] | None = None
+    stop_regex: str | list[str] | None = None  # the text ends with the first match
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
@@ -128,18 +125,24 @@ class SamplingFields(StructuredFields, kw_only=True):
 
 
 class OpenAIRequest(SamplingFields, kw_only=True):
-    """Fields of both OpenAI routes."""
+    """Fields of both OpenAI routes. Hints, such as `prediction`, are not declared: they change no result."""
 
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     user: Any = None
+    max_tokens: int | None = None
     # extensions
+    max_new_tokens: int | None = None  # the same, under SGLang's name
     min_tokens: int | None = None
     include_stop_str_in_output: bool | None = None
     prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None  # tokens in log-probabilities are written `token_id:N`
+    thinking_token_budget: int | None = None  # tokens after which a thought is ended; -1: no limit
+    truncate_prompt_tokens: int | None = None  # keeps so many tokens of a prompt; -1: as many as fit
+    truncation_side: Literal["left", "right"] | None = None  # where tokens are cut; default: left
     return_draft_usage: bool | None = None
     priority: int | None = None
     cache_salt: str | None = None
@@ -153,7 +156,6 @@ class CompletionRequest(OpenAIRequest, kw_only=True):
 
     prompt: Prompt  # a text, texts, token ids, or lists of token ids
     suffix: str | None = None  # the text after the one to generate
-    max_tokens: int | None = None
     echo: bool | None = None
     add_special_tokens: bool | None = None  # false: the prompt's text gets no BOS
     logprobs: int | None = None  # the number of alternatives
@@ -164,7 +166,6 @@ class ChatRequest(OpenAIRequest, kw_only=True):
     """POST /v1/chat/completions. The chat encoder checks messages and tools."""
 
     messages: list[dict[str, Any]]
-    max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -173,8 +174,10 @@ class ChatRequest(OpenAIRequest, kw_only=True):
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     thinking: ThinkingSwitch | None = None
-    reasoning_effort: str | None = None  # "none" and "minimal" turn thinking off, any other on
+    reasoning_effort: str | None = None  # "none" turns thinking off, any other on; templates with levels read it
     separate_reasoning: bool | None = None
+    include_reasoning: bool | None = None  # false: thoughts are left out of the answer
+    echo: bool | None = None  # the content begins with that of the last message, if it is continued
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
 

@@ -8,7 +8,7 @@ import asyncio
 import hashlib
 import json
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -16,14 +16,18 @@ from msgspec import structs
 
 from thalweg.core.errors import InvalidRequest, Overloaded
 from thalweg.core.grammar import NO_GRAMMAR, Grammar
+from thalweg.server.parsing import given
 from thalweg.server.protocol import ChatRequest, ResponseFormat, StructuredFields, StructuredOutputs
 from thalweg.text.chat import ParserNames, wants_thinking
 from thalweg.text.grammar import check, json_rule, read_schema
 from thalweg.text.messages import read_tools
 from thalweg.text.parser import REASONING_FORMATS, is_in_thought
+from thalweg.text.tokenizer import Tokenizer
 from thalweg.text.tool_grammar import ToolGrammarSpec, tool_grammar
 
 MarkId = Callable[[str], int | None]
+BUDGET = "thinking_token_budget"
+TAIL = 8  # tokens of a prompt that tell whether it ends in a thought
 _KINDS = {  # field → kind of grammar
     "json_schema": "json_schema",
     "regex": "regex",
@@ -146,20 +150,50 @@ def _content_rule(content: Grammar) -> tuple[str, tuple[str, ...]]:
 
 
 def _after_thought(grammar: Grammar, body: ChatRequest, formats: ParserNames, mark_id: MarkId, prompt: str) -> Grammar:
-    if not grammar.is_set:
+    budget = read_budget(body.thinking_token_budget)
+    if not grammar.is_set and budget < 0:
         return grammar
+    if budget >= 0 and formats.reasoning is None:
+        raise InvalidRequest(BUDGET, "needs a model whose thoughts are parsed: start with --reasoning-parser")
     is_inside = is_in_thought(prompt)
     begins = "inside" if is_inside else "outside"
     if is_inside is None and formats.reasoning is not None and not body.continue_final_message:
         begins = REASONING_FORMATS[formats.reasoning][wants_thinking(None, body.chat_template_kwargs)]
+    return _with_thought(grammar, begins, budget, mark_id)
+
+
+def read_budget(budget: int | None) -> int:
+    """-1: no limit. Raises InvalidRequest."""
+    if budget is not None and budget < -1:
+        raise InvalidRequest(BUDGET, f"must be a number of tokens, or -1 for no limit, got {budget}")
+    return given(budget, -1)
+
+
+def limited_thought(tokenizer: Tokenizer, budget: int | None, grammar: Grammar, ids: Sequence[int]) -> Grammar:
+    """The grammar of a prompt without messages whose thought is limited. Raises InvalidRequest."""
+    if (limit := read_budget(budget)) < 0:
+        return grammar
+    is_inside = is_in_thought(tokenizer.decode(ids[-TAIL:], skip_special_tokens=False))
+    return _with_thought(
+        grammar, {None: "maybe", True: "inside", False: "outside"}[is_inside], limit, tokenizer.mark_id
+    )
+
+
+def _with_thought(grammar: Grammar, begins: str, budget: int, mark_id: MarkId) -> Grammar:
+    """begins: as in `REASONING_FORMATS`."""
     if begins == "outside":
         return grammar
     start, end = mark_id("<think>"), mark_id("</think>")
     if start is None or end is None:
         message = "does not work with thinking here: this model's <think> and </think> are not single tokens"
-        raise InvalidRequest(grammar.field, message)
-    inside = begins == "inside"
-    return structs.replace(grammar, starts_in_thought=inside, think_start_id=-1 if inside else start, think_end_id=end)
+        raise InvalidRequest(grammar.field if grammar.is_set else BUDGET, message)
+    return structs.replace(
+        grammar,
+        starts_in_thought=begins == "inside",
+        think_start_id=-1 if begins == "inside" else start,
+        think_end_id=end,
+        thinking_budget=budget,
+    )
 
 
 def _format_grammar(response_format: ResponseFormat) -> Grammar:

@@ -40,6 +40,8 @@ def check(grammar: Grammar) -> tuple[str, ...]:
 
     Raises InvalidRequest naming the grammar's field if it does not compile within the limits.
     """
+    if not grammar.is_set:
+        return ()
     lowered = lower(grammar)
     failed, messages = LLMatcher.validate_grammar_with_warnings(lowered.source, limits=LIMITS)
     if failed:

@@ -131,6 +131,11 @@ class AnswerParser:
         self._builder.finish()
         return self._builder.drain()
 
+    @property
+    def is_thinking(self) -> bool:
+        """Whether the text so far ends in the thought, or may begin with one."""
+        return self._state in (self._inside, self._maybe)
+
     def _token(self, token: Token) -> None:
         if self._plain is not None and isinstance(token, Tag) and token.kind not in ("think", "/think"):
             token = self._plain(token.raw)

@@ -133,7 +133,8 @@ class Setting:
 class NoGrammars:
     """A tracker for requests whose masks the simulated device makes itself."""
 
-    def advance(self, uid: int, tokens: Sequence[int]) -> None: ...
+    def advance(self, uid: int, tokens: Sequence[int]) -> bool:
+        return True
 
     def close(self, uid: int) -> None: ...
 

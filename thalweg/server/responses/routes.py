@@ -272,7 +272,7 @@ async def create_response(ctx: AppContext, request: Request, body: ResponsesRequ
     parser, state = new_parser(), _initial(body, model, job)
 
     async def count_tokens(text: str) -> int:
-        return len(await ctx.tokenize(text, False, "input", ctx.ready.context))
+        return len(await ctx.tokenize(text, False, "input"))
 
     def store() -> None:
         if state.store:
