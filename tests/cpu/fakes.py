@@ -29,8 +29,9 @@ from thalweg.engine.streams import Piece
 from thalweg.server.app import build
 from thalweg.text.chat import ChatFormat, ParserNames, builtin
 
-EOS, VOCAB, CONTEXT = 256, 260, 4096
+EOS, VOCAB, CONTEXT = 256, 262, 4096
 FIM = {"<｜fim▁begin｜>": 257, "<｜fim▁hole｜>": 258, "<｜fim▁end｜>": 259}
+MARKS = {**FIM, "<think>": 260, "</think>": 261}
 DEEPSEEK_V32 = ChatFormat(builtin("deepseek-v32"), ParserNames("deepseek-v3", "deepseekv32"), "scripted")
 Script = Callable[[str, int], str]  # prompt text, choice → what the model says
 
@@ -53,7 +54,7 @@ class ByteTokenizer:
         return len(text.encode()) > limit
 
     def mark_id(self, text: str) -> int | None:
-        return FIM.get(text)
+        return MARKS.get(text)
 
     def token_bytes(self, token: int) -> bytes:
         return bytes([token]) if token < EOS else b"<eos>"

@@ -138,12 +138,16 @@ def test_an_output_that_the_context_has_no_room_for_is_refused(api: httpx.Client
     assert api.post("/generate", json=native).status_code == 200
 
 
-def test_an_empty_prompt_is_refused_though_the_tokenizer_would_add_a_token() -> None:
+def test_an_empty_prompt_is_the_token_that_the_tokenizer_adds() -> None:
     front = FakeFront()
-    front.tokenizer.encode = lambda text, add_special=True: [1, *text.encode()]  # type: ignore[method-assign]
+    front.tokenizer.encode = lambda text, add_special=True: [1] * add_special + [*text.encode()]  # type: ignore[method-assign]
     with talk(front) as api:
-        assert api.post("/v1/completions", json={"prompt": ["x", ""]}).json()["error"]["param"] == "prompt[1]"
-        assert api.post("/generate", json={"text": ""}).json()["error"]["param"] == "text"
+        body = {"prompt": ["x", ""], "return_token_ids": True}
+        choices = api.post("/v1/completions", json=body).json()["choices"]
+        assert [choice["prompt_token_ids"] for choice in choices] == [[1, *b"x"], [1]]
+        refused = api.post("/v1/completions", json=body | {"add_special_tokens": False}).json()
+        assert refused["error"]["param"] == "prompt[1]"
+        assert api.post("/generate", json={"text": ""}).json()["meta_info"]["prompt_tokens"] == 1
         assert api.post("/tokenize", json={"prompt": ""}).json()["tokens"] == [1]
 
 
@@ -214,9 +218,10 @@ def test_prompt_logprobs_and_token_ids(api: httpx.Client) -> None:
     }
     answer = api.post("/v1/chat/completions", json=body).json()
     assert answer["choices"][0]["token_ids"] == list(b"An")
-    assert len(answer["choices"][0]["prompt_logprobs"]) == len(answer["prompt_token_ids"])
+    assert len(answer["prompt_logprobs"]) == len(answer["prompt_token_ids"])
     chunks = events(api.post("/v1/chat/completions", json=body | {"stream": True}))
-    assert chunks[0]["choices"][0]["prompt_token_ids"] == answer["prompt_token_ids"]
+    assert chunks[0]["prompt_token_ids"] == answer["prompt_token_ids"]
+    assert chunks[0]["prompt_logprobs"] == answer["prompt_logprobs"] and "prompt_logprobs" not in chunks[1]
     assert [i for chunk in chunks for i in chunk["choices"][0]["token_ids"]] == list(b"An")
 
 
@@ -232,7 +237,8 @@ def test_partial_characters_are_distinct_in_logprobs() -> None:
     with talk(FakeFront(lambda prompt, choice: "é世")) as api:
         body = {"prompt": "x", "max_tokens": 9, "logprobs": 0}
         choice = api.post("/v1/completions", json=body).json()["choices"][0]
-        assert choice["text"] == "é世" and choice["logprobs"]["top_logprobs"] is None
+        assert choice["text"] == "é世"
+        assert [list(top) for top in choice["logprobs"]["top_logprobs"]] == [[t] for t in choice["logprobs"]["tokens"]]
         assert choice["logprobs"]["tokens"][:3] == ["bytes:\\xc3", "bytes:\\xa9", "bytes:\\xe4"]
         assert choice["logprobs"]["text_offset"][:5] == [0, 0, 1, 1, 1]
         whole = [

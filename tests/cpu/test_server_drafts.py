@@ -34,10 +34,10 @@ def test_answers_report_drafts_if_asked() -> None:
     with serving(fake_app(Drafting())) as url, httpx.Client(base_url=url) as api:
         body: dict[str, Any] = {"prompt": ["abc", "de"], "max_tokens": 5, "n": 2}
         plain = api.post("/v1/completions", json=body).json()["usage"]
-        assert "completion_tokens_details" not in plain
+        assert plain["completion_tokens_details"] == {"reasoning_tokens": 0}
         usage = api.post("/v1/completions", json=body | {"return_draft_usage": True}).json()["usage"]
         told = {"accepted_prediction_tokens": 20, "rejected_prediction_tokens": 12, "spec_verify_ct": 16}
-        assert usage == plain | {"completion_tokens_details": told}
+        assert usage == plain | {"completion_tokens_details": {"reasoning_tokens": 0} | told}
         chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5, "return_draft_usage": True}
         chat |= {"stream": True, "stream_options": {"include_usage": True}}
         assert '"accepted_prediction_tokens":5' in api.post("/v1/chat/completions", json=chat).text

@@ -32,7 +32,7 @@ VALUES: list[Any] = [
     *({"type": "json_object"}, SCHEMA, {"format": {"type": "json_schema", "name": "n", "schema": SCHEMA}}),
     *({"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}, {"max_new_tokens": 3}, "required"),
     *([{"type": "function", "function": TOOL}], [{"type": "function", **TOOL}], [{"name": "f", "input_schema": SCHEMA}]),
-    *({"type": "any"}, {"structures": [{"begin": "<a>", "schema": {}, "end": "</a>"}], "triggers": ["<a"]}, "disabled"),
+    *({"type": "any"}, {"structures": [{"begin": "<a>", "schema": {}, "end": "</a>"}], "triggers": ["<a"]}, "disabled", "right"),
     *("Be brief.", [5, 6], "auto", ["reasoning.encrypted_content"], {"type": "structural_tag", "structures": [], "triggers": []}),
 ]  # fmt: skip
 WITH: dict[str, dict[str, Any]] = {  # fields that need others
@@ -46,6 +46,17 @@ WITH: dict[str, dict[str, Any]] = {  # fields that need others
     "separate_reasoning": {"chat_template_kwargs": {"thinking": True}},
     "continue_final_message": {"messages": [*MESSAGES, {"role": "assistant", "content": "So"}], "add_generation_prompt": False},
     "min_tokens": {"max_tokens": 20},
+    "max_new_tokens": {"max_tokens": None},
+    "/v1/completions return_tokens_as_token_ids": {"logprobs": 1},
+    "/v1/chat/completions return_tokens_as_token_ids": {"logprobs": True},
+    "truncation_side": {"truncate_prompt_tokens": 2},
+    "thinking_token_budget": {"chat_template_kwargs": {"thinking": True}},
+    "include_reasoning": {"chat_template_kwargs": {"thinking": True}},
+    "/v1/chat/completions echo": {
+        "messages": [*MESSAGES, {"role": "assistant", "content": "So"}],
+        "continue_final_message": True,
+        "add_generation_prompt": False,
+    },
 }  # fmt: skip
 TOOLS_OF = {"/v1/responses": [{"type": "function", **TOOL}], "/v1/messages": [{"name": "f", "input_schema": SCHEMA}]}
 NO_EFFECT = {
@@ -105,7 +116,7 @@ def _without_ids(value: Any) -> Any:
 @pytest.mark.parametrize("path, field", fields())
 def test_a_field_changes_what_the_engine_or_the_client_gets(path: str, field: str) -> None:
     outer, _, inner = field.rpartition(".")
-    base = BASES[path] | WITH.get(field, {})
+    base = BASES[path] | WITH.get(field, {}) | WITH.get(f"{path} {field}", {})
     if "tools" in base and path in TOOLS_OF:
         base |= {"tools": TOOLS_OF[path]}
     status, before, text = observed(path, base)

@@ -67,7 +67,7 @@ def uids(plan: StepPlan) -> list[int]:
     ("message", "field", "says"),
     [
         (submit(1, ()), "prompt", "empty"),
-        (submit(1, (5, -1)), "prompt", "-1 is outside the vocabulary of 100"),
+        (submit(1, (5, -1)), "prompt", "-1 is out of vocabulary, which has 100"),
         (submit(1, (5, 100)), "prompt", "100 is outside"),
         (submit(1, (2**40,)), "prompt", "outside"),
         (submit(1, 40), "prompt", "has 40 tokens"),

@@ -129,7 +129,7 @@ def check_request(
         raise ContextOverflow("prompt", context, f"{len(prompt)} tokens of prompt{room}")
     for token in (min(prompt), max(prompt)):
         if not 0 <= token < vocab:
-            raise InvalidRequest("prompt", f"token id {token} is outside the vocabulary of {vocab}")
+            raise InvalidRequest("prompt", f"token id {token} is out of vocabulary, which has {vocab}")
     params.check(vocab)
     if grammar.masks:
         grammar.check(params, vocab)

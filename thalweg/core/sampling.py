@@ -107,7 +107,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         for name, tokens in (("stop_token_ids", self.stop_token_ids), ("logit_bias", dict(self.logit_bias))):
             for token in tokens:
                 if not 0 <= token < vocab:
-                    raise InvalidRequest(name, f"token id {token} is outside the vocabulary of {vocab}")
+                    raise InvalidRequest(name, f"token id {token} is out of vocabulary, which has {vocab}")
         for _, bias in self.logit_bias:
             _between("logit_bias", bias, -100, 100)
 

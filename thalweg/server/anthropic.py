@@ -86,7 +86,7 @@ class ToolChoice(msgspec.Struct, kw_only=True):
 
 class Thinking(msgspec.Struct, kw_only=True):
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
-    budget_tokens: int | None = None  # a hint; max_tokens bounds thought and answer together
+    budget_tokens: int | None = None  # tokens after which the thought is ended
 
 
 class OutputFormat(msgspec.Struct, kw_only=True):
@@ -96,6 +96,7 @@ class OutputFormat(msgspec.Struct, kw_only=True):
 
 class OutputConfig(msgspec.Struct, kw_only=True):
     format: OutputFormat | None = None  # of the answer's text
+    effort: str | None = None  # for templates with levels of thinking
 
 
 class Conversation(RefusedFields, kw_only=True):
@@ -187,10 +188,13 @@ def chat_of(body: Conversation, conversion: ChatConversion) -> ChatRequest:
     chat = conversion.chat_request(body)
     chat.continue_final_message = bool(body.messages) and body.messages[-1].role == "assistant"
     chat.chat_template_kwargs = {"thinking": body.thinking is not None and body.thinking.type != "disabled"}
+    chat.thinking_token_budget = budget
     chat.tools = [_tool(entry, f"tools[{i}]") for i, entry in enumerate(body.tools or ())] or None
     if body.tool_choice is not None:
         chat.tool_choice = _tool_choice(body.tool_choice)
         chat.parallel_tool_calls = False if body.tool_choice.disable_parallel_tool_use else None
+    if body.output_config is not None:
+        chat.reasoning_effort = body.output_config.effort
     if body.output_config is not None and body.output_config.format is not None:
         form = body.output_config.format
         chat.response_format = ResponseFormat(type=form.type, json_schema={"schema": form.schema})
@@ -345,6 +349,7 @@ _NAMES = {  # of the chat request's fields, in this API
     "response_format": "output_config.format",
     "response_format.json_schema": "output_config.format",
     "tool_choice.function": "tool_choice",
+    "thinking_token_budget": "thinking.budget_tokens",
 }
 
 

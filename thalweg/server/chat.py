@@ -26,7 +26,7 @@ from thalweg.server.generation import (
     read_truncation,
 )
 from thalweg.server.logprobs import ChatLogprobs, chat_logprobs
-from thalweg.server.openai_stream import ChoiceEncoder, OpenAIChoice, OpenAIStreamEncoder, PromptChoice
+from thalweg.server.openai_stream import ChoiceEncoder, OpenAIChoice, OpenAIStreamEncoder
 from thalweg.server.parsing import given, renamed, sampling_params
 from thalweg.server.protocol import ChatRequest
 from thalweg.server.stream import respond
@@ -220,7 +220,7 @@ class ChatChoice(OpenAIChoice, kw_only=True):
     logprobs: ChatLogprobs | None = None
 
 
-class ChatChunkChoice(PromptChoice, kw_only=True):
+class ChatChunkChoice(OpenAIChoice, kw_only=True):
     delta: DeltaMessage
     logprobs: ChatLogprobs | None = None
 

@@ -98,9 +98,8 @@ class CompletionLogprobsBuilder:
         return out
 
     def _tops(self, token: int, entry: TokenLogprob) -> dict[str, float]:
-        tops = {self._names(token): finite(logprob) for token, logprob in _tops(entry, self._top)}
-        tops.setdefault(self._names(token), finite(entry.logprob))
-        return tops
+        pairs = ((token, entry.logprob), *_tops(entry, self._top))  # vLLM's order: the token itself first
+        return {self._names(i): finite(logprob) for i, logprob in pairs}
 
 
 def chat_logprobs(names: TokenNames, ids: Sequence[int], logprobs: Sequence[TokenLogprob], top: int) -> ChatLogprobs:

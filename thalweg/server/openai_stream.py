@@ -10,6 +10,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from thalweg.core.acceptance import AcceptanceCounts
+from thalweg.core.errors import InvalidRequest
 from thalweg.engine.streams import Piece
 from thalweg.server.generation import GenerationJob, PromptJob
 from thalweg.server.logprobs import TokenNames, prompt_logprobs
@@ -160,21 +161,32 @@ class OpenAIStreamEncoder(StreamEncoder):
         self._includes_usage = bool(options.include_usage)
         self._repeats_usage = self._includes_usage and bool(options.continuous_usage_stats)
         chunk = "chat.completion.chunk" if object == "chat.completion" else object
+        if body.stream_options is not None and not body.stream:
+            raise InvalidRequest("stream_options", "needs stream: true")
         head = msgspec.json.encode({"id": id, "object": chunk, "created": self._created, "model": model})
         self._warnings = list(job.warnings) or UNSET
         self._head = b"data: " + head[:-1] + b',"choices":['  # encoded once for all chunks
-        told = b',"warnings":' + msgspec.json.encode(job.warnings) if job.warnings else b""
-        self._next_head = b"data: " + head[:-1] + told + b',"choices":['
+        self._first_head = b"data: " + head[:-1]
+        self._begun = False
         self._tail = b'],"usage":null}\n\n' if self._includes_usage else b"]}\n\n"
         self._encode = msgspec.json.Encoder().encode
 
     async def feed(self, piece: Piece) -> bytes:
         self._latest[piece.index] = piece
         chunks = self._choices[piece.index].feed(piece)
-        heads = (self._next_head, *[self._head] * (len(chunks) - 1)) if chunks else ()
-        self._next_head = self._head if chunks else self._next_head
+        heads = [self._head] * len(chunks)
+        if chunks and not self._begun:
+            self._begun, heads[0] = True, self._first_head + self._once(piece) + b',"choices":['
         tail = b"]" + self._usage_member() if self._repeats_usage and chunks else self._tail
         return b"".join([head + self._encode(chunk) + tail for head, chunk in zip(heads, chunks, strict=True)])
+
+    def _once(self, piece: Piece) -> bytes:
+        """Members of the first chunk alone. piece: its own."""
+        once: dict[str, Any] = {"warnings": self._warnings, "prompt_token_ids": self._prompt}
+        if self._is_chat and (scores := self._choices[piece.index].prompt_logprobs(piece)) is not None:
+            once["prompt_logprobs"] = scores
+        members = {name: value for name, value in once.items() if value is not UNSET}
+        return b"," + self._encode(members)[1:-1] if members else b""
 
     async def response(self, pieces: Sequence[Piece]) -> OpenAIResponse[OpenAIChoice]:
         choices = [choice.whole(piece) for choice, piece in zip(self._choices, pieces, strict=True)]

@@ -43,7 +43,7 @@ def parse_body(body: bytes, kind: type[StructT]) -> StructT:
     try:
         value: StructT = _decoder(kind).decode(body)
     except msgspec.ValidationError as error:
-        raise _field_error(str(error)) from None
+        raise _key_error(body, str(error)) or _field_error(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise _json_error(body, str(error)) from None
     if isinstance(value, RefusedFields):
@@ -82,6 +82,18 @@ def _field_error(text: str) -> InvalidRequest:
     if missing := message.partition("missing required field `")[2].partition("`")[0]:
         return InvalidRequest(f"{path}.{missing}".removeprefix("."), "is required")
     return InvalidRequest(path, message[:1].lower() + message[1:])
+
+
+def _key_error(body: bytes, text: str) -> InvalidRequest | None:
+    """Names the keys of an object of token ids that are none; msgspec names only the object."""
+    path = text.rpartition(" - at `key` in `$.")[2].rstrip("`") if " - at `key` in `$." in text else ""
+    value = json.loads(body) if path else None
+    for name in path.split("."):
+        value = value.get(name) if isinstance(value, dict) else None
+    if not isinstance(value, dict):
+        return None
+    keys = ", ".join(repr(key) for key in value if not re.fullmatch("-?[0-9]+", key))
+    return InvalidRequest(path, f"keys must be token ids, got {keys}")
 
 
 def _json_error(body: bytes, reason: str) -> InvalidRequest:

@@ -153,8 +153,6 @@ def _after_thought(grammar: Grammar, body: ChatRequest, formats: ParserNames, ma
     budget = read_budget(body.thinking_token_budget)
     if not grammar.is_set and budget < 0:
         return grammar
-    if budget >= 0 and formats.reasoning is None:
-        raise InvalidRequest(BUDGET, "needs a model whose thoughts are parsed: start with --reasoning-parser")
     is_inside = is_in_thought(prompt)
     begins = "inside" if is_inside else "outside"
     if is_inside is None and formats.reasoning is not None and not body.continue_final_message:

@@ -92,8 +92,8 @@ def outcome(case: ElementTree.Element) -> str:
 def model_names(source: Path, files: list[str]) -> list[str]:
     """Every name of a model in the files: the server answers to all."""
     texts = [(source / "tests/entrypoints" / name).read_text() for name in files]
-    found = [re.findall(r'"([A-Za-z0-9_.-]+/[A-Za-z0-9_.-]+)"', text) for text in texts]
-    return sorted({name for names in found for name in names if "://" not in name and not name.startswith("v1/")})
+    patterns = r'MODEL\w* *= *"([^"]+)"', r'"--served-model-name",\s*"([^"]+)"', r'model_name = "([^"]+)"'
+    return sorted({name for text in texts for pattern in patterns for name in re.findall(pattern, text)})
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
@@ -24,10 +25,9 @@ import pytest
 
 MODEL = os.environ.get("PEER_TESTS_MODEL", "models/tiny")
 NAMES = os.environ.get("PEER_TESTS_NAMES", "").split()  # of models in the tests: one server answers to all
-LONGEST = 4096  # tokens of the small model's context
+LONGEST = 2048  # tokens of the context: the small model knows no end, and talks up to it
 _FLAGS = {  # vLLM's flag → ours, of those that change answers
     "--api-key": "--api-key",
-    "--max-model-len": "--context-length",
     "--uds": "--uds",
     "--root-path": "--root-path",
 }
@@ -44,15 +44,28 @@ def _free_port() -> int:
 
 def _translated(arguments: Sequence[str]) -> tuple[str, ...]:
     """The flags of `thalweg serve` for vLLM's; flags about devices, memory, LoRA and backends are left out."""
+    flags = ["--context-length", str(LONGEST)]
     words = [part for word in arguments for part in (word.split("=", 1) if word.startswith("--") else [word])]
     known = set(_serve_help().split())
-    flags: list[str] = []
     for flag, value in zip(words, [*words[1:], ""], strict=True):
-        if flag in _FLAGS and (ours := _FLAGS[flag]) in known:
-            flags += [ours, str(min(int(value), LONGEST)) if ours == "--context-length" else value]
+        if flag == "--reasoning-parser":
+            flags += ["--chat-template", str(_thinking_template())]
+        elif flag in _FLAGS and (ours := _FLAGS[flag]) in known:
+            flags += [ours, value]
         elif flag in _SWITCHES & known:
             flags.append(flag)
     return tuple(flags)
+
+
+def _thinking_template() -> Path:
+    """The small model's chat template, with thinking where the request does not choose, as the tests' models have it."""
+    from thalweg.text import chat
+
+    source = (chat.TEMPLATES / "deepseek_v32.jinja").read_text()
+    path = Path(tempfile.gettempdir()) / "thinks_by_default.jinja"
+    default = "{%- set thinking = thinking if thinking is defined else true -%}"
+    path.write_text(f"{{%- set style = 'v32' -%}}{default}{source}")
+    return path
 
 
 def _serve_help() -> str:
@@ -70,6 +83,7 @@ class RemoteOpenAIServer:
     """A running `thalweg serve`. Tests that start it with the same flags share one."""
 
     DUMMY_API_KEY = "token-abc123"
+    show_hidden_metrics = False
 
     def __init__(self, model: str, vllm_serve_args: Sequence[str], **_: Any) -> None:
         flags = _translated(vllm_serve_args)

@@ -13,7 +13,7 @@ Status = Literal["in_progress", "completed", "incomplete", "failed", "cancelled"
 
 
 class Reasoning(msgspec.Struct, kw_only=True):
-    effort: str | None = None  # "none" and "minimal" turn thinking off, any other turns it on
+    effort: str | None = None  # "none" turns thinking off, any other on
     summary: str | None = None
 
 

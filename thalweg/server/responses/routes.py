@@ -46,8 +46,6 @@ from thalweg.server.stream import PartsEncoder, named_event, respond
 from thalweg.text.events import Event, ParsedAnswer, Part, PartKind
 from thalweg.text.parser import AnswerParser
 
-_NO_THINKING = ("none", "minimal")
-
 
 def chat_of(body: ResponsesRequest, history: Sequence[dict[str, Any]], conversion: ChatConversion) -> ChatRequest:
     """history: the messages of the previous response. Raises InvalidRequest."""
@@ -62,8 +60,6 @@ def chat_of(body: ResponsesRequest, history: Sequence[dict[str, Any]], conversio
         conversion.add("input", "user", content=body.input)
     else:
         _add_items(body.input, conversion)
-    effort = None if body.reasoning is None else body.reasoning.effort
-    thinking = {} if effort is None else {"thinking": effort not in _NO_THINKING}
     return conversion.chat_request(
         body,
         max_tokens=body.max_output_tokens,
@@ -71,7 +67,8 @@ def chat_of(body: ResponsesRequest, history: Sequence[dict[str, Any]], conversio
         tools=[_tool(entry, f"tools[{i}]") for i, entry in enumerate(body.tools or ())] or None,
         tool_choice=_tool_choice(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls,
-        chat_template_kwargs=thinking | (body.chat_template_kwargs or {}),
+        reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
+        chat_template_kwargs=body.chat_template_kwargs or {},
         response_format=_format(body.text.format) if body.text and body.text.format else None,
     )
 
