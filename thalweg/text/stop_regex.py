@@ -1,5 +1,7 @@
-"""Regular expressions that end a sequence, matched as its text comes. The engine of llguidance is linear in the text and
-bounded in memory; expressions that it does not have (look-around, back references, word boundaries) are refused.
+"""Regular expressions that end a sequence, matched as its text comes.
+
+The engine of llguidance is linear in the text and bounded in memory. Expressions that it does not have (look-around,
+back references, word boundaries) are refused.
 """
 
 from __future__ import annotations

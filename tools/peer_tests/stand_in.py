@@ -199,9 +199,9 @@ class _ModelConfig:
 
 
 def _llm(model: str = "", **options: Any) -> Any:
-    import thalweg
+    from thalweg.llm import LLM
 
-    return thalweg.LLM(MODEL, **options)
+    return LLM(MODEL, **options)
 
 
 def _replaced(module: str, name: str) -> Any:
@@ -217,7 +217,9 @@ def _replaced(module: str, name: str) -> Any:
         case "LLM":
             return _llm
         case "SamplingParams":
-            return thalweg.SamplingParams
+            from thalweg.core.sampling import SamplingParams
+
+            return SamplingParams
         case "__version__" | "VLLM_VERSION":
             return thalweg.__version__
         case "get_open_port":

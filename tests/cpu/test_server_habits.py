@@ -1,0 +1,159 @@
+"""Fields and answers that clients of vLLM, SGLang and OpenAI expect by habit."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.cpu.fakes import CONTEXT, EOS, MARKS, FakeFront, fake_app, serving
+from thalweg.core.errors import InvalidRequest
+from thalweg.core.messages import TokenDelta
+from thalweg.core.sampling import SamplingParams
+from thalweg.engine.streams import Assembler
+from thalweg.text.detokenize import ByteDetokenizer
+from thalweg.text.stop_regex import check
+
+MESSAGES = [{"role": "user", "content": "Hi"}]
+THINKS = {"chat_template_kwargs": {"thinking": True}}
+FRONT = FakeFront(lambda prompt, choice: "I muse</think>Well" if prompt.endswith("<think>") else "Well")
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+
+
+@pytest.fixture(scope="module")
+def api() -> Iterator[httpx.Client]:
+    with serving(fake_app(FRONT)) as url, httpx.Client(base_url=url, timeout=10) as client:
+        yield client
+
+
+def post(api: httpx.Client, path: str, **body: Any) -> Any:
+    answer = api.post(path, json=({"messages": MESSAGES} if path == CHAT else {"prompt": "abc"}) | body)
+    if not body.get("stream"):
+        return answer.json()
+    return [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+
+
+def test_a_thought_has_both_names_and_may_be_left_out(api: httpx.Client) -> None:
+    message = post(api, CHAT, **THINKS)["choices"][0]["message"]
+    assert (message["reasoning"], message["reasoning_content"], message["content"]) == ("I muse", "I muse", "Well")
+    for hides in (False, True):
+        deltas = [c["choices"][0]["delta"] for c in post(api, CHAT, stream=True, include_reasoning=not hides, **THINKS)]
+        texts = ["".join(d.get(name) or "" for d in deltas) for name in ("reasoning", "reasoning_content", "content")]
+        assert texts == (["", "", "Well"] if hides else ["I muse", "I muse", "Well"])
+    message = post(api, CHAT, include_reasoning=False, **THINKS)["choices"][0]["message"]
+    assert (message["reasoning"], message["content"]) == (None, "Well")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_usage_counts_the_thought(api: httpx.Client, stream: bool) -> None:
+    more = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+    answer = post(api, CHAT, **THINKS, **more)
+    usage = answer[-1]["usage"] if stream else answer["usage"]
+    assert usage["completion_tokens_details"] == {"reasoning_tokens": len("I muse")}
+
+
+def test_continuous_usage(api: httpx.Client) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = post(api, TEXT, stream=True, stream_options=options, max_tokens=3)
+    assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, 2, 3, 3]
+    assert post(api, TEXT, stream_options=options)["error"]["param"] == "stream_options"
+
+
+def test_a_budget_reaches_the_engine(api: httpx.Client) -> None:
+    end = MARKS["</think>"]
+    post(api, CHAT, thinking_token_budget=7, **THINKS)
+    assert (FRONT.grammars[-1].thinking_budget, FRONT.grammars[-1].think_end_id) == (7, end)
+    post(api, CHAT, thinking_token_budget=7)  # no thought, so nothing to limit
+    assert not FRONT.grammars[-1].masks
+    post(api, TEXT, prompt="x<think>", thinking_token_budget=0)
+    assert FRONT.grammars[-1].thinking_budget == 0 and FRONT.grammars[-1].starts_in_thought
+    thinking = {"type": "enabled", "budget_tokens": 9}
+    api.post("/v1/messages", json={"messages": MESSAGES, "max_tokens": 50, "thinking": thinking})
+    assert FRONT.grammars[-1].thinking_budget == 9
+    assert post(api, CHAT, thinking_token_budget=-2)["error"]["param"] == "thinking_token_budget"
+
+
+def test_overflow_has_the_code_and_the_words_that_clients_look_for(api: httpx.Client) -> None:
+    long = [{"role": "user", "content": "x" * CONTEXT}]
+    client = openai.OpenAI(base_url=f"{api.base_url}/v1", api_key="x", max_retries=0)
+    with pytest.raises(openai.BadRequestError, match=f"maximum context length is {CONTEXT} tokens") as caught:
+        client.chat.completions.create(model="default", messages=long)  # type: ignore[arg-type]
+    assert caught.value.code == "context_length_exceeded"
+    for body in ({"prompt": [1] * 9, "max_tokens": CONTEXT}, {"prompt": "x" * 5000}, {"prompt": "x" * 900_000}):
+        assert post(api, TEXT, **body)["error"]["code"] == "context_length_exceeded"
+    answer = api.post("/v1/messages", json={"messages": long, "max_tokens": 9}).json()
+    assert answer["error"]["message"].startswith("prompt is too long")
+
+
+def test_prompts_are_truncated(api: httpx.Client) -> None:
+    for side, ids in (({}, b"def"), ({"truncation_side": "right"}, b"abc")):
+        choice = post(api, TEXT, prompt="abcdef", truncate_prompt_tokens=3, return_token_ids=True, **side)["choices"][0]
+        assert choice["prompt_token_ids"] == list(ids)
+    assert post(api, TEXT, prompt="x" * 9000, truncate_prompt_tokens=-1)["usage"]["prompt_tokens"] == CONTEXT - 1
+    assert post(api, CHAT, truncate_prompt_tokens=4)["usage"]["prompt_tokens"] == 4
+    assert post(api, TEXT, truncate_prompt_tokens=0)["error"]["param"] == "truncate_prompt_tokens"
+
+
+def test_small_habits(api: httpx.Client) -> None:
+    assert post(api, TEXT)["choices"][0]["matched_stop"] == EOS
+    assert post(api, TEXT, stop="l")["choices"][0]["matched_stop"] == "l"
+    assert post(api, TEXT, max_tokens=1)["choices"][0]["matched_stop"] is None
+    assert post(api, TEXT, max_new_tokens=2)["usage"]["completion_tokens"] == 2
+    assert post(api, TEXT, max_new_tokens=CONTEXT)["error"]["param"] == "max_new_tokens"
+    assert post(api, CHAT, prediction={"type": "content", "content": "W"})["choices"][0]["message"]["content"] == "Well"
+    logprobs = post(api, TEXT, logprobs=0, return_tokens_as_token_ids=True)["choices"][0]["logprobs"]
+    assert logprobs["tokens"][0] == "token_id:87" and list(logprobs["top_logprobs"][0]) == ["token_id:87"]
+    said = {"messages": [*MESSAGES, {"role": "assistant", "content": "So: "}], "continue_final_message": True}
+    for stream in (False, True):
+        answer = post(api, CHAT, echo=True, stream=stream, **said)
+        found = [c["choices"][0]["delta"].get("content", "") for c in answer] if stream else None
+        assert "".join(found or [answer["choices"][0]["message"]["content"]]) == "So: Well"
+    error = post(api, CHAT, logit_bias={"bad1": 1, "5": 1, "bad2": 2})["error"]
+    assert error["param"] == "logit_bias" and "'bad1', 'bad2'" in error["message"]
+
+
+# ---- stop expressions ----
+
+
+class Letters:
+    eos_ids = (EOS,)
+
+    def detokenizer(self, skip_special_tokens: bool) -> ByteDetokenizer:
+        return ByteDetokenizer({i: bytes([i]) for i in range(256)})
+
+
+def ends(text: str, *patterns: str, **params: Any) -> tuple[str, Any]:
+    """What is shown of a text that comes byte by byte, and what stopped it."""
+    assembler = Assembler(0, (1,), SamplingParams(stop_regex=patterns, **params), Letters())  # type: ignore[arg-type]
+    shown = ""
+    for byte in text.encode():
+        piece = assembler.feed(TokenDelta(1, (byte,)), 0.0)
+        shown += piece.text
+        if assembler.ended:
+            return shown, piece.stop
+    return shown, None
+
+
+def test_a_stop_expression_ends_the_text_with_its_first_match() -> None:
+    assert ends("abc 12 d", "[0-9]+") == ("abc 1", "[0-9]+")
+    assert ends("über\n\nUser: x", r"\n+User:") == ("über\n\nUser:", r"\n+User:")
+    assert ends("aXbY", "q", "Y|X") == ("aX", "Y|X")
+    assert ends("a1b2", "[0-9]", min_tokens=3) == ("a1b2", "[0-9]")
+    assert ends("say END1", "END1", stop=("END2",)) == ("say END1", "END1")  # held for the stop string until then
+    assert ends("nothing", "z") == ("nothing", None)
+
+
+def test_expressions_that_cannot_be_matched_are_refused(api: httpx.Client) -> None:
+    for pattern in (r"(?=a)b", r"\bword", "(", "a*", "(a)\\1"):
+        with pytest.raises(InvalidRequest, match="stop_regex"):
+            check((pattern,))
+    assert post(api, TEXT, stop_regex=["("])["error"]["param"] == "stop_regex"
+    native = api.post("/generate", json={"text": "a", "sampling_params": {"stop_regex": "("}}).json()
+    assert native["error"]["param"] == "sampling_params.stop_regex"
+    with pytest.raises(InvalidRequest, match="too complex"):
+        ends("".join(random.Random(1).choices("ab ", k=30_000)), "a.{0,200}b.{0,200}c")
