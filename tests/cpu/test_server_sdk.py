@@ -135,7 +135,6 @@ def test_tool_calls(chunk: int) -> None:
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"functions": [{"name": "weather"}]}, "functions"),
         ({"modalities": ["text", "audio"]}, "modalities"),
-        ({"prediction": {"type": "content", "content": "x"}}, "prediction"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -68,14 +68,14 @@ def uids(plan: StepPlan) -> list[int]:
     [
         (submit(1, ()), "prompt", "empty"),
         (submit(1, (5, -1)), "prompt", "-1 is out of vocabulary, which has 100"),
-        (submit(1, (5, 100)), "prompt", "100 is outside"),
-        (submit(1, (2**40,)), "prompt", "outside"),
+        (submit(1, (5, 100)), "prompt", "100 is out of"),
+        (submit(1, (2**40,)), "prompt", "out of vocabulary"),
         (submit(1, 40), "prompt", "has 40 tokens"),
         (submit(1, 41, max_tokens=0), "prompt", "has 41 tokens"),
         (submit(1, temperature=math.nan), "temperature", "between"),
         (submit(1, top_p=math.inf), "top_p", "between"),
         (submit(1, max_tokens=-1), "max_tokens", "at least 0"),
-        (submit(1, stop_token_ids=(VOCAB,)), "stop_token_ids", "outside"),
+        (submit(1, stop_token_ids=(VOCAB,)), "stop_token_ids", "out of vocabulary"),
         (submit(1, logit_bias=((3, math.nan),)), "logit_bias", "between"),
     ],
 )

@@ -59,13 +59,15 @@ def _translated(arguments: Sequence[str]) -> tuple[str, ...]:
 
 def _thinking_template() -> Path:
     """The small model's chat template, with thinking where the request does not choose, as the tests' models have it."""
+    path = Path(tempfile.gettempdir()) / "thinks_by_default.jinja"
+    path.write_text(_template_source("{%- set thinking = thinking if thinking is defined else true -%}"))
+    return path
+
+
+def _template_source(head: str) -> str:
     from thalweg.text import chat
 
-    source = (chat.TEMPLATES / "deepseek_v32.jinja").read_text()
-    path = Path(tempfile.gettempdir()) / "thinks_by_default.jinja"
-    default = "{%- set thinking = thinking if thinking is defined else true -%}"
-    path.write_text(f"{{%- set style = 'v32' -%}}{default}{source}")
-    return path
+    return "{%- set style = 'v32' -%}" + head + (chat.TEMPLATES / "deepseek_v32.jinja").read_text()
 
 
 def _serve_help() -> str:
@@ -188,7 +190,9 @@ class _Platform:
 def _tokenizer(*_: Any, **__: Any) -> Any:
     from transformers import PreTrainedTokenizerFast
 
-    return PreTrainedTokenizerFast.from_pretrained(MODEL)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(MODEL)
+    tokenizer.chat_template = _template_source("")
+    return tokenizer
 
 
 class _ModelConfig:
