@@ -50,13 +50,14 @@ class ThreadAxis:
 
     meeting: Meeting
     rank: int
+    sum_and_norm = None
 
     @property
     def size(self) -> int:
         return self.meeting.size
 
-    def all_reduce(self, partial: Tensor) -> Tensor:
-        return _sum(self.meeting.exchange(self.rank, "all_reduce", partial))
+    def add_(self, x: Tensor, partial: Tensor) -> None:
+        x.copy_(x.float() + _sum(self.meeting.exchange(self.rank, "all_reduce", partial)))
 
     def all_gather(self, x: Tensor) -> Tensor:
         return torch.stack(self.meeting.exchange(self.rank, "all_gather", x))

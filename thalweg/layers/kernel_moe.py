@@ -10,7 +10,7 @@ from thalweg.kernels.experts.backends import runner
 from thalweg.kernels.experts.triton import ExpertWeights
 from thalweg.kernels.gemm import triton as gemm
 from thalweg.kernels.norm import triton as norm
-from thalweg.kernels.norm.triton import LazyNorm
+from thalweg.kernels.norm.triton import Rows
 from thalweg.kernels.router import triton as routing
 from thalweg.layers.factory import LayerFactory
 from thalweg.layers.interface import Activation, ResidualStream
@@ -51,11 +51,11 @@ class KernelMoe(Module):
         if self.shared is not None:
             self.shared.add_to(h, x, real_T)
 
-    def add_(self, h_TH: Tensor, x: Tensor | LazyNorm, real_T: Tensor | None) -> None:
+    def add_(self, h_TH: Tensor, x: Rows, real_T: Tensor | None) -> None:
         """h += the experts of the stacks, in place."""
         self.run(h_TH, x, self._route(x, real_T, self.experts.reads_codes), self.experts.stacks())
 
-    def partial(self, x: Tensor | LazyNorm, real_T: Tensor | None) -> Tensor:
+    def partial(self, x: Rows, real_T: Tensor | None) -> Tensor:
         """float32 [T, H]: this rank's part of the sum over tensor-parallel ranks."""
         placement, x_TH = self.placement, norm.rows_of(x)
         assert placement is not None, "one rank adds to the stream itself"
@@ -73,7 +73,7 @@ class KernelMoe(Module):
         )
         return placement.combine(sum_TH)
 
-    def _route(self, x: Tensor | LazyNorm, real_T: Tensor | None, with_codes: bool) -> routing.RouterOutput:
+    def _route(self, x: Rows, real_T: Tensor | None, with_codes: bool) -> routing.RouterOutput:
         return routing.route(
             x, self.router.weight, self.router.bias, self.router.rule, real_T, with_codes, self.is_deterministic
         )

@@ -5,12 +5,15 @@ An axis of size 1 is the identity. Every reduction adds in rank order, in float3
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from thalweg.core.errors import UnsupportedConfig
+
+if TYPE_CHECKING:
+    from thalweg.parallel.sum_and_norm import SumAndNorm  # needs Triton
 
 BLOCK = 128  # rows or columns that stay together where a width is cut: tiles of products and FP8 blocks are as wide
 
@@ -27,8 +30,12 @@ class Axis(Protocol):
     def rank(self) -> int:
         """This process's position in the group, from 0."""
 
-    def all_reduce(self, partial: Tensor) -> Tensor:
-        """The sum over all ranks in float32."""
+    @property
+    def sum_and_norm(self) -> SumAndNorm | None:
+        """What adds and norms few rows in one launch, where GPUs have it."""
+
+    def add_(self, x: Tensor, partial: Tensor) -> None:
+        """x += the sum over all ranks, in float32 and rounded once. x has the same bits on all ranks, also then."""
 
     def all_gather(self, x: Tensor) -> Tensor:
         """[size, *x.shape]: the tensors of all ranks, in rank order."""
@@ -44,9 +51,10 @@ class SingleRank:
 
     size = 1
     rank = 0
+    sum_and_norm = None
 
-    def all_reduce(self, partial: Tensor) -> Tensor:
-        return partial.float()
+    def add_(self, x: Tensor, partial: Tensor) -> None:
+        x.copy_(x.float() + partial.float())
 
     def all_gather(self, x: Tensor) -> Tensor:
         return x.unsqueeze(0)

@@ -50,10 +50,12 @@ class FirstRank:
     def __init__(self, size: int) -> None:
         self.size = size
 
-    def _unused(self, x: Tensor) -> Tensor:
+    sum_and_norm = None
+
+    def _unused(self, x: Tensor, *others: Tensor) -> Any:
         raise AssertionError("a model on the meta device computes nothing")
 
-    all_reduce = all_gather = reduce_scatter = _unused
+    add_ = all_gather = reduce_scatter = _unused
 
 
 class WeightGroup(NamedTuple):
