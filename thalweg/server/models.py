@@ -95,7 +95,13 @@ def _capabilities(ctx: AppContext) -> dict[str, Any]:
         "effort": {**no, **dict.fromkeys(("low", "medium", "high", "xhigh", "max"), no)},
         "server_tools": {**no, "code_execution": no, "web_search": no},
         "structured_outputs": {"supported": True},
-        "thinking": {**thinks, "types": {"enabled": thinks, "adaptive": thinks}},
+        "thinking": {
+            **thinks,
+            "types": {
+                "disabled": {"supported": True},
+                **dict.fromkeys(("enabled", "adaptive", "between_tools"), thinks),
+            },
+        },
     }
 
 

@@ -9,6 +9,7 @@ from contextlib import aclosing
 from typing import TypedDict
 
 import msgspec
+from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -22,10 +23,10 @@ from thalweg.server.context import AppContext, reply
 HEALTH_TIMEOUT = 20.0  # seconds, as SGLang waits
 
 
-class ServerState(msgspec.Struct, omit_defaults=True):
+class ServerState(msgspec.Struct):
     status: EngineState
     reason: str
-    ranks: dict[str, str] = {}  # the state of each process by its name, if there are several
+    ranks: dict[str, str] | UnsetType = UNSET  # the state of each process by its name, if there are several
 
 
 class VersionResponse(TypedDict):
@@ -92,7 +93,7 @@ async def _generate_token(ctx: AppContext) -> str:
 
 def _state(ctx: AppContext, good: bool, error: str = "") -> Response:
     reason = error or ctx.front.reason or ctx.front.weights_lost
-    response = reply(ServerState(ctx.front.state, reason, ctx.front.rank_states), 200 if good else 503)
+    response = reply(ServerState(ctx.front.state, reason, ctx.front.rank_states or UNSET), 200 if good else 503)
     if not good:
         response.headers["Retry-After"] = str(ctx.options.retry_after)
     return response
