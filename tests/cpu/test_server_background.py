@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -53,7 +52,7 @@ def poll(client: openai.OpenAI, id: str, until: Callable[[Any], bool] = lambda r
 
 def test_a_response_is_polled(server: tuple[openai.OpenAI, FakeFront]) -> None:
     client, front = server
-    front.gap = 0.02
+    front.gap = 0.2
     first = start(client, metadata={"a": "b"})
     assert first.status == "queued" and first.background is True and not first.output and first.usage is None
     assert poll(client, first.id, lambda r: r.status != "queued").status == "in_progress"
@@ -71,11 +70,11 @@ def test_a_response_is_polled(server: tuple[openai.OpenAI, FakeFront]) -> None:
 
 def test_cancel_ends_it_with_what_is_there(server: tuple[openai.OpenAI, FakeFront]) -> None:
     client, front = server
-    front.gap = 0.02
-    for tokens in (0, 5):
+    front.gap = 0.1
+    for tokens in (0, 4):
+        steps = front.stats.steps + tokens
         first = start(client)
-        eventually(lambda: bool(front.live))
-        time.sleep(tokens * front.gap)
+        eventually(lambda least=steps: bool(front.live) and front.stats.steps >= least)
         last = client.responses.cancel(first.id)
         assert last.status == "cancelled" and not front.live and len(last.output_text) < len(TEXT)
         assert TEXT.startswith(last.output_text) and all(item.status == "incomplete" for item in last.output)
@@ -89,7 +88,7 @@ def test_cancel_ends_it_with_what_is_there(server: tuple[openai.OpenAI, FakeFron
 
 def test_delete_ends_it(server: tuple[openai.OpenAI, FakeFront]) -> None:
     client, front = server
-    front.gap = 0.05
+    front.gap = 0.3
     first = start(client)
     eventually(lambda: bool(front.live))
     client.responses.delete(first.id)
@@ -101,7 +100,7 @@ def test_delete_ends_it(server: tuple[openai.OpenAI, FakeFront]) -> None:
 
 def test_a_stream_is_taken_up_again_and_outlives_its_client(server: tuple[openai.OpenAI, FakeFront]) -> None:
     client, front = server
-    front.gap = 0.01
+    front.gap = 0.1
     more = {"reasoning": {"effort": "high"}, "stream": True}
     begun: list[Any] = []
     with start(client, **more) as stream:
@@ -112,10 +111,10 @@ def test_a_stream_is_taken_up_again_and_outlives_its_client(server: tuple[openai
     assert [event.type for event in begun[:3]] == ["response.created", "response.queued", "response.in_progress"]
     id = begun[0].response.id
     assert begun[0].response.status == "queued" and front.live
+    front.gap = 0.0
     rest = list(client.responses.retrieve(id, stream=True, starting_after=begun[-1].sequence_number))
     assert [event.sequence_number for event in [*begun, *rest]] == list(range(len(begun) + len(rest)))
     assert rest[-1].type == "response.completed" and rest[-1].response.output_text == TEXT
-    front.gap = 0.0
     again = list(client.responses.retrieve(id, stream=True))
     assert again == [*begun, *rest], "also when it has ended"
     with client.responses.stream(response_id=id) as helper:
@@ -131,7 +130,7 @@ def test_a_stream_is_taken_up_again_and_outlives_its_client(server: tuple[openai
 
 def test_followers_see_a_cancel(server: tuple[openai.OpenAI, FakeFront]) -> None:
     client, front = server
-    front.gap = 0.02
+    front.gap = 0.1
     events = []
     for event in start(client, stream=True):
         events.append(event)
@@ -143,7 +142,7 @@ def test_followers_see_a_cancel(server: tuple[openai.OpenAI, FakeFront]) -> None
 
 def test_engine_death_fails_it() -> None:
     made = Server()
-    made.front.gap = 0.02
+    made.front.gap = 0.3
     with serving(made.app) as url, made.client(url) as client:
         first = start(client)
         eventually(lambda: bool(made.front.live))
@@ -155,12 +154,19 @@ def test_engine_death_fails_it() -> None:
             start(client, previous_response_id=first.id)
 
 
+def logged(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
+    """The access log of responses that were generated."""
+    values = [getattr(record, "fields", {}) for record in caplog.records if record.message == "request"]
+    return [entry for entry in values if entry["path"] == "/v1/responses" and "output_tokens" in entry]
+
+
 def test_it_counts_for_its_key_until_it_ends(caplog: pytest.LogCaptureFixture, tmp_path: Any) -> None:
     keys = tmp_path / "keys.json"
     alice = {"name": "alice", "key": "a", "max_concurrency": 1, "tokens_per_minute": 400}
     keys.write_text(json.dumps([alice, {"name": "bob", "key": "b"}]))
-    made = Server(api_keys_file=str(keys))
-    made.front.gap = 0.02
+    made = Server(api_keys_file=str(keys), log_requests=True)
+    made.front.gap = 0.3
+    caplog.set_level(logging.INFO, "thalweg.requests")
     with serving(made.app) as url, made.client(url, "a") as alice_client, made.client(url, "b") as bob:
         first = start(alice_client, max_output_tokens=50)
         with pytest.raises(openai.RateLimitError, match="of this key run"):
@@ -169,15 +175,19 @@ def test_it_counts_for_its_key_until_it_ends(caplog: pytest.LogCaptureFixture, t
             with pytest.raises(openai.NotFoundError):
                 act(first.id)
         assert made.front.live
-        with caplog.at_level(logging.INFO, "thalweg.request"):
-            poll(alice_client, first.id)
+        assert not logged(caplog), "the request goes on"
+        made.front.gap = 0.0
+        poll(alice_client, first.id)
+        eventually(lambda: bool(logged(caplog)))
+        ((values),) = logged(caplog)
+        assert (values["output_tokens"], values["status"], values["key"]) == (len(TEXT) + 1, 200, "alice")
         assert poll(alice_client, start(alice_client, max_output_tokens=50).id).status == "completed"
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_responses_that_run_keep_their_place(stream: bool) -> None:
     made = Server(max_stored_responses=2)
-    made.front.gap = 0.02
+    made.front.gap = 0.3
     with serving(made.app) as url, made.client(url) as client:
         ids = []
         for _ in range(2):
@@ -208,7 +218,7 @@ def test_events_that_outgrow_the_store_fail_the_response() -> None:
 def test_shutdown_fails_what_still_runs() -> None:
     """Also where nobody follows: the request is logged and its quota closed."""
     made = Server()
-    made.front.gap = 0.05
+    made.front.gap = 0.3
     with serving(made.app) as url, made.client(url) as client:
         start(client)
         eventually(lambda: bool(made.front.live))
