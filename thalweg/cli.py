@@ -126,7 +126,14 @@ finish."""
         return run(
             config,
             lambda front, options, resolved: {
-                "app": build(front, options, resolved.chat, path=config.model.model, defaults=resolved.sampling),
+                "app": build(
+                    front,
+                    options,
+                    resolved.chat,
+                    path=config.model.model,
+                    defaults=resolved.sampling,
+                    folder=resolved.path,
+                ),
                 "http": bounded(options),
             },
             engine,

@@ -36,7 +36,7 @@ VALUES: list[Any] = [
     *("Be brief.", [5, 6], "auto", ["reasoning.encrypted_content"], {"type": "structural_tag", "structures": [], "triggers": []}),
 ]  # fmt: skip
 WITH: dict[str, dict[str, Any]] = {  # fields that need others
-    "top_logprobs": {"logprobs": True},
+    "top_logprobs": {"logprobs": True, "include": ["message.output_text.logprobs"]},
     "top_logprobs_num": {"return_logprob": True},
     "logprob_start_len": {"return_logprob": True},
     "return_text_in_logprobs": {"return_logprob": True},
@@ -64,7 +64,6 @@ NO_EFFECT = {
 NOT_SEEN = {
     ("/v1/chat/completions", "skip_special_tokens"),  # parsers of answers need the tokens
     ("/v1/completions", "add_special_tokens"),  # the tokenizer here has none
-    ("/v1/responses", "top_logprobs"),  # refused
 }
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import jsonschema
 import numpy as np
 import pytest
 
+from thalweg.core.errors import InvalidRequest
 from thalweg.core.grammar import Grammar
 from thalweg.text.grammar import GrammarCompiler, GrammarMatcher
 from thalweg.text.parser import TOOL_FORMATS
@@ -86,6 +88,46 @@ def test_whatever_a_grammar_lets_through_is_a_valid_call(form: str, mark_id: Cal
             wanted = tools[0]["parameters"] if call.name == "f" else {"maxProperties": 0}
             jsonschema.Draft202012Validator(wanted).validate(json.loads(call.arguments))
     assert complete > 15
+
+
+TERMS = 'start: term ("+" term)*\nterm: NUM | "(" term "<" term ")"\nNUM: /[0-9]+/'
+INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+
+
+@pytest.mark.parametrize("form", ["deepseekv32", "glm45"])
+@pytest.mark.parametrize("mark_id", [TOKENIZER.mark_id, lambda text: None], ids=["marks are tokens", "marks are text"])
+def test_an_input_matches_its_lark_grammar(form: str, mark_id: Callable[[str], int | None]) -> None:
+    tools, complete = [{"name": "f", "parameters": INPUT}], 0
+    grammar = tool_grammar(form, ToolGrammarSpec(tools, True, True, mark_id, lark={"f": TERMS}))
+    for seed in range(12):
+        text = write(COMPILER.compile(grammar), random.Random(seed))
+        if text is None:
+            continue
+        complete += 1
+        (call,) = parse(text, None, form, functions=tools).calls
+        value = json.loads(call.arguments)["input"]
+        while "(" in value:  # a pair is a term
+            value, found = re.subn(r"\([0-9]+<[0-9]+\)", "1", value)
+            assert found, text
+        assert re.fullmatch(r"[0-9]+(\+[0-9]+)*", value), text
+    assert complete > 3
+
+
+@pytest.mark.parametrize("mark_id", [TOKENIZER.mark_id, lambda text: None], ids=["marks are tokens", "marks are text"])
+def test_a_call_can_end_where_its_grammar_takes_any_text(mark_id: Callable[[str], int | None]) -> None:
+    """The terminal takes the `</` of the end tag too."""
+    spec = ToolGrammarSpec([{"name": "f", "parameters": INPUT}], True, True, mark_id, lark={"f": "start: /(.|\\n)+/"})
+    matcher = COMPILER.compile(tool_grammar("deepseekv32", spec))
+    text = '<｜DSML｜function_calls>\n<｜DSML｜invoke name="f">\n<｜DSML｜parameter name="input" string="true">a</b'
+    text += "</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>"
+    assert mark_id("｜DSML｜") is None or matcher.accept(TOKENIZER.encode(text, False)), matcher.error
+
+
+@pytest.mark.parametrize("form", ["deepseekv31", "qwen25", "kimi_k2", "llama3"])
+def test_a_lark_grammar_is_refused_where_arguments_are_json(form: str) -> None:
+    spec = ToolGrammarSpec([{"name": "f", "parameters": INPUT}], True, True, TOKENIZER.mark_id, lark={"f": TERMS})
+    with pytest.raises(InvalidRequest, match=r"tools\[0\].*Lark"):
+        tool_grammar(form, spec)
 
 
 @pytest.mark.parametrize(

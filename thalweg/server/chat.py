@@ -43,11 +43,17 @@ async def chat_completions(ctx: AppContext, request: Request, body: ChatRequest)
 
 
 async def prepare_chat(
-    ctx: AppContext, request: Request, body: ChatRequest, rename: Callable[[str], str] = str, may_cut: bool = False
-) -> tuple[GenerationJob, Callable[[], AnswerParser]]:
+    ctx: AppContext,
+    request: Request,
+    body: ChatRequest,
+    rename: Callable[[str], str] = str,
+    may_cut: bool = False,
+    lark: Mapping[str, str] | None = None,
+) -> tuple[GenerationJob, Callable[..., AnswerParser]]:
     """The job of a conversation, for every API that has messages, and what makes the parser of a choice.
 
     rename: a field of `body` → the client's field. may_cut: an output too long for the context is cut, not refused.
+    lark: see `chat_grammar`.
 
     Raises InvalidRequest, Overloaded, EngineDead.
     """
@@ -64,7 +70,7 @@ async def prepare_chat(
         params = _params(ctx, body)
         text, ids, tools = await render(ctx, body)
         rid = ctx.rid(body.rid, request)
-        read_grammar = partial(chat_grammar, body, ctx.chat.formats, ctx.front.tokenizer.mark_id, text)
+        read_grammar = partial(chat_grammar, body, ctx.chat.formats, ctx.front.tokenizer.mark_id, text, lark)
         grammar = await ctx.on_thread(read_grammar) if body.tools else read_grammar()
     prompts = [PromptJob("messages", ids, text, params, rid, grammar)]
     if not may_cut:
@@ -163,7 +169,7 @@ def _tools(ctx: AppContext, body: ChatRequest) -> Sequence[dict[str, Any]]:
 
 def _parser(
     ctx: AppContext, body: ChatRequest, text: str, tools: Sequence[dict[str, Any]]
-) -> Callable[[], AnswerParser]:
+) -> Callable[..., AnswerParser]:
     """Makes the parsers of the answers. Without tools a call is text, without its special tokens."""
     inside = is_in_thought(text)
     inside = False if inside is None and body.continue_final_message else inside  # a continued text is no thought

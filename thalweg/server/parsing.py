@@ -8,7 +8,7 @@ import functools
 import json
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -62,6 +62,14 @@ def _is_too_deep(body: bytes) -> bool:
         if len(brackets) in (0, size):  # nothing left, or unbalanced brackets, which the decoder reports
             return False
     return True
+
+
+def parse_query(query: Mapping[str, str], kind: type[StructT]) -> StructT:
+    """Reads a query string. Raises InvalidRequest."""
+    try:
+        return msgspec.convert(dict(query), kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise _field_error(str(error)) from None
 
 
 def convert(value: Any, kind: type[StructT], field: str) -> StructT:

@@ -8,7 +8,7 @@ import asyncio
 import hashlib
 import json
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -62,10 +62,12 @@ def grammar_of(body: StructuredFields, response_format: ResponseFormat | None = 
     return grammars[0] if grammars else NO_GRAMMAR
 
 
-def chat_grammar(body: ChatRequest, formats: ParserNames, mark_id: MarkId, prompt: str) -> Grammar:
+def chat_grammar(
+    body: ChatRequest, formats: ParserNames, mark_id: MarkId, prompt: str, lark: Mapping[str, str] | None = None
+) -> Grammar:
     """The grammar of the answer after its thought: a structure, or tool calls that are forced or strict.
 
-    Raises InvalidRequest.
+    lark: function → Lark grammar of its only argument, a string. Raises InvalidRequest.
     """
     content = grammar_of(body, body.response_format)
     functions = read_tools(body.tools) if body.tools and body.tool_choice != "none" else ()
@@ -77,7 +79,7 @@ def chat_grammar(body: ChatRequest, formats: ParserNames, mark_id: MarkId, promp
     single = choice.single or body.parallel_tool_calls is False
     if functions and (choice.forced or choice.names or content.is_set or strict or single):
         rule, unenforced = _content_rule(content)
-        spec = ToolGrammarSpec(functions, choice.forced, single, mark_id, rule, choice.names)
+        spec = ToolGrammarSpec(functions, choice.forced, single, mark_id, rule, choice.names, lark or {})
         grammar = _tool_grammar(spec, formats)
         grammar = structs.replace(grammar, unenforced=unenforced + grammar.unenforced)
     return _after_thought(grammar, body, formats, mark_id, prompt)
