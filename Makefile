@@ -14,7 +14,7 @@ ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-input
 
 .PHONY: help install install-test serve test test-null test-ranks check size format hooks kernels sanitize soak bench docs release-check clean
 
@@ -86,12 +86,12 @@ $(VENV)/bin/python:
 	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "python3 -m venv failed: on Debian and Ubuntu, apt-get install python3-venv"; exit 1; }
 
 $(VENV)/.torch: | $(VENV)/bin/python
-	@echo "installing torch $(TORCH) (once)"
+	@echo "installing torch $(TORCH): about 200 MB for a CPU, several GB for a GPU (once)"
 	@tools/install_torch.sh $(BIN)/python $(TORCH)
 	@touch $@
 
 $(VENV)/.installed: pyproject.toml $(VENV)/.torch
-	@echo "installing Thalweg into $(VENV)"
+	@echo "installing Thalweg and its other libraries into $(VENV): about 50 MB (once)"
 	@$(PIP) --editable .
 	@touch $@
 

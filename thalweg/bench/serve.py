@@ -84,13 +84,14 @@ REQUEST_FLAGS = """
 --cache-report         switch      no effect: always reported
 --tokenize-prompt      switch      no effect: prompts go as token ids wherever the API takes them
 --apply-chat-template  switch      no effect: a chat backend has the server do it
+--ignore-eos           switch      no effect: lengths are kept unless --disable-ignore-eos is given
 --disable-ignore-eos   switch      let the model end early; lengths are then upper limits
 --disable-stream       switch      whole answers: the time to the first token is then the whole latency
 --extra-request-body   json={}     fields of every request
 """
 RESULT_FLAGS = f"""
 {OUTPUT}
---output-details  switch   put every request's times, lengths, text and error into the result
+--output-details --save-detailed  switch   put every request's times, lengths, text and error into the result
 --profile         switch   have the server profile the load (/start_profile, /stop_profile)
 --profile-output-dir  folder  where the server writes the profile; default: its own choice
 --profile-steps   whole=0  end the profile after so many steps; 0: with the load
