@@ -70,8 +70,9 @@ soak: install-test ## run the random drivers of cache, scheduler and processes (
 bench: install ## measure one-batch speed of the bundled model (MODEL=, ARGS=)
 	@exec $(BIN)/thalweg bench one-batch --model $(MODEL) $(ARGS)
 
-docs: install ## write docs/configuration.md from the flags, and tables from benchmarks/
+docs: install ## write docs/configuration.md from the flags, tables of API fields, and tables from benchmarks/
 	@$(BIN)/python -m tools.configuration_page > docs/configuration.md
+	@$(BIN)/python -m tools.api_tables
 	@$(BIN)/python -m tools.release.docs
 
 release-check: install-test ## run what a release needs: compose, parity, evals, soak, docs, age of GPU results (ARGS="--only docs")
