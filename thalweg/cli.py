@@ -118,7 +118,8 @@ finish."""
     text = "print every setting with its reason, and the phases of the start; later /resolved has them"
     parser.own.add_argument("-v", "--verbose", action="store_true", help=text)
     parsed = _parse(parser, argv)
-    config = parsed.options
+    config, path = parsed.options, parsed.options.model.model
+    path = os.path.abspath(path) if os.path.isdir(path) else path
     from thalweg.engine.child import EngineProcess
 
     with contextlib.closing(EngineProcess()) as engine:  # imports while this process does
@@ -131,7 +132,7 @@ finish."""
         return run(
             config,
             lambda front, options, resolved: {
-                "app": build(front, options, resolved.chat, path=config.model.model, defaults=resolved.sampling),
+                "app": build(front, options, resolved.chat, path=path, defaults=resolved.sampling),
                 "http": bounded(options),
             },
             engine,

@@ -325,6 +325,10 @@ def test_pull_downloads_a_model_with_a_progress_bar_and_prints_its_folder(hub: H
     done = subprocess.run([*command, REPO], env=env, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0 and "100%" in done.stderr, done.stderr
     assert (Path(done.stdout.strip()) / SHARDS[0]).read_bytes() == FILES[SHARDS[0]]
+    script = "import sys; from thalweg.launch.hub import cached_folder as f; print(f(sys.argv[1]), f(sys.argv[2]))"
+    run = [sys.executable, "-c", script, REPO, "river/sand"]
+    found = subprocess.run(run, env=env, capture_output=True, text=True, timeout=60, check=True)
+    assert found.stdout.split() == [done.stdout.strip(), "river/sand"]
     done = subprocess.run([*command, REPO + "b"], env=env, capture_output=True, text=True, timeout=60, check=False)
     (line,) = done.stderr.strip().splitlines()
     assert done.returncode == 1 and line.startswith("thalweg: ") and line.endswith(f"did you mean {REPO}?"), line

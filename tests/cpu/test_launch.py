@@ -248,6 +248,7 @@ def test_a_server_from_start_to_drain() -> None:
         address, headers, body = curl_line(server)
         with urllib.request.urlopen(urllib.request.Request(address, body, headers), timeout=60) as reply:
             assert json.load(reply)["choices"][0]["message"]["role"] == "assistant"
+        assert json.loads(server.get("/server_info")[1])["model_path"] == str(ROOT / TINY), "from any folder"
         decisions = json.loads(server.get("/resolved")[1])
         assert "chunked_prefill_size" in json.dumps(decisions)
         body = json.dumps(

@@ -67,6 +67,17 @@ def pull(repo: str, revision: str | None = None, token: str | None = None) -> Pa
     return checkpoint.folder
 
 
+def cached_folder(model: str) -> Path:
+    """The folder of a model in the hub's cache, or `model` itself as a path. Nothing is downloaded."""
+    folder = Path(find_bundled(model)).expanduser()
+    if folder.is_dir() or not NAME.match(model):
+        return folder
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(model, "config.json")
+    return Path(found).parent if isinstance(found, str) else folder
+
+
 def did_you_mean(model: str) -> str:
     """A question that names the model most like this one: the bundled one, a folder beside it, or one in the hub's
     cache; "" where none is.
