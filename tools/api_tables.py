@@ -34,9 +34,20 @@ STRUCTS: dict[str, type[msgspec.Struct]] = {
         protocol.NativeSampling,
         protocol.TokenizeRequest,
         protocol.DetokenizeRequest,
+        protocol.StreamOptions,
+        protocol.ResponseFormat,
+        protocol.StructuredOutputs,
+        protocol.AbortRequest,
         anthropic.Conversation,
         anthropic.MessagesRequest,
+        anthropic.AnthropicTool,
+        anthropic.ToolChoice,
+        anthropic.Thinking,
+        anthropic.OutputFormat,
         responses.ResponsesRequest,
+        responses.Reasoning,
+        responses.TextFormat,
+        responses.ResponsesTool,
     )
 }
 BLOCK = re.compile(r"^<!-- (?P<kind>fields|refused|errors)(?:: (?P<struct>\w+))? -->\n.*?^<!-- end -->$", re.M | re.S)
