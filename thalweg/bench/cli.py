@@ -14,8 +14,8 @@ load                  start a server and check it under 1,000 streams: answers, 
 offline               throughput of a whole data set in this process, without HTTP
 startup               from the command to the first token, phase by phase, cold and warm
 one-batch             time prefill and decode of fixed batches in this process, without HTTP
-kernels               every kernel by every backend that runs here, beside what the device can do
-collectives           the sum over the GPUs of this host with residual and norm, by each way there is
+kernels               every kernel by every backend that runs here, and the device's limits
+collectives           the sum over the GPUs of this host with residual and norm, by our kernel, torch and NCCL
 compare               what changed between two results beyond noise
 report                tables and plots of results
 compare-transformers  the same prompts through transformers' generate
