@@ -137,6 +137,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     # ---- process and logs ----
     show_progress: bool = True
     """Whether loading shows a progress bar."""
+    log_start: bool = True
+    """Whether start-up logs its phases."""
     log_level: str = "info"
     log_format: str = "text"
     crash_dump_folder: str = ""

@@ -128,7 +128,8 @@ def build(config: EngineConfig, channel: Channel, rank_context: RankContext = AL
     config, facts, runner = prepare(config, rank_context, times)
     loop = build_loop(config, facts, runner, channel, rank_context)
     loop.scheduler.counters.drafter_failures += config.drafter_left_out
-    log.info("started: %s", times)
+    if config.log_start:
+        log.info("started: %s", times)
     return Rank(loop, runner, facts, config)
 
 
@@ -366,8 +367,10 @@ def _max_drafts(config: EngineConfig) -> int:
 
 @contextlib.contextmanager
 def _progress_bar(text: str, is_shown: bool) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar on stderr. Yields the function that advances it: (done, total)."""
-    with Progress(*BAR_COLUMNS, console=Console(stderr=True), disable=not is_shown) as bar:
+    """A progress bar on stderr where that is a terminal. Yields the function that advances it: (done, total)."""
+    console = Console(stderr=True)
+    is_shown &= console.is_interactive
+    with Progress(*BAR_COLUMNS, console=console, disable=not is_shown, transient=True) as bar:
         task = bar.add_task(text, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
