@@ -215,11 +215,13 @@ def test_events_that_outgrow_the_store_fail_the_response() -> None:
         client.responses.create(model="scripted", input="x")
 
 
-def test_shutdown_fails_what_still_runs() -> None:
-    """Also where nobody follows: the request is logged and its quota closed."""
-    made = Server()
+def test_shutdown_fails_what_still_runs(caplog: pytest.LogCaptureFixture) -> None:
+    """Also where nobody follows: its request is logged and its quota closed."""
+    made = Server(log_requests=True)
     made.front.gap = 0.3
+    caplog.set_level(logging.INFO, "thalweg.requests")
     with serving(made.app) as url, made.client(url) as client:
         start(client)
         eventually(lambda: bool(made.front.live))
-    assert not made.front.live and made.front.ended == ["closed"]
+    ((values),) = logged(caplog)
+    assert values["error"] == "service_unavailable_error" and not made.front.live and made.front.ended == ["closed"]

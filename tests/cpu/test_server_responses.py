@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import openai
@@ -15,7 +15,9 @@ from llguidance import LLMatcher, LLTokenizer
 from tests.cpu.fakes import FakeFront, Script, default_script, fake_app, serving
 from tests.cpu.test_server_anthropic import CALLS
 from thalweg.config.server import ServerOptions
+from thalweg.server.responses.background import BackgroundRun
 from thalweg.server.responses.encoder import CustomToolInput
+from thalweg.server.responses.protocol import ResponsesResponse
 from thalweg.server.responses.store import ResponseStore, StoredResponse
 
 TOOLS = [
@@ -241,6 +243,15 @@ def test_the_response_store_is_bounded_by_bytes() -> None:
     assert 1 < len(shelf) < 5 and shelf.get("9") and not shelf.get("0")
     assert not shelf.put("big", StoredResponse(messages, (), b"y" * 2000))
     assert not shelf.get("big") and shelf.get("9"), "what can never fit displaces nothing"
+    run = BackgroundRun(cast(ResponsesResponse, None), lambda extra: True, keeps_events=False)
+    assert shelf.put("running", StoredResponse(None, run=run, extra=300))
+    for i in range(10):
+        assert shelf.put(str(i), StoredResponse(messages, (), b"y" * 100)) and shelf.size <= 1000
+    assert not shelf.put("big", StoredResponse((), (), b"y" * 800)) and shelf.get("9"), "it has no room beside it"
+    assert shelf.grow("running", 500) and len(shelf) == 1 and not shelf.grow("running", 500)
+    run.done = True
+    assert shelf.put("next", StoredResponse(messages, (), b"y" * 500)) and not shelf.get("running")
+    shelf.remove("next")
     for i in range(10):
         shelf.remove(str(i))
     assert len(shelf) == shelf.size == 0
