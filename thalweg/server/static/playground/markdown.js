@@ -4,7 +4,7 @@
 import { copy, iconButton, make } from "./page.js";
 
 const { markdownit, DOMPurify, temml, hljs } = window;
-const MAX_HIGHLIGHTED = 50_000;      // characters of one code block; a longer one has no colours
+const MAX_HIGHLIGHTED = 20_000;      // characters of one code block; a longer one has no colours
 const MAX_OPEN_HIGHLIGHTED = 6_000;  // of one that still grows
 const MAX_MATH = 4_000;              // characters of one formula
 
@@ -183,10 +183,11 @@ export class MarkdownView {
   // text: all of it so far. done: there will be no more.
   update(text, done) {
     if (text.includes("\r")) text = text.replace(/\r\n?/g, "\n");
-    const hasLinks = Object.keys(this.#env.references || {}).length;
-    if (done && hasLinks && this.#settled) {  // a definition at the end is for links before it
+    if (done && /^ {0,3}\[[^\]]+\]:/m.test(text)) {  // a definition was read before it was whole, and is for links before it too
       this.#settled = 0;
       this.#open = [];
+      this.#env = {};
+      md.parse(text, this.#env);
       this.element.replaceChildren();
     }
     const blocks = this.#parse(text.slice(this.#settled));
@@ -215,7 +216,7 @@ export class MarkdownView {
   }
 
   #show(block, old, open) {
-    if (old && old.source === block.source && old.is_open === open) return old;
+    if (old && old.source === block.source && (!old.code || old.is_open === open)) return old;
     const [token] = block.tokens, is_code = token.type === "fence" || token.type === "code_block";
     const language = (token.info || "").trim().split(/\s+/)[0].toLowerCase();
     const text = is_code ? token.content.replace(/\n$/, "") : "";
