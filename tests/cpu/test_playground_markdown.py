@@ -168,7 +168,8 @@ def test_a_long_answer_renders_its_end_only(site: Site) -> None:
                 const { MarkdownView } = await import("/playground/markdown.js");
                 const element = document.createElement("div"), view = new MarkdownView(element);
                 let text = "", removed = 0;
-                new MutationObserver((all) => { for (const change of all) removed += change.removedNodes.length; }).observe(element, { childList: true });
+                const count = (all) => { for (const change of all) removed += change.removedNodes.length; };
+                new MutationObserver(count).observe(element, { childList: true });
                 for (let i = 0; i < 300; i++) {
                     text += `Paragraph ${i} of a long answer.\\n\\n`;
                     view.update(text.slice(0, -5), false);
