@@ -656,6 +656,7 @@ def test_information() -> None:
         for path in ("/server_info", "/get_server_info"):
             info = api.get(path).json()
             assert info["served_model_name"] == "big" and info["context_length"] == CONTEXT
+            assert info["default_sampling_params"]["temperature"] == 1.0 and info["reasoning_parser"] == "deepseek-v3"
             assert (
                 info["internal_states"][0]["token_usage"] == 0 and info["internal_states"][0]["stats"]["pages"] == 100
             )

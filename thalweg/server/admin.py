@@ -34,6 +34,16 @@ from thalweg.server.protocol import (
 MANY_TOKENS = 8192  # more are decoded on a thread
 PREFIXES = ("chatcmpl-", "cmpl-", "msg_")
 MAX_TOKENIZED = 1 << 18  # tokens of one request to /tokenize or /detokenize
+_DEFAULTS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "frequency_penalty",
+    "presence_penalty",
+    "max_tokens",
+)
 DRAFTER_FAILED = "it failed and was switched off; the log says how"
 
 
@@ -87,6 +97,9 @@ class ServerInfoResponse(TypedDict):
     weight_version: str
     weights_lost: str
     strip_thinking_cache: bool
+    default_sampling_params: dict[str, float | None]  # of requests that leave them out: see generation_config.json
+    reasoning_parser: str | None
+    tool_call_parser: str | None
     speculative_acceptance: dict[str, Any] | None
     slots: int | None
     requests: int
@@ -222,6 +235,9 @@ async def server_info(ctx: AppContext, request: Request) -> ServerInfoResponse:
         "weight_version": front.weight_version,
         "weights_lost": front.weights_lost,
         "strip_thinking_cache": ctx.retention.strips,
+        "default_sampling_params": {name: getattr(ctx.defaults, name) for name in _DEFAULTS},
+        "reasoning_parser": ctx.chat.formats.reasoning,
+        "tool_call_parser": ctx.chat.formats.tools,
         "speculative_acceptance": _acceptance(front.ready, stats),
         "slots": None if front.ready is None else front.ready.slots,
         "requests": front.running,
