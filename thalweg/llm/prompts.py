@@ -178,8 +178,9 @@ class TextFrontend:
             return self.resolved.sampling, NO_GRAMMAR
         if isinstance(params, SamplingParams):
             read = typed_params(params)
-            plain = msgspec.structs.replace(read, structured_outputs=None)
-            return plain, outputs_grammar(read.structured_outputs)
+            if read.structured_outputs is None:
+                return read, NO_GRAMMAR
+            return msgspec.structs.replace(read, structured_outputs=None), outputs_grammar(read.structured_outputs)
         for name in params:
             if name not in NativeSampling.__struct_fields__:
                 guess = nearest(str(name), NativeSampling.__struct_fields__)
