@@ -194,17 +194,25 @@ examples:
     own.add_argument("--json", action="store_true", help="print a JSON object a prompt")
     parsed = _parse(parser, argv)
     prompts = _prompts(parsed.args)
-    from thalweg.llm import LLM
+    from thalweg.llm import LLM, GenerationInterrupted
 
-    shown = sys.stderr.isatty()
-    llm = LLM(progress=shown, **non_defaults(parsed.options))
-    results = llm.generate(prompts, _sampling(parsed.args, llm.texts.resolved.sampling), progress=shown)
+    llm = LLM(**non_defaults(parsed.options))
+    interrupted = None
+    try:
+        results = llm.generate(prompts, _sampling(parsed.args, llm.get_default_sampling_params()))
+    except GenerationInterrupted as error:
+        results, interrupted = error.outputs, error
     for prompt, result in zip(prompts, results, strict=True):
         if parsed.args.json:
-            outputs = [{"text": one.text, "tokens": len(one.ids), "finish": one.finish} for one in result.outputs]
+            outputs = [
+                {"text": one.text, "tokens": len(one.token_ids), "finish_reason": one.finish_reason}
+                for one in result.outputs
+            ]
             print(json.dumps({"prompt": prompt, "outputs": outputs}, ensure_ascii=False))
         else:
             print(*(prompt + one.text for one in result.outputs), sep="\n---\n")
+    if interrupted is not None:
+        raise interrupted
     return 0
 
 

@@ -19,6 +19,7 @@ from typing import Any, Literal
 import msgspec
 import yaml
 
+from thalweg.core import sampling
 from thalweg.server import anthropic, protocol
 from thalweg.server.openapi import _RANGES
 from thalweg.server.responses import protocol as responses
@@ -36,7 +37,7 @@ STRUCTS: dict[str, type[msgspec.Struct]] = {
         protocol.DetokenizeRequest,
         protocol.StreamOptions,
         protocol.ResponseFormat,
-        protocol.StructuredOutputs,
+        sampling.StructuredOutputsParams,
         protocol.AbortRequest,
         anthropic.Conversation,
         anthropic.MessagesRequest,

@@ -37,7 +37,7 @@ memory:
 In Python, by name or as dataclasses:
 
 ```python
-from thalweg.llm import LLM
+from thalweg import LLM
 
 llm = LLM("models/tiny", max_running_requests=32, mem_fraction_static=0.5, radix_cache=False)
 ```

@@ -190,7 +190,7 @@ def test_parameters_reach_the_front() -> None:
     assert params.skip_special_tokens is False
     assert salt > 0 and front.seen[1][4] == 0 and front.seen[2][4] == salt
     params = front.seen[2][1]
-    assert (params.max_tokens, params.min_tokens, params.seed, params.include_stop, params.stop) == (
+    assert (params.max_tokens, params.min_tokens, params.seed, params.include_stop_str_in_output, params.stop) == (
         4,
         1,
         8,

@@ -10,8 +10,6 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
-from rich.console import Console
-
 from thalweg.bench.command import ENGINE_FLAGS, OUTPUT, PartialRun, add_flags, command, parse_with_notices
 from thalweg.bench.dataset_flags import add_dataset_flags, check_dataset, load_prompts
 from thalweg.bench.datasets import OrdinaryTokens, ids_of, vocabulary_of
@@ -124,7 +122,7 @@ def main(argv: list[str]) -> int:
     check_dataset(parser, args)
     if args.dataset_name == "conversations" or args.gsp_num_turns > 1:
         raise DatasetError("later turns wait for answers: measure conversations with `thalweg bench serve`")
-    llm = LLM(progress=Console(stderr=True).is_terminal, **non_defaults(options) | {"allow_simulated_acceptance": True})
+    llm = LLM(**non_defaults(options) | {"allow_simulated_acceptance": True})
     vocabulary = vocabulary_of(llm.texts.resolved.path)
     passes = [
         requests(args, vocabulary, args.seed + 1000 * number, not args.disable_ignore_eos)

@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import Any, NoReturn, Sequence
 
 from thalweg.config.bundled import NAME, NOTICE, find_bundled
-from thalweg.config.foreign import CONFIG, FLAG, NO_EFFECT_FLAGS, OTHER_VALUES, instead_of, translate_speculative_config
+from thalweg.config.foreign import (
+    CONFIG,
+    FLAG,
+    NO_EFFECT_FLAGS,
+    instead_of,
+    translate_speculative_config,
+    without_effect,
+)
 from thalweg.config.options import Options
 from thalweg.config.setting import COMMAND_LINE, Setting, nearest
 from thalweg.config.tree import flat, options_from, read_yaml, secrets_of, sections, settings, spellings
@@ -146,12 +153,7 @@ def _notices(given: dict[str, Any]) -> Iterator[str]:
     """Raises UnsupportedConfig for another value of a flag that has one alone."""
     for name, value in given.items():
         if name in NO_EFFECT_FLAGS:
-            flag, _, allowed = name.partition(" ")
-            reason = NO_EFFECT_FLAGS[name]
-            if allowed and value not in (allowed, allowed.removesuffix(".0")):
-                instead = OTHER_VALUES.get(name, reason)
-                raise UnsupportedConfig(f"--{flag}: {allowed} is all it may be, got {value}: {instead}")
-            yield f"--{flag} changes nothing: {reason}"
+            yield without_effect(name, value)
         elif name == CONFIG:
             yield from translate_speculative_config(value).notices
         else:

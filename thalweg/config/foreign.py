@@ -113,6 +113,18 @@ OTHER_VALUES = dict.fromkeys(
 )
 
 
+def without_effect(flag: str, value: object) -> str:
+    """Why a flag of NO_EFFECT_FLAGS changes nothing. value: as it was given.
+
+    Raises UnsupportedConfig for a value that would change something.
+    """
+    name, _, allowed = flag.partition(" ")
+    if allowed and str(value) not in (allowed, allowed.removesuffix(".0")):
+        instead = OTHER_VALUES.get(flag, NO_EFFECT_FLAGS[flag])
+        raise UnsupportedConfig(f"--{name}: {allowed} is all it may be, got {value}: {instead}")
+    return f"--{name} changes nothing: {NO_EFFECT_FLAGS[flag]}"
+
+
 # ---- vLLM's --speculative-config ----
 
 CONFIG, FLAG = "speculative_config", "--speculative-config"

@@ -150,7 +150,7 @@ def _params(ctx: AppContext, body: ChatRequest) -> SamplingParams:
         ctx.defaults,
         max_tokens=given(body.max_completion_tokens, body.max_tokens),
         min_tokens=given(body.min_tokens, 0),
-        include_stop=bool(body.include_stop_str_in_output),
+        include_stop_str_in_output=bool(body.include_stop_str_in_output),
         skip_special_tokens=body.skip_special_tokens is not False and not parsed,
         logprobs=given(body.top_logprobs, 0) if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,

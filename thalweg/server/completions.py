@@ -36,7 +36,7 @@ async def completions(ctx: AppContext, request: Request, body: CompletionRequest
         ctx.defaults,
         max_tokens=given(body.max_tokens, DEFAULT_MAX_TOKENS),
         min_tokens=given(body.min_tokens, 0),
-        include_stop=bool(body.include_stop_str_in_output),
+        include_stop_str_in_output=bool(body.include_stop_str_in_output),
         logprobs=body.logprobs,
         prompt_logprobs=max((top for top in (body.prompt_logprobs, echoed) if top is not None), default=None),
     )

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal
 import msgspec
 
 from thalweg.core.errors import InvalidRequest
+from thalweg.core.sampling import StructuredOutputsParams
 
 Prompt = str | list[str | int | list[int]]
 
@@ -82,17 +83,6 @@ class ThinkingSwitch(msgspec.Struct, kw_only=True):
     type: Literal["enabled", "disabled"]
 
 
-class StructuredOutputs(msgspec.Struct, kw_only=True):
-    """vLLM's `structured_outputs`; one of them."""
-
-    json: Any = None
-    regex: str | None = None
-    choice: list[str] | None = None
-    grammar: str | None = None
-    json_object: bool | None = None
-    structural_tag: Any = None
-
-
 class StructuredFields(GenerationRefusedFields, kw_only=True):
     """The structure of the output: at most one of these. A schema or structural tag may be an object or JSON text."""
 
@@ -107,7 +97,7 @@ class StructuredFields(GenerationRefusedFields, kw_only=True):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
-    structured_outputs: StructuredOutputs | None = None
+    structured_outputs: StructuredOutputsParams | None = None
 
 
 class SamplingFields(StructuredFields, kw_only=True):

@@ -8,7 +8,7 @@ import asyncio
 import hashlib
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -16,7 +16,8 @@ from msgspec import structs
 
 from thalweg.core.errors import InvalidRequest, Overloaded
 from thalweg.core.grammar import NO_GRAMMAR, Grammar
-from thalweg.server.protocol import ChatRequest, ResponseFormat, StructuredFields, StructuredOutputs
+from thalweg.core.sampling import StructuredOutputsParams
+from thalweg.server.protocol import ChatRequest, ResponseFormat, StructuredFields
 from thalweg.text.chat import ParserNames, wants_thinking
 from thalweg.text.grammar import check, json_rule, read_schema
 from thalweg.text.messages import read_tools
@@ -50,12 +51,24 @@ def grammar_of(body: StructuredFields, response_format: ResponseFormat | None = 
     grammars = []
     if response_format is not None and response_format.type != "text":
         grammars.append(_format_grammar(response_format))
-    outputs = body.structured_outputs or StructuredOutputs()
-    for values, prefix, kinds in (body, where, _KINDS), (outputs, f"{where}structured_outputs.", _OUTPUT_KINDS):
-        for name, kind in kinds.items():
-            value = getattr(values, name)
-            if value is not None and (value or kind != "json_object"):
-                grammars.append(_grammar(kind, prefix + name, value))
+    return _single([*grammars, *_grammars(body, where, _KINDS), *_outputs_grammars(body.structured_outputs, where)])
+
+
+def outputs_grammar(outputs: StructuredOutputsParams | None, where: str = "") -> Grammar:
+    """The structure of vLLM's `structured_outputs`. Raises InvalidRequest, also for more than one."""
+    return _single(_outputs_grammars(outputs, where))
+
+
+def _outputs_grammars(outputs: StructuredOutputsParams | None, where: str) -> list[Grammar]:
+    return [] if outputs is None else _grammars(outputs, f"{where}structured_outputs.", _OUTPUT_KINDS)
+
+
+def _grammars(values: object, prefix: str, kinds: Mapping[str, str]) -> list[Grammar]:
+    named = [(kind, prefix + name, getattr(values, name)) for name, kind in kinds.items()]
+    return [_grammar(*each) for each in named if each[2] is not None and (each[2] or each[0] != "json_object")]
+
+
+def _single(grammars: Sequence[Grammar]) -> Grammar:
     if len(grammars) > 1:
         message = f"asks for a second structure beside {grammars[0].field}: give one"
         raise InvalidRequest(grammars[1].field, message)
@@ -82,7 +95,8 @@ def chat_grammar(
         spec = ToolGrammarSpec(functions, choice.forced, single, mark_id, rule, choice.names, lark or {})
         grammar = _tool_grammar(spec, formats)
         grammar = structs.replace(grammar, unenforced=unenforced + grammar.unenforced)
-    return _after_thought(grammar, body, formats, mark_id, prompt)
+    continues = bool(body.continue_final_message)
+    return after_thought(grammar, formats, mark_id, prompt, body.chat_template_kwargs, continues)
 
 
 class AllowedCalls(NamedTuple):
@@ -147,13 +161,23 @@ def _content_rule(content: Grammar) -> tuple[str, tuple[str, ...]]:
     raise InvalidRequest(content.field, "goes with tools only as a JSON object or schema")
 
 
-def _after_thought(grammar: Grammar, body: ChatRequest, formats: ParserNames, mark_id: MarkId, prompt: str) -> Grammar:
+def after_thought(
+    grammar: Grammar,
+    formats: ParserNames,
+    mark_id: MarkId,
+    prompt: str,
+    template_kwargs: Mapping[str, Any] | None = None,
+    continues: bool = False,
+) -> Grammar:
+    """The grammar, to hold after the thought that the prompt lets the model begin with. prompt: as rendered.
+    template_kwargs: that it was rendered with. continues: it ends inside the answer. Raises InvalidRequest.
+    """
     if not grammar.is_set:
         return grammar
     is_inside = is_in_thought(prompt)
     begins = "inside" if is_inside else "outside"
-    if is_inside is None and formats.reasoning is not None and not body.continue_final_message:
-        begins = REASONING_FORMATS[formats.reasoning][wants_thinking(None, body.chat_template_kwargs)]
+    if is_inside is None and formats.reasoning is not None and not continues:
+        begins = REASONING_FORMATS[formats.reasoning][wants_thinking(None, template_kwargs)]
     if begins == "outside":
         return grammar
     start, end = mark_id("<think>"), mark_id("</think>")
