@@ -58,6 +58,8 @@ class Case:
 
 
 REQUESTS = 5  # of the load, to save time
+EPLB = {"enable_eplb": True, "eplb_rebalance_num_iterations": 4}
+REDUNDANT = {"ep_num_redundant_experts": 4}
 OVERLAP, NO_RADIX = {"max_steps_in_flight": 2}, {"radix_cache": False}
 CASES = [
     Case("tp2", "penalised", "nextn-3", "json_schema", n=2),
@@ -69,7 +71,10 @@ CASES = [
     Case("tp4-ep4", "seeded", n=2),
     Case("tp2-dp2-ep4", "penalised", "nextn-3", "regex"),
     Case("tp2-dp2-ep2", "seeded", "none", "json_schema", pages=6),
-    Case("dp4-ep4", "greedy", "nextn-tree", n=2),
+    Case("dp4-ep4", "greedy", "nextn-tree", n=2, fields=EPLB),
+    Case("tp2-dp2-ep2", "penalised", fields={"moe_a2a_backend": "alltoall"}),
+    Case("tp2-dp2-ep4", "seeded", fields=EPLB | REDUNDANT | {"moe_a2a_backend": "alltoall"}),
+    Case("tp2-ep2", "greedy", fields=EPLB | REDUNDANT),
 ]
 
 
@@ -123,7 +128,6 @@ def run_case(group: ProcessGroup, case: Case, plant: str = "") -> tuple[list[Ser
         **{"chunked_prefill_size": 48, "num_pages": case.pages, "max_running_requests": 4} | DRAFTING[case.drafts],
         **case.fields,
     )
-    assert set(case.fields) <= set(SCHEDULING)
     ranks = config.dp_size
     served = group.serve(config, [script, *[()] * (ranks - 1)] if case.is_uneven else dealt(script, ranks), plant)
     answers, reference, jumped, tokenizer = answers_of(served), iter(plain(**_key(load))), 0, Tokenizer(Path(MODEL))

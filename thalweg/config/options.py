@@ -19,6 +19,9 @@ DTYPES = ("bfloat16", "float32")
 KV_DTYPES = (*DTYPES, "fp8_e4m3", "fp8")  # the last two are the same
 GRAPH_MODES = ("full", "full_decode_only", "full_and_piecewise", "piecewise", "none")
 POLICIES = ("fcfs", "lpm", "priority")
+A2A_BACKENDS = ("none", "allgather", "alltoall", "deepep")
+DEEPEP_MODES = ("auto", "normal", "low_latency")
+EPLB_ALGORITHMS = ("deepseek", "deepseek_hierarchical")
 _DEVICES = {"least": 1, "off": 1, "on": 2}  # of each number of devices
 
 
@@ -116,6 +119,13 @@ class LoadOptions(Section):
         auto="the fastest that fits",
         off="triton",
         on="deep_gemm",
+    )
+    shared_experts_fusion: bool | None = setting(
+        None,
+        "compute shared experts with the routed ones, in the same kernels",
+        aliases=("disable-shared-experts-fusion=false", "enforce-shared-experts-fusion=true"),
+        auto="where a checkpoint stores both alike",
+        off=False,
     )
     mla: bool = setting(
         True,
@@ -292,6 +302,44 @@ class ParallelOptions(Section):
         aliases=("ep",),
         foreign=("expert-parallel-size",),
         **_DEVICES,
+    )
+    moe_a2a_backend: str = setting(
+        "none",
+        "how tokens get to the devices of their experts. allgather, or none: each gets those of all data-parallel"
+        " ranks; alltoall: each gets those that need it; deepep: the library DeepEP",
+        choices=A2A_BACKENDS,
+        foreign=("all2all-backend",),
+        off="none",
+        on="alltoall",
+    )
+    deepep_mode: str | None = setting(
+        None,
+        "kernels of --moe-a2a-backend deepep; auto: low_latency for few tokens",
+        choices=DEEPEP_MODES,
+        auto="auto",
+    )
+    ep_num_redundant_experts: int = setting(0, "copies of experts in each layer, for those that most tokens choose", least=0)
+    init_expert_location: str = setting(
+        "trivial",
+        "experts of each device at the start. trivial: in their order; a .json or .pt file: its physical_to_logical_map,"
+        " or one made of its logical_count",
+        metavar="trivial|FILE",
+    )
+    enable_eplb: bool = setting(
+        False, "experts move between devices while requests run, by how many tokens choose each", off=False
+    )
+    eplb_algorithm: str | None = setting(
+        None,
+        "which experts move together. deepseek: each on its own; deepseek_hierarchical: groups of them",
+        choices=EPLB_ALGORITHMS,
+        auto="deepseek_hierarchical where the router chooses groups",
+    )
+    eplb_rebalance_num_iterations: int = setting(1000, "steps between two looks at the counts", least=1)
+    eplb_rebalance_layers_per_chunk: int | None = setting(
+        None, "layers whose experts move before one step", least=1, auto="4 experts of each device, of one layer"
+    )
+    eplb_min_rebalancing_utilization_threshold: float = setting(
+        1.0, "nothing moves if the mean load of a device is above this share of the largest", least=0.0, most=1.0
     )
     moe_dense_tp_size: int | None = setting(
         None,

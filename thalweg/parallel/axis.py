@@ -5,6 +5,7 @@ An axis of size 1 is the identity. Every reduction adds in rank order, in float3
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -38,6 +39,14 @@ class Axis(Protocol):
         this rank.
         """
 
+    def all_to_all(self, x: Tensor) -> Tensor:
+        """x [size, ...]: entry r is for rank r. Returns what all ranks have for this one, in rank order."""
+
+    def transfer(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
+        """Sends tensors to ranks and fills others from ranks. Those of a pair of ranks arrive in the order in which
+        they were sent. No rank sends to itself.
+        """
+
 
 class SingleRank:
     """The axis of size 1."""
@@ -53,6 +62,12 @@ class SingleRank:
 
     def reduce_scatter(self, partial: Tensor) -> Tensor:
         return partial[0].float()
+
+    def all_to_all(self, x: Tensor) -> Tensor:
+        return x
+
+    def transfer(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
+        assert not sends and not receives, "there is no other rank"
 
 
 SINGLE = SingleRank()

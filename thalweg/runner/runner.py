@@ -20,6 +20,7 @@ from thalweg.core.grammar import GrammarMasks
 from thalweg.core.plan import Output, Row, StepPlan, TokenLogprob
 from thalweg.memory.planes import Planes
 from thalweg.models.interface import Model
+from thalweg.parallel.balancer import NO_BALANCER, ExpertBalancer, NoBalancer
 from thalweg.runner.accepted_path import compact_accepted_path, kv_mover
 from thalweg.runner.captured import CapturedStep
 from thalweg.runner.draft_graphs import NO_DRAFT_GRAPHS, DraftGraphs
@@ -79,6 +80,7 @@ class Runner:
         self.sampler: Sampler = sharded(sampler_on(planes.device), model.shards)
         self.compact_kv = kv_mover(planes, model.planes() if slots.tree.is_tree else ())
         self.graphs = CapturedSteps()
+        self.balancer: ExpertBalancer | NoBalancer = NO_BALANCER
         self.pass_checksum = 0  # of all passes with several ranks, see `RankStep`
 
     def disable_graphs(self) -> None:
@@ -97,6 +99,7 @@ class Runner:
         agreed = None if agreed is not None and agreed.ranks == 1 else agreed
         if not (plan.rows if agreed is None else agreed.tokens):
             return None
+        self.balancer.before_step()
         if agreed is not None or not self.drafting.is_off:
             self.drafting.prepare(plan, agreed)
         self.slots.bind(plan.binds)
