@@ -18,7 +18,7 @@ from rich.progress import Progress
 from thalweg.config.tree import options_of
 from thalweg.core.errors import InvalidRequest
 from thalweg.core.grammar import NO_GRAMMAR, Grammar
-from thalweg.core.messages import StartProfile, StopProfile, UpdateWeights
+from thalweg.core.messages import DumpExperts, StartProfile, StopProfile, UpdateWeights
 from thalweg.core.plan import TokenLogprob
 from thalweg.core.request import check_request
 from thalweg.core.retention import RETAIN_ALL, CacheRetention
@@ -164,6 +164,12 @@ class LLM:
         """Writes the Chrome trace. Returns its path. Raises InvalidRequest if no profile runs."""
         return self.engine.control(StopProfile(0))
 
+    def dump_expert_distribution(self, folder: str) -> str:
+        """Writes where experts are and how many tokens chose each, as `init_expert_location` reads it. Returns the
+        file's path. Raises InvalidRequest without `enable_eplb`.
+        """
+        return self.engine.control(DumpExperts(0, folder))
+
     def close(self) -> None:
         """Ends the processes beside this one (`tp_size`, `dp_size`). Python does it at its exit, too."""
         self.engine.close()
@@ -276,6 +282,10 @@ class AsyncLLM:
     async def stop_profile(self) -> str:
         """As `LLM.stop_profile`."""
         return await self.front.control(StopProfile(0))
+
+    async def dump_expert_distribution(self, folder: str) -> str:
+        """As `LLM.dump_expert_distribution`."""
+        return await self.front.control(DumpExperts(0, folder))
 
 
 def _scoring(top: int) -> SamplingParams:

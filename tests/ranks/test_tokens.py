@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.compose.matrix import DRAFTING, MODEL, SCHEDULING, compare, settings
+from tests.compose.matrix import DRAFTING, MODEL, compare, settings
 from tests.compose.test_compose_grammar import check, crowd, plain
 from tests.compose.workload import Answer, Ask, take
 from tests.cpu.test_sharded_models import SHAPES, written
@@ -58,8 +58,8 @@ class Case:
 
 
 REQUESTS = 5  # of the load, to save time
-EPLB = {"enable_eplb": True, "eplb_rebalance_num_iterations": 4}
-REDUNDANT = {"ep_num_redundant_experts": 4}
+EPLB = {"enable_eplb": True, "eplb_rebalance_num_iterations": 8}
+REDUNDANT, ALL_TO_ALL = {"ep_num_redundant_experts": 4}, {"moe_a2a_backend": "alltoall"}
 OVERLAP, NO_RADIX = {"max_steps_in_flight": 2}, {"radix_cache": False}
 CASES = [
     Case("tp2", "penalised", "nextn-3", "json_schema", n=2),
@@ -71,9 +71,9 @@ CASES = [
     Case("tp4-ep4", "seeded", n=2),
     Case("tp2-dp2-ep4", "penalised", "nextn-3", "regex"),
     Case("tp2-dp2-ep2", "seeded", "none", "json_schema", pages=6),
-    Case("dp4-ep4", "greedy", "nextn-tree", n=2, fields=EPLB),
-    Case("tp2-dp2-ep2", "penalised", fields={"moe_a2a_backend": "alltoall"}),
-    Case("tp2-dp2-ep4", "seeded", fields=EPLB | REDUNDANT | {"moe_a2a_backend": "alltoall"}),
+    Case("dp4-ep4", "greedy", "nextn-tree", n=2),
+    Case("tp2-dp2-ep2", "penalised", fields=ALL_TO_ALL),
+    Case("tp2-dp2-ep4", "seeded", "nextn-3", fields=EPLB | REDUNDANT | ALL_TO_ALL),
     Case("tp2-ep2", "greedy", fields=EPLB | REDUNDANT),
 ]
 
@@ -155,6 +155,8 @@ def test_a_group_gives_one_ranks_tokens(case: Case, groups: dict[int, ProcessGro
     assert len({rank.steps for rank in served}) == 1, "all ranks run the same steps"
     assert len({rank.checksum for rank in served}) == 1, "of the same sizes"
     assert sum(rank.preemptions for rank in served) > 0 or case.grammar == "none"
+    if case.fields.get("enable_eplb"):
+        assert all(rank.expert_moves > 20 for rank in served)
     if case.drafts != "none":
         assert sum(rank.accepted for rank in served) > 20
 

@@ -318,7 +318,9 @@ class ParallelOptions(Section):
         choices=DEEPEP_MODES,
         auto="auto",
     )
-    ep_num_redundant_experts: int = setting(0, "copies of experts in each layer, for those that most tokens choose", least=0)
+    ep_num_redundant_experts: int = setting(
+        0, "copies of experts in each layer, for those that most tokens choose", least=0
+    )
     init_expert_location: str = setting(
         "trivial",
         "experts of each device at the start. trivial: in their order; a .json or .pt file: its physical_to_logical_map,"

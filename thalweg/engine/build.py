@@ -517,7 +517,8 @@ def build_loop(
     worker = Worker(runner, _stream(config), grammars, followers)
     recorder = StepRecorder(config, scheduler.requests) if config.crash_dump_folder else None
     admin, coordinator = AdminOperations(runner, worker), _coordinator(worker, rank_context)
-    return Loop(channel, scheduler, worker, config.max_steps_in_flight, recorder, admin, coordinator)
+    experts = runner.balancer.stats
+    return Loop(channel, scheduler, worker, config.max_steps_in_flight, recorder, admin, coordinator, experts)
 
 
 def _coordinator(worker: Worker, rank_context: RankContext) -> Coordinator:

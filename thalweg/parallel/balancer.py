@@ -68,17 +68,23 @@ class ExpertBalancer:
         own_LE = torch.stack([placement.load_E[:-1] for placement in self.placements])
         return self.layout.dp.all_gather(own_LE).sum(0).cpu()
 
-    def record(self) -> dict[str, Any]:
-        """What `--init-expert-location` reads, with rows for all layers up to the last with experts. All ranks call it
-        together.
-        """
+    def stats(self) -> dict[str, Any]:
+        """Fields of `core.messages.Stats`."""
+        return {
+            "expert_imbalance": self.imbalance,
+            "expert_moves": self.moves,
+            "expert_rebalances": self.rebalances,
+        }
+
+    def record(self, layers: int) -> dict[str, Any]:
+        """What `--init-expert-location` reads, of a model of so many layers. All ranks call it together."""
         loads = dict(zip((placement.layer for placement in self.placements), self.loads().tolist(), strict=True))
         first = self.placements[0]
         by_slot = {placement.layer: placement.by_slot for placement in self.placements}
-        layers, plain = range(max(by_slot) + 1), [slot % first.experts for slot in range(len(first.by_slot))]
+        in_order = [slot % first.experts for slot in range(len(first.by_slot))]
         return {
-            "physical_to_logical_map": [by_slot.get(layer, plain) for layer in layers],
-            "logical_count": [loads.get(layer, [0] * first.experts) for layer in layers],
+            "physical_to_logical_map": [by_slot.get(layer, in_order) for layer in range(layers)],
+            "logical_count": [loads.get(layer, [0] * first.experts) for layer in range(layers)],
         }
 
     def _decide(self) -> None:
@@ -202,11 +208,11 @@ def transfer(layer: ExpertLayer, moves: Sequence[Move], slots: int, axis: Axis) 
 class NoBalancer:
     """Experts stay where they are."""
 
-    moves = rebalances = 0
-    imbalance: tuple[float, ...] = ()
-
     def before_step(self) -> None:
         return
+
+    def stats(self) -> dict[str, Any]:
+        return {}
 
 
 NO_BALANCER = NoBalancer()

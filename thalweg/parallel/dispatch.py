@@ -115,7 +115,7 @@ class OwnTokens:
 
 def packed(tensors: Sequence[Tensor]) -> Tensor:
     """Tensors [N, ...] as bytes [N, B], so that one collective moves them."""
-    return torch.cat([x.reshape(len(x), -1).contiguous().view(torch.uint8) for x in tensors], 1)
+    return torch.cat([x.flatten(1).contiguous().view(torch.uint8) for x in tensors], 1)
 
 
 def unpacked(bytes_NB: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -123,7 +123,7 @@ def unpacked(bytes_NB: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
     found, first = [], 0
     for x in like:
         size = x[0].nbytes if len(x) else x.new_empty(1, *x.shape[1:]).nbytes
-        part = bytes_NB[:, first : first + size].contiguous()
+        part = bytes_NB[:, first : first + size].clone(memory_format=torch.contiguous_format)  # aligned, one row too
         found.append(part.view(x.dtype).view(len(bytes_NB), *x.shape[1:]))
         first += size
     return tuple(found)

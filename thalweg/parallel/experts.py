@@ -110,6 +110,8 @@ class ExpertPlacement:
         """The slot of each chosen expert; -1 of none. All of a token's experts decide, in whatever order."""
         is_expert_TK = ids_TK < len(self.count_E)
         ids_TK = ids_TK * is_expert_TK
+        if self.slot_EC.shape[1] == 1:
+            return self.slot_EC[ids_TK, 0].masked_fill(~is_expert_TK, -1)
         token_T1 = ((ids_TK + 1) * MIXERS[0] & 0xFFFFFFFF).sum(1, keepdim=True)
         copy_TK = (token_T1 * MIXERS[1] >> 16 & 0xFFFF) % self.count_E[ids_TK]
         return self.slot_EC[ids_TK, copy_TK].masked_fill(~is_expert_TK, -1)
