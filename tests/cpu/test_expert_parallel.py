@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -101,13 +101,11 @@ def test_every_dispatch_gives_one_ranks_sums(name: str, backend: str, redundant:
     by_slot = ((7, 0, 2, 1, 3, 6, 5, 4) + (0, 1, 0, 0)[:redundant],)
     ranks = ranks_of(name, ExpertLayout(redundant, by_slot, deterministic, backend))
     for tokens in (1, 5, 12):
-        of_dp = [inputs(tokens, seed) for seed in range(LAYOUTS[name].get("dp", 1))]
-        got = on_ranks(
-            len(ranks), lambda rank: total(placed(ranks[rank], deterministic), *of_dp[rank // ranks[0].tp.size])
-        )
+        own = [inputs(tokens, rank // ranks[0].tp.size) for rank in range(len(ranks))]
+        got = on_ranks(len(ranks), lambda rank, own=own: total(placed(ranks[rank], deterministic), *own[rank]))
         for rank, sums_TH in enumerate(got):
-            torch.testing.assert_close(sums_TH, exact(*of_dp[rank // ranks[0].tp.size]), rtol=1e-4, atol=1e-4)
-            assert torch.equal(sums_TH, got[rank // ranks[0].tp.size * ranks[0].tp.size]), "equal bits on all ranks"
+            torch.testing.assert_close(sums_TH, exact(*own[rank]), rtol=1e-4, atol=1e-4)
+            assert torch.equal(sums_TH, got[rank - ranks[rank].tp.rank]), "equal bits on all ranks"
 
 
 def test_a_token_finds_the_same_copies_in_any_batch() -> None:
@@ -306,7 +304,10 @@ def test_deepep_is_called_as_its_interface_says(name: str, mode: str, monkeypatc
         x_TH, ids_TK, weights_TK = inputs(tokens)
         placement = ExpertPlacement(EXPERTS, SHARED, ranks[rank], CPU, 0)
         stack = Stack(placement)
-        compute: Callable[..., Tensor] = lambda ids, weights, x: stack.compute(ids, weights, x.float()).bfloat16()
+
+        def compute(ids_NK: Tensor, weights_NK: Tensor, x_NH: Tensor) -> Tensor:
+            return stack.compute(ids_NK, weights_NK, x_NH.float()).bfloat16()
+
         return ranks[rank].tp.all_reduce(placement.compute(ids_TK, weights_TK, [x_TH.bfloat16()], compute))
 
     for tokens in (4, 5) if mode == "low_latency" else (4, 12):

@@ -70,9 +70,8 @@ CASES = [
     Case("tp4", "greedy", "nextn-tree"),
     Case("tp4-ep4", "seeded", n=2),
     Case("tp2-dp2-ep4", "penalised", "nextn-3", "regex"),
-    Case("tp2-dp2-ep2", "seeded", "none", "json_schema", pages=6),
+    Case("tp2-dp2-ep2", "seeded", "none", "json_schema", pages=6, fields=ALL_TO_ALL),
     Case("dp4-ep4", "greedy", "nextn-tree", n=2),
-    Case("tp2-dp2-ep2", "penalised", fields=ALL_TO_ALL),
     Case("tp2-dp2-ep4", "seeded", "nextn-3", fields=EPLB | REDUNDANT | ALL_TO_ALL),
     Case("tp2-ep2", "greedy", fields=EPLB | REDUNDANT),
 ]

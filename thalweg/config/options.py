@@ -20,7 +20,7 @@ KV_DTYPES = (*DTYPES, "fp8_e4m3", "fp8")  # the last two are the same
 GRAPH_MODES = ("full", "full_decode_only", "full_and_piecewise", "piecewise", "none")
 POLICIES = ("fcfs", "lpm", "priority")
 A2A_BACKENDS = ("none", "allgather", "alltoall", "deepep")
-DEEPEP_MODES = ("auto", "normal", "low_latency")
+DEEPEP_MODES = ("normal", "low_latency")
 EPLB_ALGORITHMS = ("deepseek", "deepseek_hierarchical")
 _DEVICES = {"least": 1, "off": 1, "on": 2}  # of each number of devices
 
@@ -308,23 +308,22 @@ class ParallelOptions(Section):
         "how tokens get to the devices of their experts. allgather, or none: each gets those of all data-parallel"
         " ranks; alltoall: each gets those that need it; deepep: the library DeepEP",
         choices=A2A_BACKENDS,
-        foreign=("all2all-backend",),
         off="none",
         on="alltoall",
     )
     deepep_mode: str | None = setting(
         None,
-        "kernels of --moe-a2a-backend deepep; auto: low_latency for few tokens",
+        "kernels of --moe-a2a-backend deepep",
         choices=DEEPEP_MODES,
-        auto="auto",
+        auto="low_latency for steps of up to 128 tokens a device",
     )
     ep_num_redundant_experts: int = setting(
         0, "copies of experts in each layer, for those that most tokens choose", least=0
     )
     init_expert_location: str = setting(
         "trivial",
-        "experts of each device at the start. trivial: in their order; a .json or .pt file: its physical_to_logical_map,"
-        " or one made of its logical_count",
+        "experts of each device at the start. trivial: in their order; a .json or .pt file: its"
+        " physical_to_logical_map, or one made of its logical_count",
         metavar="trivial|FILE",
     )
     enable_eplb: bool = setting(

@@ -86,7 +86,8 @@ class DeepEPDispatch:
         """A received row is for one expert, and comes back without its weight."""
         if len(slot_NK) > FEW:
             raise UnsupportedConfig(
-                f"deepep_mode: low_latency sends {FEW} tokens of a rank at most, and a step has {len(slot_NK)}; use auto"
+                f"deepep_mode: low_latency sends {FEW} tokens of a rank at most, and a step has {len(slot_NK)};"
+                " use auto"
             )
         x_SMH, count_S, handle, *_ = buffer.low_latency_dispatch(
             rows[0], slot_NK, FEW, stride * self.ep.size, use_fp8=False

@@ -64,7 +64,7 @@ def _balance_layer(
 
 
 def _pack(load_N: Loads, bins: int) -> list[list[int]]:
-    """The items of each bin, equally many: the largest first, each into the bin with the least load that has a place."""
+    """The items of each bin, equally many: the largest first, each into the open bin with the least load."""
     each = len(load_N) // bins
     if each == 1:
         return [[item] for item in range(bins)]
