@@ -26,7 +26,7 @@ from thalweg.engine.worker import Worker
 from thalweg.models.catalog import read_facts
 from thalweg.models.token_by_token import TokenByToken
 from thalweg.parallel.axis import gather_texts
-from thalweg.parallel.balancer import NoBalancer
+from thalweg.parallel.balancer import ExpertBalancer
 from thalweg.runner.runner import ForwardResult, Runner
 from thalweg.sampling.sample import Sampled
 from thalweg.spec.drafter import DraftOutput
@@ -148,7 +148,7 @@ class AdminOperations:
         """
         self.worker.followers.control(wish)
         balancer, factory = self.worker.runner.balancer, self.model.factory
-        if isinstance(balancer, NoBalancer):
+        if not isinstance(balancer, ExpertBalancer):
             raise InvalidRequest("", "experts are not counted: start the engine with --enable-eplb")
         record, path = balancer.record(self.model.facts.layers), Path(wish.folder) / f"experts-{file_stamp()}.json"
         world, problem = factory.layout.world, ""

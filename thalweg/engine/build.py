@@ -65,7 +65,7 @@ from thalweg.models.catalog import published_dtype, read_facts
 from thalweg.models.interface import Model
 from thalweg.models.token_by_token import TokenByToken
 from thalweg.models.traced import TracedModel, traced
-from thalweg.parallel.balancer import NO_BALANCER, BalancePolicy, ExpertBalancer, NoBalancer
+from thalweg.parallel.balancer import BalancePolicy, ExpertBalancer
 from thalweg.parallel.expert_file import ExpertSizes, read_expert_location
 from thalweg.parallel.layout import SINGLE_RANK, ExpertLayout, Layout
 from thalweg.parallel.plan_channel import PlanReader
@@ -167,7 +167,8 @@ def prepare(
             lambda wish: build_runner(wish, facts, times, ahead, rank_context), config
         )
     runner.drafting.drop_deferred()
-    runner.balancer = _balancer(config, facts, runner)
+    if config.enable_eplb:
+        runner.balancer = _balancer(config, facts, runner)
     is_as_wished = config.kernels == wished.kernels and not config.drafter_left_out  # else another start may need more
     if config.device == "cuda" and config.warmup and is_as_wished:
         caches.mark_warm(wished)
@@ -233,9 +234,7 @@ def with_experts(layout: Layout, config: EngineConfig, facts: ModelFacts) -> Lay
     return replace(layout, experts=experts)
 
 
-def _balancer(config: EngineConfig, facts: ModelFacts, runner: Runner) -> ExpertBalancer | NoBalancer:
-    if not config.enable_eplb:
-        return NO_BALANCER
+def _balancer(config: EngineConfig, facts: ModelFacts, runner: Runner) -> ExpertBalancer:
     model = runner.model.model if isinstance(runner.model, TokenByToken) else runner.model
     assert isinstance(model, torch.nn.Module), "a model is a module"
     layers = [module for module in model.modules() if isinstance(module, ExpertStacks)]

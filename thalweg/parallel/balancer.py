@@ -203,16 +203,3 @@ def transfer(layer: ExpertLayer, moves: Sequence[Move], slots: int, axis: Axis) 
     for slot, tensors in arrived:
         for held, tensor in zip(layer.slot_tensors(slot), tensors, strict=True):
             held.copy_(tensor)
-
-
-class NoBalancer:
-    """Experts stay where they are."""
-
-    def before_step(self) -> None:
-        return
-
-    def stats(self) -> dict[str, Any]:
-        return {}
-
-
-NO_BALANCER = NoBalancer()

@@ -122,7 +122,7 @@ def expert_of_slots(experts: int, layout: Layout, layer: int) -> list[int]:
     equally many.
     """
     slots = experts + layout.experts.redundant
-    share_of(slots, layout.ep, "slots of experts")
+    share_of(slots, layout.ep, "experts")
     if layer < len(layout.experts.by_slot):
         return list(layout.experts.by_slot[layer])
     return [slot % experts for slot in range(slots)]

@@ -9,6 +9,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,7 +21,6 @@ from thalweg.core.grammar import GrammarMasks
 from thalweg.core.plan import Output, Row, StepPlan, TokenLogprob
 from thalweg.memory.planes import Planes
 from thalweg.models.interface import Model
-from thalweg.parallel.balancer import NO_BALANCER, ExpertBalancer, NoBalancer
 from thalweg.runner.accepted_path import compact_accepted_path, kv_mover
 from thalweg.runner.captured import CapturedStep
 from thalweg.runner.draft_graphs import NO_DRAFT_GRAPHS, DraftGraphs
@@ -63,6 +63,25 @@ class CapturedSteps:
         return next((graph for graph in self.graphs if graph.fits(step)), None)
 
 
+class Balancer(Protocol):
+    """Moves experts between ranks."""
+
+    def before_step(self) -> None: ...
+
+    def stats(self) -> dict[str, Any]:
+        """Fields of `core.messages.Stats`."""
+
+
+class NoBalancer:
+    """Experts stay where they are."""
+
+    def before_step(self) -> None:
+        return
+
+    def stats(self) -> dict[str, Any]:
+        return {}
+
+
 class Runner:
     """One model on one device, with its planes and slots, which the drafter shares."""
 
@@ -80,7 +99,7 @@ class Runner:
         self.sampler: Sampler = sharded(sampler_on(planes.device), model.shards)
         self.compact_kv = kv_mover(planes, model.planes() if slots.tree.is_tree else ())
         self.graphs = CapturedSteps()
-        self.balancer: ExpertBalancer | NoBalancer = NO_BALANCER
+        self.balancer: Balancer = NoBalancer()
         self.pass_checksum = 0  # of all passes with several ranks, see `RankStep`
 
     def disable_graphs(self) -> None:
