@@ -49,6 +49,7 @@ class ExpertBalancer:
     def __init__(self, layers: Sequence[ExpertLayer], layout: Layout, policy: BalancePolicy) -> None:
         self.layers, self.layout, self.policy = list(layers), layout, policy
         self.placements = [_placement(layer) for layer in layers]
+        self._clear()  # warm-up steps have counted
         self.steps = self.moves = self.rebalances = 0
         self.imbalance: tuple[float, ...] = ()  # of each layer: the largest load of a rank over the mean
         self._loads: list[list[int]] = []
@@ -87,10 +88,13 @@ class ExpertBalancer:
             "logical_count": [loads.get(layer, [0] * first.experts) for layer in range(layers)],
         }
 
-    def _decide(self) -> None:
-        self._loads = self.loads().tolist()
+    def _clear(self) -> None:
         for placement in self.placements:
             placement.load_E.zero_()
+
+    def _decide(self) -> None:
+        self._loads = self.loads().tolist()
+        self._clear()
         used = [
             utilization(load, placement.by_slot, self.layout.ep.size)
             for load, placement in zip(self._loads, self.placements, strict=True)
