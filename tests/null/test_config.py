@@ -258,7 +258,7 @@ def test_a_list_of_numbers_may_follow_its_flag() -> None:
     ("flag", "instead"),
     [
         ("--enable-flashinfer-mla", "--attention-backend flashinfer"),
-        ("--enable-ep-moe", "not in this version"),
+        ("--enable-ep-moe", "use --ep-size"),
         ("--torch-compile-max-bs", "not needed"),
         ("--nsa-prefill-backend", "--attention-backend"),
         ("--nsa-decode-backend=fa3", "--attention-backend"),

@@ -55,6 +55,14 @@ TOOL_CALL_PARSERS = {
     "llama3": "Llama 3: JSON as the whole answer",
     "none": "calls stay in the text",
 }
+A2A_BACKENDS = {
+    "none": "the same as allgather",
+    "allgather": "each device gets the tokens of all data-parallel ranks",
+    "alltoall": "each device gets the tokens that need it",
+    "deepep": "the library DeepEP",
+}
+DEEPEP_MODES = {"normal": "DeepEP's kernels for many tokens", "low_latency": "DeepEP's kernels for few tokens"}
+EPLB_ALGORITHMS = {"deepseek": "each on its own", "deepseek_hierarchical": "groups of them"}
 _DEVICES = {"least": 1, "off": 1, "on": 2}  # of each number of devices
 
 
@@ -169,6 +177,13 @@ class LoadOptions(Section):
         auto="the fastest that fits",
         off="triton",
         on="deep_gemm",
+    )
+    shared_experts_fusion: bool | None = setting(
+        None,
+        "compute shared experts with the routed ones, in the same kernels",
+        aliases=("disable-shared-experts-fusion=false", "enforce-shared-experts-fusion=true"),
+        auto="where a checkpoint stores both alike",
+        off=False,
     )
     mla: bool = setting(
         True,
@@ -343,6 +358,44 @@ class ParallelOptions(Section):
         aliases=("ep",),
         foreign=("expert-parallel-size",),
         **_DEVICES,
+    )
+    moe_a2a_backend: str = setting(
+        "none",
+        "how tokens get to the devices of their experts",
+        choices=A2A_BACKENDS,
+        off="none",
+        on="alltoall",
+    )
+    deepep_mode: str | None = setting(
+        None,
+        "kernels of --moe-a2a-backend deepep",
+        choices=DEEPEP_MODES,
+        auto="low_latency for steps of up to 128 tokens a device",
+    )
+    ep_num_redundant_experts: int = setting(
+        0, "copies of experts in each layer, for those that most tokens choose", least=0
+    )
+    init_expert_location: str = setting(
+        "trivial",
+        "experts of each device at the start. trivial: in their order; a .json or .pt file: its"
+        " physical_to_logical_map, or one made of its logical_count",
+        metavar="trivial|FILE",
+    )
+    enable_eplb: bool = setting(
+        False, "experts move between devices while requests run, by how many tokens choose each", off=False
+    )
+    eplb_algorithm: str | None = setting(
+        None,
+        "which experts move together",
+        choices=EPLB_ALGORITHMS,
+        auto="deepseek_hierarchical where the router chooses groups",
+    )
+    eplb_rebalance_num_iterations: int = setting(1000, "steps between two looks at the counts", least=1)
+    eplb_rebalance_layers_per_chunk: int | None = setting(
+        None, "layers whose experts move before one step", least=1, auto="4 experts of each device, of one layer"
+    )
+    eplb_min_rebalancing_utilization_threshold: float = setting(
+        1.0, "nothing moves if the mean load of a device is above this share of the largest", least=0.0, most=1.0
     )
     moe_dense_tp_size: int | None = setting(
         None,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TypeVar
 
+import msgspec
+
 from thalweg.config import backends
 from thalweg.config.backends import KernelBackend
 from thalweg.config.machine import Machine
@@ -57,7 +59,21 @@ def resolve_kernels(
     for role, backend in selected.items():
         decisions.add(DECISION_NAMES[role], backend.name, backend.source, backend.reason)
     chosen = {role: backend.name for role, backend in selected.items()}
-    return KernelConfig(**chosen, kv=kv, latent=load.mla, deterministic=is_deterministic)
+    fusion = _shared_fusion(load.shared_experts_fusion, facts, decode.name == REFERENCE, decisions)
+    other = KernelConfig(kv=kv, latent=load.mla, deterministic=is_deterministic, fusion=fusion)
+    return msgspec.structs.replace(other, **chosen)
+
+
+def _shared_fusion(wish: bool | None, facts: ModelFacts, is_reference: bool, decisions: Decisions) -> bool | None:
+    """Raises UnsupportedConfig for what cannot be enforced, whatever the checkpoint stores."""
+    has_shared = facts.moe is not None and facts.moe.shared > 0
+    if wish and (is_reference or not has_shared):
+        why = "the plain kernels of --attention-backend reference have none" if has_shared else "no shared experts"
+        raise UnsupportedConfig(f"shared_experts_fusion: {why}; leave --enforce-shared-experts-fusion out")
+    if is_reference or not has_shared:
+        return None
+    decisions.choose("shared_experts_fusion", wish, True, "where a checkpoint stores both alike")
+    return wish
 
 
 def resolve_gemms(

@@ -11,6 +11,7 @@ from thalweg.attention.context import AttentionMetadataBuilder, WorkspaceNeed
 from thalweg.config.backends import DECODE, PREFILL
 from thalweg.config.entry_point import load_entry
 from thalweg.config.model import ModelFacts, MoeFacts
+from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.kernels import TORCH
 from thalweg.kernels.gqa.backends import GqaShape
 from thalweg.kernels.mla.backends import MlaDecodeKernel, MlaShape
@@ -113,10 +114,15 @@ class KernelLayers(LayerFactory):
         kernel: MlaDecodeKernel = load_entry(DECODE[self.kernels.decode].mla)(shape)
         return kernel
 
-    def moe(self, name: str, moe: MoeFacts, hidden: int) -> KernelMoe:
+    def moe(self, layer: int, name: str, moe: MoeFacts, hidden: int) -> KernelMoe:
         routed, shared = self._expert_schemes(name, moe, hidden)
-        is_stacked = moe.shared > 0 and (routed and routed.name) == (shared and shared.name)
-        return KernelMoe(self, name, moe, hidden, routed, is_stacked)
+        is_stacked, wish = moe.shared > 0 and (routed and routed.name) == (shared and shared.name), self.kernels.fusion
+        if wish and moe.shared and not is_stacked:
+            raise UnsupportedConfig(
+                f"shared_experts_fusion: {name} stores routed experts as {_name(routed)} and shared ones as"
+                f" {_name(shared)}, which no stack holds together; leave --enforce-shared-experts-fusion out"
+            )
+        return KernelMoe(self, layer, name, moe, hidden, routed, is_stacked and wish is not False)
 
     def _expert_schemes(self, name: str, moe: MoeFacts, hidden: int) -> tuple[Quantized | None, Quantized | None]:
         """In which memory holds routed and shared experts. One expert that cannot be held as it is stored keeps all
@@ -161,6 +167,10 @@ class KernelLayers(LayerFactory):
 
     def head_widths(self, facts: ModelFacts) -> tuple[int, int]:
         return WIDTH, WIDTH
+
+
+def _name(scheme: Quantized | None) -> str:
+    return "plain numbers" if scheme is None else scheme.name
 
 
 def _common(schemes: Sequence[Quantized | None]) -> Quantized | None:

@@ -10,7 +10,7 @@ from contextlib import aclosing
 from typing import Any, Protocol, Self
 
 from thalweg.core.grammar import NO_GRAMMAR, Grammar
-from thalweg.core.messages import Control, StartProfile, StopProfile, UpdateWeights
+from thalweg.core.messages import Control, DumpExperts, StartProfile, StopProfile, UpdateWeights
 from thalweg.core.sampling import RequestOutputKind, SamplingParams
 from thalweg.engine.client import EngineClient
 from thalweg.llm.llm import SCORING, prompt_scores, with_thinking
@@ -139,6 +139,10 @@ class AsyncLLM:
     async def stop_profile(self) -> str:
         """As `LLM.stop_profile`."""
         return await self._control(StopProfile(0))
+
+    async def dump_expert_distribution(self, folder: str) -> str:
+        """As `LLM.dump_expert_distribution`."""
+        return await self._control(DumpExperts(0, folder))
 
     async def shutdown(self) -> None:
         """Ends the engine's processes. Running requests end with EngineDead."""

@@ -17,7 +17,7 @@ from rich.progress import Progress, TextColumn
 
 from thalweg.core.errors import EngineDead
 from thalweg.core.grammar import NO_GRAMMAR, Grammar
-from thalweg.core.messages import Control, StartProfile, StopProfile, UpdateWeights
+from thalweg.core.messages import Control, DumpExperts, StartProfile, StopProfile, UpdateWeights
 from thalweg.core.request import check_request
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.build import BAR_COLUMNS
@@ -143,6 +143,12 @@ class LLM:
     def stop_profile(self) -> str:
         """Writes the Chrome trace. Returns its path. Raises InvalidRequest if no profile runs."""
         return self._control(StopProfile(0))
+
+    def dump_expert_distribution(self, folder: str) -> str:
+        """Writes where experts are and how many tokens chose each, as `init_expert_location` reads it. Returns the
+        file's path. Raises InvalidRequest without `enable_eplb`.
+        """
+        return self._control(DumpExperts(0, folder))
 
     def shutdown(self) -> None:
         """Ends the engine and the processes beside this one (`tp_size`, `dp_size`). Python does it at its exit, too."""

@@ -15,7 +15,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from thalweg import __version__
 from thalweg.core.errors import InvalidRequest
-from thalweg.core.messages import EngineReady, StartProfile, Stats, StopProfile, UpdateWeights
+from thalweg.core.messages import DumpExperts, EngineReady, StartProfile, Stats, StopProfile, UpdateWeights
 from thalweg.server.api_keys import ApiKey
 from thalweg.server.chat import render_text
 from thalweg.server.context import AppContext
@@ -26,6 +26,7 @@ from thalweg.server.prometheus import MetricsSnapshot, prometheus_text
 from thalweg.server.protocol import (
     AbortRequest,
     DetokenizeRequest,
+    DumpExpertsRequest,
     StartProfileRequest,
     TokenizeRequest,
     UpdateWeightsRequest,
@@ -309,6 +310,12 @@ async def stop_profile(ctx: AppContext, request: Request) -> OperationResult:
     """Ends the profile and writes it: a Chrome trace, for Perfetto."""
     _profile_folder(ctx)
     return {"success": True, "message": f"written: {await ctx.front.control(StopProfile(0))}"}
+
+
+async def dump_experts(ctx: AppContext, request: Request, body: DumpExpertsRequest) -> OperationResult:
+    """Writes where experts are and how many tokens chose each: a file for --init-expert-location."""
+    folder = _within(_profile_folder(ctx), body.output_dir or "")
+    return {"success": True, "message": f"written: {await ctx.front.control(DumpExperts(0, str(folder)))}"}
 
 
 def _profile_folder(ctx: AppContext) -> Path:

@@ -69,6 +69,7 @@ ROUTES = (
     Route("POST", "/update_weights_from_disk", admin.update_weights_from_disk, admin=True),
     Route("POST", "/start_profile", admin.start_profile, admin=True),
     Route("POST", "/stop_profile", admin.stop_profile, admin=True),
+    Route("POST", "/dump_expert_distribution_record", admin.dump_experts, admin=True),
     Route("GET", "/server_info", admin.server_info),
     Route("GET", "/get_server_info", admin.server_info),
     Route("GET", "/get_model_info", models.model_info),

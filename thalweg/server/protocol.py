@@ -239,6 +239,12 @@ class StartProfileRequest(AdminRefusedFields, kw_only=True):
     with_stack: bool | None = None
 
 
+class DumpExpertsRequest(msgspec.Struct, kw_only=True):
+    """POST /dump_expert_distribution_record."""
+
+    output_dir: str | None = None  # within the server's --profile-folder, which is the default
+
+
 class TokenizeRequest(msgspec.Struct, kw_only=True):
     """POST /tokenize. Either prompt (a text or texts) or messages (as for chat completions)."""
 
