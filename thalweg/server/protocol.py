@@ -91,6 +91,9 @@ class StructuredOutputs(msgspec.Struct, kw_only=True):
     grammar: str | None = None
     json_object: bool | None = None
     structural_tag: Any = None
+    disable_any_whitespace: bool | None = (
+        None  # beside one of these: JSON without, or with, whitespace between its parts
+    )
 
 
 class StructuredFields(GenerationRefusedFields, kw_only=True):
@@ -171,6 +174,7 @@ class ChatRequest(OpenAIRequest, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+    tool_strict_level: Literal["off", "parameter"] | None = None  # in place of the server's
     chat_template_kwargs: dict[str, Any] | None = None
     thinking: ThinkingSwitch | None = None
     reasoning_effort: str | None = None  # "none" and "minimal" turn thinking off, any other on

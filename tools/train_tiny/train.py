@@ -53,6 +53,7 @@ class Plan:
     rate: float
     device: torch.device
     compiled: bool
+    length: int
     init: Path | None
     start: float
     items: int
@@ -180,7 +181,7 @@ def train(plan: Plan, tokenizer: Tokenizer) -> TinyModel:
             layer.compile()
     optimizer, stream = (
         optimizer_for(model, plan),
-        stream_rows(plan.corpus, tokenizer, LENGTH, plan.rows, plan.workers, plan.seed * 1000),
+        stream_rows(plan.corpus, tokenizer, plan.length, plan.rows, plan.workers, plan.seed * 1000),
     )
     rows, step, began = next(stream), 0, time.monotonic()
     logged = saved = began
@@ -247,7 +248,8 @@ def main() -> None:
         "--out", type=Path, required=True, help="folder of the checkpoint; a tokenizer found there is kept"
     )
     parser.add_argument("--minutes", type=float, default=8.7, help="time for all, from the start to the evaluation")
-    parser.add_argument("--rows", type=int, default=21, help=f"rows of {LENGTH} tokens a step")
+    parser.add_argument("--rows", type=int, default=21, help="rows of tokens a step")
+    parser.add_argument("--length", type=int, default=LENGTH, help="tokens of a row; longer documents are left out")
     parser.add_argument("--workers", type=int, default=12, help="processes that make training documents")
     parser.add_argument("--rate", type=float, default=2e-3, help="peak learning rate")
     parser.add_argument("--init", type=Path, help="folder with master-*.safetensors of a former run to go on from")
