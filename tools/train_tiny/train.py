@@ -204,6 +204,7 @@ def train(plan: Plan, tokenizer: Tokenizer) -> TinyModel:
         rows = next(stream)
         step += 1
         if time.monotonic() - saved > plan.save_every:
+            save_model(model, plan.out)  # until it is trained, not fit for FP8 yet
             save_master(model, plan.out)
             saved = time.monotonic()
         if step <= 3 or step % 100 == 0:
