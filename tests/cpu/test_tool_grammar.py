@@ -102,7 +102,7 @@ def test_from_its_first_mark_on_a_call_is_valid(form: str) -> None:
         message = parse(
             f"Well: {opening}{TOKENIZER.decode([grammar.trigger_id], False)}{text}", None, form, functions=tools
         )
-        assert message.content == "Well:" and message.calls, text
+        assert (message.content or "").strip() == "Well:" and message.calls, text
         for call in message.calls:
             wanted = tools[0]["parameters"] if call.name == "f" else {"maxProperties": 0}
             jsonschema.Draft202012Validator(wanted).validate(json.loads(call.arguments))

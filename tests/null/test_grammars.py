@@ -187,10 +187,10 @@ def test_reasoning_is_unconstrained_and_ends_before_the_grammar() -> None:
 
 
 def test_nothing_is_masked_before_the_trigger() -> None:
-    """Drafts behind a drafted trigger are masked; a thought may hold the trigger too."""
+    """Drafts behind a drafted trigger are masked."""
     book: GrammarRegistry = GrammarRegistry(FakeCompiler, VOCAB)
     for uid in (0, 1):
-        ticket = book.open(uid, Grammar("regex", "20", True, -1, CLOSES, trigger_id=OPENS))
+        ticket = book.open(uid, Grammar("regex", "20", trigger_id=OPENS))
         while ticket.state is TicketState.PENDING:
             time.sleep(0.001)
     plan = StepPlan(0, 3, (Row(0, 0, 0, 1, 3, True),))

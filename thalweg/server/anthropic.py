@@ -101,7 +101,7 @@ class OutputConfig(msgspec.Struct, kw_only=True):
 class Conversation(RefusedFields, kw_only=True):
     """POST /v1/messages/count_tokens, and the part of /v1/messages that makes the prompt."""
 
-    REFUSED = ("mcp_servers", "container")
+    REFUSED = ("mcp_servers", "container", "thread")
 
     messages: list[InputMessage]
     model: str | None = None
@@ -111,6 +111,7 @@ class Conversation(RefusedFields, kw_only=True):
     thinking: Thinking | None = None
     mcp_servers: Any = None
     container: Any = None
+    thread: Any = None  # of messages that the server keeps
     output_config: OutputConfig | None = None
 
 
