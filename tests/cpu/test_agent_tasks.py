@@ -12,7 +12,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from thalweg.bench.agent_tasks import Conversation, Maker, answer_to
+from thalweg.bench.agent_tasks import Maker, ToolConversation, answer_to
 from thalweg.bench.tasks import make_items, score
 from thalweg.text.chat import builtin
 from tools.fuzz_checks import parse
@@ -23,7 +23,7 @@ Call = tuple[str, dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def talks() -> list[Conversation]:
+def talks() -> list[ToolConversation]:
     maker = Maker(Random(7))
     return [maker.draw() for _ in range(COUNT)]
 
@@ -33,7 +33,7 @@ def calls_of(message: dict[str, Any]) -> list[Call]:
     return [(function["name"], json.loads(function["arguments"])) for function in functions]
 
 
-def schemas_of(talk: Conversation) -> dict[str, Any]:
+def schemas_of(talk: ToolConversation) -> dict[str, Any]:
     return {tool["function"]["name"]: tool["function"]["parameters"] for tool in talk.tools}
 
 
@@ -43,7 +43,7 @@ def answers_of(text: str) -> list[str]:
             for part in text.split(EOS)[:-1]]  # fmt: skip
 
 
-def test_rendered_conversations_parse_back(talks: list[Conversation]) -> None:
+def test_rendered_conversations_parse_back(talks: list[ToolConversation]) -> None:
     for talk in talks:
         text = builtin("deepseek-v32").encode(talk.messages, list(talk.tools) or None, thinking=False)
         said = [message for message in talk.messages if message["role"] == "assistant"]
@@ -56,7 +56,7 @@ def test_rendered_conversations_parse_back(talks: list[Conversation]) -> None:
             assert json.dumps(found) == json.dumps(calls_of(message)), "the types are the same too"
 
 
-def test_arguments_fit_their_schemas(talks: list[Conversation]) -> None:
+def test_arguments_fit_their_schemas(talks: list[ToolConversation]) -> None:
     for talk in talks:
         schemas = schemas_of(talk)
         for schema in schemas.values():
@@ -81,7 +81,7 @@ def test_a_shaped_answer_is_compact_json_of_its_schema() -> None:
     assert 0.45 < shown / COUNT < 0.75
 
 
-def test_every_loop_ends_and_uses_its_results(talks: list[Conversation]) -> None:
+def test_every_loop_ends_and_uses_its_results(talks: list[ToolConversation]) -> None:
     used = 0
     for talk in talks:
         last, before = talk.messages[-1], talk.messages[-2]

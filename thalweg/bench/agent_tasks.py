@@ -48,7 +48,7 @@ _MOST_TOOLS = 6
 
 
 @dataclass
-class Conversation:
+class ToolConversation:
     """Messages in OpenAI's form, which end with the assistant's."""
 
     messages: list[Message] = field(default_factory=list)
@@ -101,11 +101,11 @@ def _quoted(text: str) -> str:
 class Maker(ToolMaker):
     """Draws conversations."""
 
-    def opened(self, tools: Sequence[Tool]) -> Conversation:
+    def opened(self, tools: Sequence[Tool]) -> ToolConversation:
         """A conversation with these tools, in some order, and perhaps a system prompt."""
         shown = list(tools)
         self.rng.shuffle(shown)
-        conversation = Conversation(tools=tuple(tool.offered for tool in shown))
+        conversation = ToolConversation(tools=tuple(tool.offered for tool in shown))
         if self.chance(0.7):
             words = {"person": self.rng.choice(PEOPLE), "key": self.noun(), "city": self.rng.choice(CITIES)}
             conversation.say("system", self.rng.choice((*_SYSTEM, "")).format(**words))
@@ -117,7 +117,7 @@ class Maker(ToolMaker):
         taken: set[str] = set()
         return [self.tool(style, taken) for _ in range(count)], style
 
-    def loop(self) -> Conversation:
+    def loop(self) -> ToolConversation:
         """Requests, calls, results and answers."""
         tools, _ = self.toolbox()
         talk = self.opened(tools)
@@ -130,18 +130,18 @@ class Maker(ToolMaker):
                 self._at_once(talk, tools)
         return talk
 
-    def _at_once(self, talk: Conversation, tools: Sequence[Tool]) -> None:
+    def _at_once(self, talk: ToolConversation, tools: Sequence[Tool]) -> None:
         count = self.rng.choices((1, 2, 3), (70, 24, 6))[0]
         asked = [(tool, *self.ask(tool)) for tool in (self.redrawn(self.rng.choice(tools)) for _ in range(count))]
         talk.say("user", self.rng.choice((" Then: ", " Also: ")).join(text for _, text, _ in asked))
         self._run(talk, [(tool.name, arguments) for tool, _, arguments in asked])
         talk.say("assistant", answer_to(self._last_results(talk)))
 
-    def _run(self, talk: Conversation, calls: Sequence[tuple[str, dict[str, Json]]]) -> None:
+    def _run(self, talk: ToolConversation, calls: Sequence[tuple[str, dict[str, Json]]]) -> None:
         talk.call(calls)
         talk.results([self.result() for _ in calls])
 
-    def _last_results(self, talk: Conversation) -> list[str]:
+    def _last_results(self, talk: ToolConversation) -> list[str]:
         results: list[str] = []
         for message in reversed(talk.messages):
             if message["role"] != "tool":
@@ -149,7 +149,7 @@ class Maker(ToolMaker):
             results.insert(0, message["content"])
         return results
 
-    def _in_steps(self, talk: Conversation, tools: Sequence[Tool]) -> None:
+    def _in_steps(self, talk: ToolConversation, tools: Sequence[Tool]) -> None:
         """A second call after the first one's result, of which it may take a value."""
         first, second = (self.redrawn(self.rng.choice(tools)) for _ in range(2))
         (request, arguments), (after, later) = self.ask(first), self.ask(second)
@@ -167,7 +167,7 @@ class Maker(ToolMaker):
         self._run(talk, [(second.name, later)])
         talk.say("assistant", answer_to(self._last_results(talk)))
 
-    def _without_call(self, talk: Conversation, tools: Sequence[Tool]) -> None:
+    def _without_call(self, talk: ToolConversation, tools: Sequence[Tool]) -> None:
         """Small talk, or a request that no tool fits."""
         if self.chance(0.4):
             said, answer = self.rng.choice(_GREETINGS)
@@ -183,7 +183,7 @@ class Maker(ToolMaker):
         talk.say("user", f"{other.action.capitalize()}." if other.name in request else request)
         talk.say("assistant", _NO_TOOL)
 
-    def extraction(self) -> Conversation:
+    def extraction(self) -> ToolConversation:
         """pydantic-ai's output tool: the call of `final_result` ends the conversation."""
         style = self.rng.choice((0, 1))
         taken = {_FINAL}
@@ -236,7 +236,7 @@ class Maker(ToolMaker):
         lead = self.rng.choice(("", "", "Make it JSON: ", "I have ", "Here it is: "))
         return lead + ", ".join(spoken) + ("." if spoken else ""), {p.name: p.value for p in said}
 
-    def handoff(self) -> Conversation:
+    def handoff(self) -> ToolConversation:
         """openai-agents' handoffs: a call without arguments, after which another agent answers."""
         who = [f"{self.noun()} agent" for _ in range(self.rng.randint(1, 3))]
         empty = {"additionalProperties": False, "type": "object", "properties": {}, "required": []}
@@ -262,7 +262,7 @@ class Maker(ToolMaker):
             talk.tools, talk.given = tuple(tool.offered for tool in extra), 1
         return talk
 
-    def shaped(self) -> Conversation:
+    def shaped(self) -> ToolConversation:
         """JSON for a schema that the prompt shows, as structured output or in words."""
         parameters = self.parameters(self.rng.randint(1, 5))
         schema = self.schema(parameters, self.rng.randrange(4))
@@ -290,7 +290,7 @@ class Maker(ToolMaker):
         talk.say("assistant", compact(value))
         return talk
 
-    def draw(self) -> Conversation:
+    def draw(self) -> ToolConversation:
         """A conversation of any kind but JSON."""
         kind = self.rng.choices((self.loop, self.extraction, self.handoff), (76, 18, 6))[0]
         return kind()

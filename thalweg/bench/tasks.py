@@ -6,7 +6,7 @@ whatever the seed.
 - `sums`: the sum of two numbers of 2 or 3 digits, thinking on; the last number after `</think>` must be the sum.
 - `recall`: the partner of one word out of about 200 pairs, at least `RECALL_DISTANCE` tokens back.
 - `tools`: one or two tool calls in DSML; names, arguments and JSON types must be equal.
-- `agents`: the next turn of a conversation with made-up tools: calls, the answer to their results, or JSON for a schema.
+- `agents`: the next turn of a conversation with made-up tools: calls, the answer to results, or JSON for a schema.
 - `dialogue`: the next speech of a play or novel; measured by perplexity, `score` refuses it.
 """
 
@@ -21,7 +21,7 @@ from importlib import resources
 from random import Random
 from typing import Literal
 
-from thalweg.bench.agent_tasks import Conversation, Maker
+from thalweg.bench.agent_tasks import Maker, ToolConversation
 from thalweg.bench.task_pools import PEOPLE, RECALL_KEYS, RECALL_VALUES, TOOL_KINDS, Draws, JsonValue, ToolKind
 
 Split = Literal["train", "held_out"]
@@ -296,7 +296,7 @@ def _score_calls(answer: str, text: str) -> bool:
 # --- agents ----------------------------------------------------------------------------------------------------------
 
 
-def agent_identity(talk: Conversation) -> str:
+def agent_identity(talk: ToolConversation) -> str:
     """The identity of a conversation, which all its turns share."""
     return f"agents {json.dumps([talk.messages, talk.tools, talk.response_format])}"
 

@@ -62,8 +62,8 @@ class ServerOptions(Section):
     request_id_header: str = setting("X-Request-Id", "header that may bring a request's id and always carries it back")
     tool_strict_level: str = setting(
         "parameter",
-        "what a call that the model makes by itself is held to. parameter: a declared tool and its schema; off: nothing."
-        " A request may say so too",
+        "what a call that the model makes by itself is held to. parameter: a declared tool and its schema; off:"
+        " nothing. A request may say so too",
         choices=("off", "parameter"),
     )
     constrained_json_disable_any_whitespace: bool = setting(

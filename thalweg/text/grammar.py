@@ -58,8 +58,8 @@ def lower(grammar: Grammar) -> LoweredGrammar:
 
 
 def json_rule(schema: Any, any_whitespace: bool = True) -> str:
-    """A schema of `read_schema`, or a part of one, as a term of a Lark grammar. Models write the arguments of calls with
-    whitespace.
+    """A schema of `read_schema`, or a part of one, as a term of a Lark grammar. any_whitespace: as in `Grammar`; models
+    write arguments of calls with it.
     """
     whole = styled(schema, any_whitespace) if isinstance(schema, dict) else schema
     return "%json " + json.dumps(whole, ensure_ascii=False)

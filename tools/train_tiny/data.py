@@ -14,7 +14,7 @@ from random import Random
 import numpy as np
 from tokenizers import Tokenizer
 
-from thalweg.bench.agent_tasks import Conversation, Maker
+from thalweg.bench.agent_tasks import Maker, ToolConversation
 from thalweg.bench.task_pools import CITIES, PEOPLE, RECALL_KEYS, RECALL_VALUES
 from thalweg.bench.tasks import (
     MAKERS,
@@ -179,7 +179,7 @@ class Source:
         answer = {"role": "assistant", "content": item.target, "reasoning_content": "I call the tools for that."}
         return _conversation("tools", [*(dict(m) for m in item.messages), answer], thinking, item.tools)
 
-    def _agents(self, kind: str, make: Callable[[], Conversation]) -> Document:
+    def _agents(self, kind: str, make: Callable[[], ToolConversation]) -> Document:
         talk = make()
         while split_of(agent_identity(talk)) != "train":
             talk = make()
