@@ -16,7 +16,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-input
 
-.PHONY: help install install-test serve test test-null test-ranks check size format hooks kernels sanitize soak bench docs release-check clean
+.PHONY: help refresh-tiny install install-test serve test test-null test-ranks check size format hooks kernels sanitize soak bench docs release-check clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' Makefile
@@ -74,6 +74,9 @@ docs: install ## write docs/configuration.md from the flags, tables of API field
 	@$(BIN)/python -m tools.configuration_page > docs/configuration.md
 	@$(BIN)/python -m tools.api_tables
 	@$(BIN)/python -m tools.release.docs
+
+refresh-tiny: install-test ## make again what depends on models/tiny: results, tables, benchmarks on a CPU (minutes; ARGS="--list")
+	@$(BIN)/python -m tools.train_tiny.refresh $(ARGS)
 
 release-check: install-test ## run what a release needs: compose, parity, evals, soak, docs, age of GPU results (ARGS="--only docs")
 	@$(BIN)/python -m tools.release.check $(ARGS)

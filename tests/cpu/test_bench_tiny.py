@@ -178,7 +178,7 @@ def test_evaluation_of_every_task(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert eval.main([*ENGINE, "--items", "3", "--output-file", str(out)]) == 0
     saved = json.loads(out.read_text())
     rows = {row["task"]: row for row in saved["results"]}
-    shares = ["sums", "recall", "recall, random context", "recall-choice", "tools"]
+    shares = ["sums", "recall", "recall, random context", "recall-choice", "tools", "agents"]
     assert list(rows) == [*shares, "dialogue perplexity"]
     assert rows["recall"]["hits"] > rows["recall, random context"]["hits"]
     assert rows["sums"]["total"] == rows["recall"]["total"] == 3

@@ -247,7 +247,7 @@ def test_reasoning_comes_before_the_grammar(llm: LLM) -> None:
     ids = llm.texts.render(asked, chat_template_kwargs={"thinking": True}).ids
     params = SamplingParams(temperature=0.0, max_tokens=200, skip_special_tokens=False)
     shape = (
-        '{"type": "object", "properties": {"sum": {"type": "integer"}}, "required": ["sum"], "additionalProperties":'
+        '{"type": "object", "properties": {"sum": {"type": "integer", "minimum": 0, "maximum": 999}}, "required": ["sum"], "additionalProperties":'
         " false}"
     )
     grammar = Grammar("json_schema", shape, starts_in_thought=True, think_end_id=closes)

@@ -20,7 +20,7 @@ from thalweg.core.grammar import Grammar
 from thalweg.text.grammar import GrammarCompiler, GrammarMatcher
 from thalweg.text.parser import TOOL_FORMATS
 from thalweg.text.tokenizer import Tokenizer
-from thalweg.text.tool_grammar import ToolGrammarSpec, tool_grammar
+from thalweg.text.tool_grammar import ToolGrammarSpec, after_trigger, tool_grammar
 from tools.fuzz_checks import parse
 
 TOKENIZER = Tokenizer(Path(__file__).resolve().parents[2] / "models" / "tiny")
@@ -128,6 +128,40 @@ def test_a_lark_grammar_is_refused_where_arguments_are_json(form: str) -> None:
     spec = ToolGrammarSpec([{"name": "f", "parameters": INPUT}], True, True, TOKENIZER.mark_id, lark={"f": TERMS})
     with pytest.raises(InvalidRequest, match=r"tools\[0\].*Lark"):
         tool_grammar(form, spec)
+
+
+@pytest.mark.parametrize("form", ["deepseekv3", "deepseekv31", "deepseekv32"])
+def test_from_its_first_mark_on_a_call_is_valid(form: str) -> None:
+    rng, opening = random.Random(5), "<" if form == "deepseekv32" else ""
+    complete = 0
+    for _ in range(10):
+        tools = [{"name": "f", "parameters": parameters(rng)}, {"name": "ns.g-1"}]
+        grammar = after_trigger(tool_grammar(form, ToolGrammarSpec(tools, True, False, TOKENIZER.mark_id)))
+        text = write(COMPILER.compile(grammar), rng)
+        if text is None:
+            continue
+        complete += 1
+        message = parse(
+            f"Well: {opening}{TOKENIZER.decode([grammar.trigger_id], False)}{text}", None, form, functions=tools
+        )
+        assert (message.content or "").strip() == "Well:" and message.calls, text
+        for call in message.calls:
+            wanted = tools[0]["parameters"] if call.name == "f" else {"maxProperties": 0}
+            jsonschema.Draft202012Validator(wanted).validate(json.loads(call.arguments))
+    assert complete > 5
+
+
+def test_a_mark_that_is_no_token_triggers_nothing() -> None:
+    spec = ToolGrammarSpec([{"name": "f"}], True, False, lambda text: None)
+    assert not any(after_trigger(tool_grammar(form, spec)).is_set for form in TOOL_FORMATS)
+
+
+@pytest.mark.parametrize("kind", ["json_schema", "json_object"])
+def test_json_has_whitespace_only_where_it_is_asked_for(kind: str) -> None:
+    for text, is_compact in ('{"a":[1,2],"b":"x y"}', True), ('{"a": [1,\n 2], "b": "x y"}', False):
+        for any_whitespace in (False, True):
+            matcher = COMPILER.compile(Grammar(kind, "{}", any_whitespace=any_whitespace))
+            assert matcher.accept(TOKENIZER.encode(text, False)) == (is_compact or any_whitespace)
 
 
 @pytest.mark.parametrize(

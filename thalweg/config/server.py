@@ -60,6 +60,15 @@ class ServerOptions(Section):
         foreign=("allowed-origins",),
     )
     request_id_header: str = setting("X-Request-Id", "header that may bring a request's id and always carries it back")
+    tool_strict_level: str = setting(
+        "parameter",
+        "what a call that the model makes by itself is held to. parameter: a declared tool and its schema; off:"
+        " nothing. A request may say so too",
+        choices=("off", "parameter"),
+    )
+    constrained_json_disable_any_whitespace: bool = setting(
+        True, "JSON of structured output has no whitespace between its parts, so that it ends soon"
+    )
     playground: bool = setting(True, "serve the chat page at /")
     metrics: bool = setting(True, "serve Prometheus metrics at /metrics", aliases=("enable-metrics=true",))
     metrics_names: tuple[str, ...] = setting(

@@ -69,6 +69,7 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_de
     grammar: str | None = None  # EBNF or Lark
     json_object: bool | None = None  # any JSON object
     structural_tag: Any = None  # an object, or its text
+    disable_any_whitespace: bool | None = None  # JSON without whitespace between its parts, or with it
 
 
 class _NamesNearest(type(msgspec.Struct)):  # type: ignore[misc]

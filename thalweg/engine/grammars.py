@@ -26,6 +26,7 @@ class _Sequence:
     grammar: Grammar
     compiled: Future[GrammarMatcher]
     is_thinking: bool  # the grammar holds after the end of the thought
+    is_free: bool  # nothing is constrained until the trigger
     has_output: bool = False
     matcher: GrammarMatcher | None = None  # None until the first mask
 
@@ -37,7 +38,9 @@ class _Sequence:
     def accept(self, token: int) -> bool:
         """Appends a token. Returns False if the grammar forbids it."""
         is_first, self.has_output = not self.has_output, True
-        if self.is_thinking:
+        if self.is_free:
+            self.is_free = token != self.grammar.trigger_id
+        elif self.is_thinking:
             self.is_thinking = token != self.grammar.think_end_id
         elif is_first and token == self.grammar.think_start_id:
             self.is_thinking = True
@@ -61,8 +64,10 @@ class GrammarRegistry:
         self._failed: dict[int, str] = {}
 
     def open(self, uid: int, grammar: Grammar) -> Ticket:
-        compiled: Future[GrammarMatcher] = self._compiled(Grammar(grammar.kind, grammar.source))
-        self._sequences[uid] = _Sequence(grammar, compiled, grammar.starts_in_thought)
+        compiled: Future[GrammarMatcher] = self._compiled(
+            Grammar(grammar.kind, grammar.source, any_whitespace=grammar.any_whitespace)
+        )
+        self._sequences[uid] = _Sequence(grammar, compiled, grammar.starts_in_thought, grammar.trigger_id >= 0)
         ticket = Ticket(0)
         compiled.add_done_callback(lambda done: _settle(ticket, done))
         return ticket
@@ -88,7 +93,7 @@ class GrammarRegistry:
 
     def fill(self, plan: StepPlan, states: Mapping[int, GrammarState]) -> GrammarMasks | None:
         """The masks of rows with a grammar, one for each sampled position. A sequence that has ended has no state and
-        needs no mask. None if there are no states.
+        needs no mask, nor does one before its trigger. None if no position needs one.
         """
         if not states:
             return None
@@ -98,7 +103,10 @@ class GrammarRegistry:
             for i, uid in enumerate(sampled)
             if uid in states
             for node, sequence in _nodes(self._sequences[uid], states[uid])
+            if not sequence.is_free
         ]
+        if not masks:
+            return None
         bits = np.zeros((len(masks), self._words), dtype=np.int32)
         wanted: list[tuple[GrammarMatcher, int]] = []
         for i, (_, _, _, sequence) in enumerate(masks):

@@ -112,7 +112,7 @@ class Conversation(RefusedFields, kw_only=True):
     thinking: Thinking | None = None
     mcp_servers: Any = None
     container: Any = None
-    thread: Any = None
+    thread: Any = None  # of messages that the server keeps
     output_config: OutputConfig | None = None
 
     def refuse(self, where: str = "") -> None:

@@ -21,7 +21,7 @@ from thalweg.server.openai_stream import ChoiceEncoder, OpenAIChoice, OpenAIStre
 from thalweg.server.parsing import given, renamed, sampling_params
 from thalweg.server.protocol import ChatRequest
 from thalweg.server.stream import respond
-from thalweg.server.structured_output import chat_grammar, read_tool_choice, schema_of
+from thalweg.server.structured_output import call_grammar, chat_grammar, read_tool_choice, schema_of
 from thalweg.text.chat import wants_thinking
 from thalweg.text.events import Event, PartKind
 from thalweg.text.messages import read_tools
@@ -70,8 +70,11 @@ async def prepare_chat(
         params = _params(ctx, body)
         text, ids, tools = await render(ctx, body)
         rid = ctx.rid(body.rid, request)
-        read_grammar = partial(chat_grammar, body, ctx.chat.formats, ctx.front.tokenizer.mark_id, text, lark)
+        shared = body, ctx.chat.formats, ctx.front.tokenizer.mark_id, text
+        read_grammar = partial(chat_grammar, *shared, ctx.any_whitespace, lark)
         grammar = await ctx.on_thread(read_grammar) if body.tools else read_grammar()
+        if body.tools and not grammar.is_set and given(body.tool_strict_level, ctx.options.tool_strict_level) != "off":
+            grammar = await ctx.grammar_checker.if_it_compiles(await ctx.on_thread(partial(call_grammar, *shared)))
     prompts = [PromptJob("messages", ids, text, params, rid, grammar)]
     if not may_cut:
         with renamed(client_field):

@@ -40,7 +40,7 @@ async def completions(ctx: AppContext, request: Request, body: CompletionRequest
         logprobs=body.logprobs,
         prompt_logprobs=max((top for top in (body.prompt_logprobs, echoed) if top is not None), default=None),
     )
-    grammar = grammar_of(body, body.response_format)
+    grammar = grammar_of(body, body.response_format, any_whitespace=ctx.any_whitespace)
     prompt, add_special = _infill_prompt(body, ctx.front.tokenizer), body.add_special_tokens is not False
     prompts, rid = await read_prompts(ctx, "prompt", prompt, add_special), ctx.rid(body.rid, request)
     jobs = [PromptJob(*prompt, params, rid, grammar) for prompt in prompts]

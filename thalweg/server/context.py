@@ -94,6 +94,11 @@ class AppContext:
         return self.front.ready
 
     @property
+    def any_whitespace(self) -> bool:
+        """Whether JSON of structured output may have whitespace where the request does not say."""
+        return not self.options.constrained_json_disable_any_whitespace
+
+    @property
     def context_len(self) -> int | None:
         """Tokens of the longest sequence; None while no engine serves."""
         return None if self.front.ready is None else self.front.ready.context

@@ -69,7 +69,7 @@ async def generate(ctx: AppContext, request: Request, body: GenerateRequest) -> 
     prompts = await read_prompts(ctx, field, value)
     samplings = _each(given(body.sampling_params, NativeSampling()), "sampling_params", len(prompts))
     rids = [ctx.rid(rid, request) for rid in _each(body.rid, "rid", len(prompts))]
-    grammars = _grammars(body, samplings)
+    grammars = _grammars(body, samplings, ctx.any_whitespace)
     jobs = [_prompt_job(ctx, body, *each) for each in zip(prompts, samplings, grammars, rids, strict=True)]
     salt = given(body.cache_salt, body.extra_key)
     job = await make_job(ctx, request, jobs, body.priority, salt, rename=lambda field: _NAMES.get(field, field))
@@ -90,15 +90,15 @@ def _each(value: Any, field: str, count: int) -> list[Any]:
     return value
 
 
-def _grammars(body: GenerateRequest, samplings: Sequence[NativeSampling]) -> list[Grammar]:
+def _grammars(body: GenerateRequest, samplings: Sequence[NativeSampling], any_whitespace: bool) -> list[Grammar]:
     """The grammar of each prompt. A structure is in the sampling parameters, as SGLang has it, or beside them for all
     prompts. Prompts that share their parameters share one object.
     """
-    shared, own = grammar_of(body), {}
+    shared, own = grammar_of(body, any_whitespace=any_whitespace), {}
     for sampling in samplings:
         if id(sampling) not in own:
             sampling.refuse("sampling_params.")
-            grammar = own[id(sampling)] = grammar_of(sampling, where="sampling_params.")
+            grammar = own[id(sampling)] = grammar_of(sampling, where="sampling_params.", any_whitespace=any_whitespace)
             if shared.is_set and grammar.is_set:
                 raise InvalidRequest(grammar.field, f"asks for a second structure beside {shared.field}: give one")
     return [shared if shared.is_set else own[id(sampling)] for sampling in samplings]

@@ -161,6 +161,7 @@ class ChatRequest(OpenAIRequest, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+    tool_strict_level: Literal["off", "parameter"] | None = None  # in place of the server's
     chat_template_kwargs: dict[str, Any] | None = None
     thinking: ThinkingSwitch | None = None
     reasoning_effort: str | None = None  # "none" and "minimal" turn thinking off, any other on

@@ -21,8 +21,8 @@ from thalweg.server.protocol import ChatRequest, ResponseFormat, StructuredField
 from thalweg.text.chat import ParserNames, wants_thinking
 from thalweg.text.grammar import check, json_rule, read_schema
 from thalweg.text.messages import read_tools
-from thalweg.text.parser import REASONING_FORMATS, is_in_thought
-from thalweg.text.tool_grammar import ToolGrammarSpec, tool_grammar
+from thalweg.text.parser import REASONING_FORMATS, TOOL_FORMATS, is_in_thought
+from thalweg.text.tool_grammar import ToolGrammarSpec, after_trigger, tool_grammar
 
 MarkId = Callable[[str], int | None]
 _KINDS = {  # field → kind of grammar
@@ -46,17 +46,31 @@ _OUTPUT_KINDS = {  # the same for the fields of structured_outputs
 }
 
 
-def grammar_of(body: StructuredFields, response_format: ResponseFormat | None = None, where: str = "") -> Grammar:
-    """The structure that a body asks for. Raises InvalidRequest, also for more than one."""
+def grammar_of(
+    body: StructuredFields,
+    response_format: ResponseFormat | None = None,
+    where: str = "",
+    *,
+    any_whitespace: bool = False,
+) -> Grammar:
+    """The structure that a body asks for. any_whitespace: where the body does not say. Raises InvalidRequest, also for
+    more than one.
+    """
     grammars = []
     if response_format is not None and response_format.type != "text":
         grammars.append(_format_grammar(response_format))
-    return _single([*grammars, *_grammars(body, where, _KINDS), *_outputs_grammars(body.structured_outputs, where)])
+    outputs = body.structured_outputs
+    grammars += [*_grammars(body, where, _KINDS), *_outputs_grammars(outputs, where)]
+    return _single(grammars, outputs, any_whitespace)
 
 
-def outputs_grammar(outputs: StructuredOutputsParams | None, where: str = "") -> Grammar:
-    """The structure of vLLM's `structured_outputs`. Raises InvalidRequest, also for more than one."""
-    return _single(_outputs_grammars(outputs, where))
+def outputs_grammar(
+    outputs: StructuredOutputsParams | None, where: str = "", *, any_whitespace: bool = False
+) -> Grammar:
+    """The structure of vLLM's `structured_outputs`. any_whitespace: where it does not say. Raises InvalidRequest, also
+    for more than one.
+    """
+    return _single(_outputs_grammars(outputs, where), outputs, any_whitespace)
 
 
 def _outputs_grammars(outputs: StructuredOutputsParams | None, where: str) -> list[Grammar]:
@@ -68,21 +82,28 @@ def _grammars(values: object, prefix: str, kinds: Mapping[str, str]) -> list[Gra
     return [_grammar(*each) for each in named if each[2] is not None and (each[2] or each[0] != "json_object")]
 
 
-def _single(grammars: Sequence[Grammar]) -> Grammar:
+def _single(grammars: Sequence[Grammar], outputs: StructuredOutputsParams | None, any_whitespace: bool) -> Grammar:
     if len(grammars) > 1:
         message = f"asks for a second structure beside {grammars[0].field}: give one"
         raise InvalidRequest(grammars[1].field, message)
-    return grammars[0] if grammars else NO_GRAMMAR
+    if outputs is not None and outputs.disable_any_whitespace is not None:
+        any_whitespace = not outputs.disable_any_whitespace
+    return structs.replace(grammars[0], any_whitespace=any_whitespace) if grammars else NO_GRAMMAR
 
 
 def chat_grammar(
-    body: ChatRequest, formats: ParserNames, mark_id: MarkId, prompt: str, lark: Mapping[str, str] | None = None
+    body: ChatRequest,
+    formats: ParserNames,
+    mark_id: MarkId,
+    prompt: str,
+    any_whitespace: bool = False,
+    lark: Mapping[str, str] | None = None,
 ) -> Grammar:
     """The grammar of the answer after its thought: a structure, or tool calls that are forced or strict.
 
     lark: function → Lark grammar of its only argument, a string. Raises InvalidRequest.
     """
-    content = grammar_of(body, body.response_format)
+    content = grammar_of(body, body.response_format, any_whitespace=any_whitespace)
     functions = read_tools(body.tools) if body.tools and body.tool_choice != "none" else ()
     choice = read_tool_choice(body)
     if choice.forced and content.is_set:
@@ -97,6 +118,27 @@ def chat_grammar(
         grammar = structs.replace(grammar, unenforced=unenforced + grammar.unenforced)
     continues = bool(body.continue_final_message)
     return after_thought(grammar, formats, mark_id, prompt, body.chat_template_kwargs, continues)
+
+
+def call_grammar(body: ChatRequest, formats: ParserNames, mark_id: MarkId, prompt: str) -> Grammar:
+    """Calls of the tools offered, from where the model begins one: for requests that ask for no structure.
+
+    NO_GRAMMAR where calls have no mark, and where a tool is beyond what grammars can hold.
+    """
+    if not body.tools or body.tool_choice == "none" or body.ignore_eos or formats.tools is None:
+        return NO_GRAMMAR
+    if not TOOL_FORMATS[formats.tools].mark:
+        return NO_GRAMMAR
+    try:
+        spec = ToolGrammarSpec(read_tools(body.tools), True, False, mark_id)
+        grammar = after_trigger(tool_grammar(formats.tools, spec))
+        if not grammar.is_set:  # the marks are text, which is read from the start on
+            free = tool_grammar(formats.tools, spec._replace(forced=False))
+            continues = bool(body.continue_final_message)
+            grammar = after_thought(free, formats, mark_id, prompt, body.chat_template_kwargs, continues)
+    except InvalidRequest:
+        return NO_GRAMMAR
+    return structs.replace(grammar, unenforced=())  # nobody asked for it
 
 
 class AllowedCalls(NamedTuple):
@@ -154,10 +196,10 @@ def _content_rule(content: Grammar) -> tuple[str, tuple[str, ...]]:
         case "":
             return "", ()
         case "json_object":
-            return json_rule({"type": "object"}), ()
+            return json_rule({"type": "object"}, content.any_whitespace), ()
         case "json_schema":
             schema, unenforced = read_schema(content.source, content.field, content.strict)
-            return json_rule(schema), unenforced
+            return json_rule(schema, content.any_whitespace), unenforced
     raise InvalidRequest(content.field, "goes with tools only as a JSON object or schema")
 
 
@@ -240,6 +282,14 @@ class GrammarChecker:
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="grammar-check")
         self._checks: OrderedDict[bytes, asyncio.Future[_Checked]] = OrderedDict()  # the latest used last
 
+    async def if_it_compiles(self, grammar: Grammar) -> Grammar:
+        """The grammar, or NO_GRAMMAR if it does not compile within the limits, or if too many wait for their check."""
+        try:
+            await self.check(grammar)
+        except (InvalidRequest, Overloaded):
+            return NO_GRAMMAR
+        return grammar
+
     async def check(self, grammar: Grammar) -> tuple[str, ...]:
         """What the grammar does not enforce (see `Grammar`).
 
@@ -248,7 +298,8 @@ class GrammarChecker:
         """
         if not grammar.is_set:
             return ()
-        parts = grammar.kind, grammar.field, str(grammar.strict), *grammar.unenforced, grammar.source
+        flags = f"{grammar.strict} {grammar.any_whitespace}"
+        parts = grammar.kind, grammar.field, flags, *grammar.unenforced, grammar.source
         key = hashlib.blake2b("\0".join(parts).encode("utf-8", "surrogatepass")).digest()
         if key not in self._checks:
             if sum(not check.done() for check in self._checks.values()) >= WAITING:

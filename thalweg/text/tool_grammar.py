@@ -10,8 +10,10 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from msgspec import structs
+
 from thalweg.core.errors import InvalidRequest
-from thalweg.core.grammar import Grammar
+from thalweg.core.grammar import NO_GRAMMAR, Grammar
 from thalweg.text.grammar import MAX_SOURCE, json_rule, literal, read_schema
 
 MarkId = Callable[[str], int | None]
@@ -26,6 +28,7 @@ _APART = {"type", "properties", "required", "additionalProperties", "$defs"}
 _TEXT = r"(.|\n)*"
 _LARK = "%lark"  # a string's own grammar, as a keyword of its schema
 _PLAIN_STRINGS = ("deepseekv32", "glm45")  # formats that write strings as they are
+_OPENING = re.compile(r'start: (?:"(?:[^"\\]|\\.)*" )?<\[(\d+)\]> ?')
 
 
 class ToolGrammarSpec(NamedTuple):
@@ -72,6 +75,14 @@ def tool_grammar(form: str, tools: ToolGrammarSpec) -> Grammar:
         unenforced += notes
     source = "\n".join(_FORMATS[form](tools._replace(functions=functions)))
     return Grammar("lark", source, field="tools", unenforced=tuple(unenforced))
+
+
+def after_trigger(grammar: Grammar) -> Grammar:
+    """Forced calls as a grammar that holds once the model has begun a call. NO_GRAMMAR if no token begins it."""
+    opening = _OPENING.match(grammar.source)
+    if opening is None:
+        return NO_GRAMMAR
+    return structs.replace(grammar, source="start: " + grammar.source[opening.end() :], trigger_id=int(opening[1]))
 
 
 def _sep(tools: ToolGrammarSpec, before: str, after: str, closing: str) -> list[str]:
