@@ -19,7 +19,7 @@ from thalweg.models.decoder import Decoder, MakeLayer
 from thalweg.models.interface import Model
 from thalweg.models.nextn import NextN
 from thalweg.models.stages import PipelineStage
-from thalweg.quant.catalog import scheme_of
+from thalweg.quant.catalog import format_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ def read_config_facts(config: Mapping[str, Any], where: str) -> ModelFacts:
     facts = facts_of(config, where, family.fields, family.defaults)
     own = {name: config.get(name, family.defaults.get(name)) for name in family.own_fields}
     facts = structs.replace(facts, family_fields=own)
-    scheme_of(facts.quantization_config, where)  # raises for a format that is not supported
+    format_of(facts.quantization_config, where)  # raises for a format that is not supported
     return facts
 
 
