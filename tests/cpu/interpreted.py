@@ -34,6 +34,7 @@ from thalweg.kernels.temperature import case
 from thalweg.kernels.temperature import triton as temperature
 from thalweg.kernels.topk_topp_threshold import triton as threshold
 from thalweg.kernels.verify import case as verify
+from thalweg.kernels.weight_only import case as weight_only_case
 from thalweg.sampling.kernel_sampling import KernelSampler
 from thalweg.sampling.sample import BANNED, REFERENCE
 
@@ -201,8 +202,21 @@ def grouped() -> None:
     assert torch.equal(rows[by.position_P[pairs]], x[pairs // 3])
 
 
+def weight_only() -> None:
+    """Products of codes of every kind, and a weight cut along K."""
+    operations = (
+        (weight_only_case.cases, weight_only_case.run_triton),
+        (weight_only_case.cases_of_experts, weight_only_case.run_experts_triton),
+    )
+    for cases, run in operations:
+        for one in cases(torch.Generator().manual_seed(1)):
+            errors = one.errors(run(**one.fresh_inputs()))
+            assert max(errors) <= one.tolerance, (one.name, errors)
+
+
 def main() -> int:
     convert_scalars()
+    weight_only()
     grouped()
     tl.extra.cuda.libdevice.fast_logf = logarithm  # the device's own is nothing that is interpreted
     vars(penalties)["BLOCK"] = tl.constexpr(32)  # so that sequences have several

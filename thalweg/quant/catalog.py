@@ -58,6 +58,12 @@ def format_of(config: Mapping[str, Any], where: str = "config.json") -> Format:
     return read if isinstance(read, Format) else Format((), read)
 
 
+def is_of_quantized(tensor: TensorSpec) -> bool:
+    """Whether only quantized weights have such a tensor."""
+    is_code = tensor.dtype not in PLAIN_DTYPES and tensor.name.endswith("weight")
+    return is_code or any(tensor.name.endswith("." + suffix) for suffix in CODE_SUFFIXES)
+
+
 class Schemes(Protocol):
     """Tells the scheme of each weight of one checkpoint."""
 

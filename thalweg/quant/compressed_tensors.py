@@ -75,8 +75,8 @@ def _scheme(group: Mapping[str, Any], top: Any, at: str) -> Scheme:
         "mxfp8-quantized": ("float", 8, 32),
     }
     if written in expected:
-        kind, bits, size = expected[written]
-        _require(weights, at, written, type=kind, num_bits=bits, group_size=size)
+        of_type, bits, columns = expected[written]
+        _require(weights, at, written, type=of_type, num_bits=bits, group_size=columns)
         fp4 = {"nvfp4-pack-quantized": nvfp4, "mxfp4-pack-quantized": mxfp4}.get(written)
         return fp4(written) if fp4 else ScaledCodes(written, "e4m3", (1, 32), scale=torch.uint8)
     strategy, size = weights.get("strategy"), weights.get("group_size")

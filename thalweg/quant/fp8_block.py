@@ -72,12 +72,13 @@ class Fp8Block(Quantized):
         return scheme
 
     def check(self, weight: TensorSpec, found: Mapping[str, TensorSpec]) -> None:
-        if (dtype := found[weight.name].dtype) != torch.float8_e4m3fn:
+        held = found[weight.name]
+        if held.dtype != torch.float8_e4m3fn:
             raise CheckpointError(
-                f"{weight.name} is {dtype}; quantized weights of this checkpoint are {torch.float8_e4m3fn}"
+                f"{weight.name} is {held.dtype}; quantized weights of this checkpoint are {torch.float8_e4m3fn}"
             )
-        if len(weight.shape) != 2:
-            raise CheckpointError(f"{weight.name} is FP8, and only a matrix can be: {weight.shape}")
+        if len(weight.shape) != 2 or len(held.shape) != 2:
+            raise CheckpointError(f"{weight.name} is FP8, and only a matrix can be: {held.shape}")
         codes, wanted = self.stored(weight)
         scale = found.get(wanted.name)
         if scale is None:

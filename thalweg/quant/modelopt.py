@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ def _fp4(algorithm: str) -> Scheme:
     return nvfp4(algorithm, "weight", "weight_scale_2")
 
 
-ALGORITHMS = {
+ALGORITHMS: dict[str, Callable[[str], Scheme]] = {
     "FP8": lambda name: ScaledCodes(name, "e4m3", TENSOR),
     "FP8_PER_CHANNEL_PER_TOKEN": lambda name: ScaledCodes(name, "e4m3", CHANNEL),
     "FP8_BLOCK_SCALES": lambda name: Fp8Block(KERNEL_BLOCK),

@@ -22,5 +22,6 @@ def unpack_words(words: Tensor, dim: int, order: Sequence[int] = ASCENDING) -> T
 def pack_words(codes: Tensor, dim: int, order: Sequence[int] = ASCENDING) -> Tensor:
     """The inverse: int32."""
     shifts = 4 * torch.tensor(order, dtype=torch.int32, device=codes.device)
-    groups = codes.movedim(dim, -1).to(torch.int32).unflatten(-1, (-1, 8))
+    last = codes.movedim(dim, -1).to(torch.int32)
+    groups = last.reshape(*last.shape[:-1], last.shape[-1] // 8, 8)
     return (groups << shifts).sum(-1, dtype=torch.int32).movedim(-1, dim).contiguous()

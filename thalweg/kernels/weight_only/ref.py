@@ -48,8 +48,8 @@ class Codes(NamedTuple):
 
 def pack_nibbles(codes_NK: Tensor) -> Tensor:
     """uint8 [..., N, K / 2] of codes 0 to 15, the even column in the low half."""
-    pairs = codes_NK.to(torch.uint8).unflatten(-1, (-1, 2))
-    return pairs[..., 0] | pairs[..., 1] << 4
+    codes = codes_NK.to(torch.uint8)
+    return codes[..., 0::2] | codes[..., 1::2] << 4
 
 
 def unpack_nibbles(bytes_NB: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ def dequantize(weight: Codes, dtype: torch.dtype = torch.float32) -> Tensor:
         numbers = table[unpack_nibbles(codes).long()]
     elif kind == "int4":
         numbers = numbers - 8
-    groups = numbers if scale is None else numbers.unflatten(-1, (scale.shape[-1], -1))
+    groups = numbers if scale is None else numbers.reshape(*scale.shape, -1)
     if zero is not None:
         groups = groups - zero.to(dtype).unsqueeze(-1)
     if scale is not None:

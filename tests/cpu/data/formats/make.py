@@ -105,7 +105,9 @@ def gptq(folder: Path, generator: torch.Generator, symmetric: bool, version: int
     zero = zero.clamp(min=1)  # its words overflow at 0
     packed = quantized.QuantLinear(4, 32, SIZE, SIZE, False)
     packed.pack(layer, scale.half().float(), zero.clone(), None)
-    codes = ((layer.weight.data.float().unflatten(1, (-1, 32)) + (zero * scale.half())[..., None]) / scale.half()[..., None]).round()
+    codes = (
+        (layer.weight.data.float().unflatten(1, (-1, 32)) + (zero * scale.half())[..., None]) / scale.half()[..., None]
+    ).round()
     numbers = ((codes.int() & 15) - zero[..., None]) * scale.half().float()[..., None]
     stored = {name: getattr(packed, name).contiguous() for name in ("qweight", "qzeros", "scales", "g_idx")}
     stored["scales"] = stored["scales"].half()
