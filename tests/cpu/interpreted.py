@@ -202,6 +202,9 @@ def grouped() -> None:
     assert torch.equal(rows[by.position_P[pairs]], x[pairs // 3])
 
 
+WIDE = {"x_MK", "x_TH", "out_TH", "residual_MN"}
+
+
 def weight_only() -> None:
     """Products of codes of every kind, and a weight cut along K."""
     operations = (
@@ -209,8 +212,10 @@ def weight_only() -> None:
         (weight_only_case.cases_of_experts, weight_only_case.run_experts_triton),
     )
     for cases, run in operations:
-        for one in cases(torch.Generator().manual_seed(1)):
-            errors = one.errors(run(**one.fresh_inputs()))
+        for one in list(cases(torch.Generator().manual_seed(1)))[::3]:  # 3 has no factor with the kinds of rows
+            inputs = one.fresh_inputs()  # the interpreter multiplies no bf16
+            wide = {name: inputs[name].float() for name in WIDE & inputs.keys()}
+            errors = one.errors(run(**inputs | wide))
             assert max(errors) <= one.tolerance, (one.name, errors)
 
 

@@ -22,10 +22,14 @@ from tests.cpu.batches import Bench
 from tests.cpu.in_memory import InMemory
 from thalweg.config.model import facts_of
 from thalweg.core.errors import CheckpointError
-from thalweg.models.catalog import read_facts
+from thalweg.core.kernels import KernelConfig
+from thalweg.kernels.weight_only.ref import Codes, dequantize
+from thalweg.layers.kernel_layers import KernelLayers
+from thalweg.models.catalog import assemble, read_facts
 from thalweg.quant.catalog import METHODS, NEVER_QUANTIZED, Stored, format_of
 from thalweg.quant.packing import pack_words
-from thalweg.quant.scheme import Take, TensorSpec
+from thalweg.quant.scheme import Quantized, Take, TensorSpec
+from thalweg.quant.weight_only import WeightOnly
 from thalweg.weights.loader import load
 from thalweg.weights.random import load_random
 
@@ -117,6 +121,49 @@ def test_a_slice_of_a_rank_is_read_by_itself(name: str) -> None:
             CheckpointError, match=rf"x\.weight is .* cuts \d+ columns .* let 1.* ranks share its {size}"
         ):
             decoded(CONFIGS[name], of_module(stored), shape, (slice(None), slice(columns // 2, columns)))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_memory_holds_the_codes_that_kernels_multiply_by(name: str) -> None:
+    stored, numbers = matrices(name)[0]
+    weight, stream = TensorSpec("x.weight", tuple(numbers.shape), torch.bfloat16), InMemory(of_module(stored))
+    scheme = Stored(stream.specs, CONFIGS[name]).of(weight)
+    if name == "ct_fp8_block":  # in blocks of 32, which no kernel multiplies by
+        assert isinstance(scheme, Quantized) and not scheme.holds((), weight.shape, False)
+        return
+    assert isinstance(scheme, WeightOnly) and scheme.holds((), weight.shape, False)
+    tensors = list(stream.deliver(scheme.reads(weight, ()), torch.device("cpu")))
+    held = scheme.pack(weight, tensors, ())
+    assert {suffix: (tuple(t.shape), t.dtype) for suffix, t in held.items()} == scheme.parameters(weight.shape)
+    parts = (held.get(suffix) for suffix in ("", "_scale", "_zero", "_row"))
+    assert torch.equal(dequantize(Codes(scheme.codes.kind, *parts)), scheme.decode(weight, tensors, ()))  # type: ignore[arg-type]
+
+
+def test_layers_of_kernels_hold_experts_and_products_as_codes() -> None:
+    """Experts of INT4 in stacks of codes, beside shared ones of another format, which are an MLP of their own."""
+    int4, fp8 = matrices("ct_int4")[0], matrices("ct_fp8_channel")[0]
+    config = compressed("mixed-precision")
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
+    config["config_groups"] = {
+        "a": {"targets": ["re:.*experts\\.\\d.*"], "format": "pack-quantized", "weights": weights},
+        "b": {"targets": ["re:.*shared.*"], "format": "float-quantized", "weights": FP8 | {"strategy": "channel"}},
+    }
+    facts = facts_of(model_config(64) | {"quantization_config": config}, "config.json")
+    stored = dict[str, Tensor]()
+    for source in reference_model.build(facts, torch.float32).table().sources():
+        module = source.name.removesuffix(".weight")
+        made = int4 if ".experts." in module else fp8 if "shared_experts" in module else None
+        stored |= of_module(made[0], module) if made else {source.name: torch.zeros(source.shape)}
+    stream, kernels = InMemory(stored), KernelConfig(decode="triton", prefill="triton")
+    layers = KernelLayers(torch.bfloat16, torch.device("cpu"), kernels, schemes=Stored(stream.specs, config))
+    model = assemble(facts, layers)
+    load(model, model.table(), stream, config)
+    moe = model.layers[1].mlp
+    stacks = moe.experts.stacks()
+    assert (
+        torch.equal(dequantize(stacks.w13)[3], torch.cat([int4[1], int4[1]])) and stacks.w2.codes.dtype == torch.uint8
+    )
+    assert moe.shared.down.weight.dtype == torch.float8_e4m3fn and moe.shared.down.weight_row.shape == (64,)
 
 
 def model_config(size: int) -> Config:

@@ -56,7 +56,8 @@ def theirs() -> nn.Module:
     published = load_file(FOLDER / "model.safetensors")
     behind = f"model.layers.{config['num_hidden_layers']}."
     plain = {
-        name: scheme.decode(TensorSpec(name, tuple(tensor.shape), torch.bfloat16), [tensor, published[f"{name}_scale_inv"]], ()) if tensor.dtype == torch.float8_e4m3fn else tensor.float()
+        name: scheme.decode(TensorSpec(name, tuple(tensor.shape), torch.bfloat16), [tensor, published[f"{name}_scale_inv"]], ())
+        if tensor.dtype == torch.float8_e4m3fn else tensor.float()
         for name, tensor in published.items()
         if not name.endswith("_scale_inv") and not name.startswith(behind)
     }  # fmt: skip

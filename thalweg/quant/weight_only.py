@@ -102,7 +102,8 @@ class WeightOnly(Quantized):
         ) -> Tensor:
             parts = dict(zip(suffixes, weights, strict=True))
             held = Codes(kind, *(parts.get(suffix) for suffix in ("", "_scale", "_zero", "_row")))  # type: ignore[arg-type]
-            return linear(x, held, Epilogue(None, residual_MN, out_MN))
+            y: Tensor = linear(x, held, Epilogue(None, residual_MN, out_MN), kernels.deterministic)
+            return y
 
         return product
 

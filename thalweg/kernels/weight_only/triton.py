@@ -33,6 +33,7 @@ from thalweg.kernels.silu_mul.triton import gated
 from thalweg.kernels.weight_only.ref import Codes
 
 PROGRAMS = 2 * 132  # that fill an H100
+DETERMINISTIC = 48  # rows of an expert for which tiles are chosen where bits must not depend on the batch
 DIRECT = 4  # tokens up to which each pair of token and expert is a tile
 
 
@@ -73,9 +74,9 @@ def _numbers(codes, zero, KIND: constexpr):
     """Exact bf16 numbers of codes, without their scales."""
     if KIND == "int8" or KIND == "e4m3":
         return codes.to(tl.float32).to(tl.bfloat16)
-    if KIND == "e2m1":  # the exponent's and the fraction's bits where bf16 has them, 126 binades too low
-        bits = (codes & 7).to(tl.uint16) << 6 | (codes & 8).to(tl.uint16) << 12
-        return (bits.to(tl.bfloat16, bitcast=True).to(tl.float32) * 8.507059173023462e37).to(tl.bfloat16)
+    if KIND == "e2m1":  # the exponent's and the fraction's bits where float32 has them, 126 binades too low
+        bits = (codes & 7).to(tl.uint32) << 22 | (codes & 8).to(tl.uint32) << 28
+        return (bits.to(tl.float32, bitcast=True) * 8.507059173023462e37).to(tl.bfloat16)
     number = (codes.to(tl.uint16) | 0x4300).to(tl.bfloat16, bitcast=True)
     if KIND == "uint4":
         return (number.to(tl.float32) - (zero.to(tl.float32) + 128.0)).to(tl.bfloat16)
@@ -113,7 +114,7 @@ def _sum(
     acc_NM = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     code_at = codes_NK + n_N[:, None] * (K // BYTES) + c[None, :]
     for start in tl.range(first, last, BLOCK_K, num_stages=STAGES):
-        codes = tl.load(code_at + start // BYTES, mask=live_N[:, None], other=0)
+        codes = tl.load(code_at + start // BYTES)  # rows past the end read another row
         x_MK = tl.load(x_M[:, None] + start + k[None, :], mask=live_M[:, None], other=0.0)
         at = n_N[:, None] * (K // ALL) + start // ALL + g[None, :]
         zero = 0
@@ -126,12 +127,13 @@ def _sum(
             high = low
         if GROUPS > 1:
             scale = _spread(_scales(scale_NG + at, live_N[:, None], IS_EXPONENT), BLOCK_N, GROUPS, COLUMNS)
-            low, high = (low.to(tl.float32) * scale).to(tl.bfloat16), (high.to(tl.float32) * scale).to(tl.bfloat16)
+            low, high = low.to(tl.float32) * scale, high.to(tl.float32) * scale
+        low, high = low.to(x_MK.dtype), high.to(x_MK.dtype)
         if PAIRED:
             even, odd = tl.split(tl.reshape(x_MK, (BLOCK_M, COLUMNS, 2)))
-            part = tl.dot(high, odd.T, tl.dot(low, even.T))
+            part = tl.dot(high, odd.T, tl.dot(low, even.T, input_precision="ieee"), input_precision="ieee")
         else:
-            part = tl.dot(low, x_MK.T)
+            part = tl.dot(low, x_MK.T, input_precision="ieee")
         if GROUPS == 1 and scale_NG is not None:
             one = n_N * (K // ALL) + start // ALL
             part *= _scales(scale_NG + one, live_N, IS_EXPONENT)[:, None]
@@ -188,14 +190,14 @@ def _add_parts(
     tl.store(y_MN + at, total.to(y_MN.dtype.element_ty), mask=n < N)
 
 
-def linear(
-    x: Tensor | LazyNorm, weight: Codes, epilogue: Epilogue = PLAIN, tile: WeightOnlyTile | None = None
-) -> Tensor:
-    """y [M, N] of x [M, K], bf16, or a norm of such, K a multiple of 64. A bias is not supported."""
+def linear(x: Tensor | LazyNorm, weight: Codes, epilogue: Epilogue = PLAIN, deterministic: bool = False) -> Tensor:
+    """y [M, N] of x [M, K], bf16, or a norm of such; K a multiple of 64. A bias is not supported. deterministic: a row's
+    bits depend on nothing but the row.
+    """
     assert epilogue.bias_N is None, "no layer of codes has a bias"
     x_MK, outputs, inputs = rows_of(x), len(weight.codes), weight.columns
     rows, group = len(x_MK), weight.group if weight.scale is not None else 0
-    tile = tile or linear_tile(rows, outputs, inputs, group)
+    tile = linear_tile(1 if deterministic else rows, outputs, inputs, group)
     y, residual = epilogue.result(rows, outputs, x_MK), epilogue.residual_MN
     parts = torch.empty(tile.splits, rows, outputs, dtype=torch.float32, device=y.device) if tile.splits > 1 else None
     if not rows:
@@ -320,20 +322,20 @@ def run_experts(
     routed: RouterOutput,
     weights: CodedExperts,
     accumulate: bool = True,
-    tiles: tuple[WeightOnlyTile, WeightOnlyTile] | None = None,
+    deterministic: bool = False,
 ) -> None:
-    """Adds the experts' sum to out_TH [T, H], or stores it there, as `experts.triton.run_experts`. tiles: of both
-    products.
-    """
+    """Adds the experts' sum to out_TH [T, H], or stores it there, as `experts.triton.run_experts`."""
     x_TH, (tokens, choices) = rows_of(x), routed.ids_TK.shape
     if not tokens:
         return
     w13, w2 = weights.w13, weights.w2
     experts, hidden, inner = w2.codes.shape[0], w2.codes.shape[1], w2.columns
     rows = tokens * choices / experts
-    up, down = tiles or (expert_tile(rows, hidden, w13.group), expert_tile(rows, inner, w2.group))
-    is_direct, pairs = tokens <= DIRECT and tiles is None, tokens * choices
-    count, table = pairs, (None, routed.ids_TK, None, None, None)
+    rows = DETERMINISTIC if deterministic else rows
+    up, down = expert_tile(rows, hidden, w13.group), expert_tile(rows, inner, w2.group)
+    is_direct, pairs = tokens <= DIRECT and not deterministic, tokens * choices
+    count = pairs
+    table: tuple[Tensor | None, ...] = (None, routed.ids_TK, None, None, None)
     if not is_direct:
         by = sort(routed.ids_TK, experts, up.m)
         count, table = by.most_tiles, (by.pair, by.tile_expert, by.tile_row, by.end_N, by.tiles)
