@@ -25,8 +25,7 @@ UNSUPPORTED_FLAGS = text_table("""
 tokenizer-path tokenizer: put the tokenizer's files into the checkpoint's folder
 download-dir: set the variable HF_HOME
 json-model-override-args hf-overrides: edit config.json in the folder
-quantization: not needed: it is read from config.json; supported are FP8 of 128 × 128 blocks, bf16 and float32, not
-    AWQ or GPTQ
+quantization: not needed: it is read from config.json; docs/support.md lists the weight formats
 generation-config: use --sampling-defaults
 default-chat-template-kwargs: give chat_template_kwargs in requests
 max-prefill-tokens schedule-conservativeness: use --chunked-prefill-size; admission reserves what a request can need

@@ -73,14 +73,14 @@ def expert_tile(rows: float, inputs: int, group: int) -> WeightOnlyTile:
 def _numbers(codes, zero, KIND: constexpr):
     """Exact bf16 numbers of codes, without their scales."""
     if KIND == "int8" or KIND == "e4m3":
-        return codes.to(tl.float32).to(tl.bfloat16)
-    if KIND == "e2m1":  # the exponent's and the fraction's bits where float32 has them, 126 binades too low
+        number = codes.to(tl.float32)
+    elif KIND == "e2m1":  # the exponent's and the fraction's bits where float32 has them, 126 binades too low
         bits = (codes & 7).to(tl.uint32) << 22 | (codes & 8).to(tl.uint32) << 28
-        return (bits.to(tl.float32, bitcast=True) * 8.507059173023462e37).to(tl.bfloat16)
-    number = (codes.to(tl.uint16) | 0x4300).to(tl.bfloat16, bitcast=True)
-    if KIND == "uint4":
-        return (number.to(tl.float32) - (zero.to(tl.float32) + 128.0)).to(tl.bfloat16)
-    return (number.to(tl.float32) - 136.0).to(tl.bfloat16)
+        number = bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
+    else:
+        number = (codes.to(tl.uint16) | 0x4300).to(tl.bfloat16, bitcast=True).to(tl.float32)
+        number -= zero.to(tl.float32) + 128.0 if KIND == "uint4" else 136.0
+    return number.to(tl.bfloat16)
 
 
 @triton.jit
