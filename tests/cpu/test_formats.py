@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load as load_bytes
+from safetensors.torch import save_file
 from torch import Tensor
 
 from tests.cpu import reference_model, zoo
@@ -359,6 +360,19 @@ def test_files_beside_config_json(tmp_path: Path, nested: bool) -> None:
             CheckpointError, match=r"hf_quant_config\.json says quant_algo 'NVFP4', and config\.json 'MXFP8'"
         ):
             read_facts(tmp_path)
+
+
+def test_an_unknown_format_names_its_first_tensor(tmp_path: Path) -> None:
+    config = model_config(64) | {"quantization_config": {"quant_method": "bitsandbytes"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tensors = {
+        "model.norm.weight": torch.ones(64),
+        "model.layers.0.mlp.up_proj.weight": torch.ones(8, dtype=torch.uint8),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    message = r"'bitsandbytes' is not supported; .* first quantized tensor is model\.layers\.0\.mlp\.up_proj\.weight"
+    with pytest.raises(CheckpointError, match=message):
+        read_facts(tmp_path)
 
 
 def changed(name: str, **change: Any) -> Config:

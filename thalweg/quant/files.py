@@ -31,7 +31,8 @@ def with_quantization(config: dict[str, Any], folder: Path) -> dict[str, Any]:
         ours, theirs = own.get("quant_algo"), (found or {}).get("quant_algo", own.get("quant_algo"))
         if ours != theirs:
             raise CheckpointError(
-                f"{folder / MODELOPT} says quant_algo {ours!r}, and config.json {theirs!r}: remove the one that is wrong"
+                f"{folder / MODELOPT} says quant_algo {ours!r}, and config.json {theirs!r}: remove the one that is"
+                " wrong"
             )
     if not found and exported:
         found = {"quant_method": "modelopt", **exported}

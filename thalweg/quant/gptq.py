@@ -25,8 +25,8 @@ WORD = 8
 
 @dataclass(frozen=True)
 class Gptq(WeightOnly):
-    """group: inputs that share a scale; 0 is all. is_v1: zero points are stored less one. desc_act: groups are scattered
-    over the inputs, so `g_idx` says each one's.
+    """group: inputs that share a scale; 0 is all. is_v1: zero points are stored less one. desc_act: groups are
+    scattered over the inputs, so `g_idx` says each one's.
     """
 
     group: int

@@ -11,8 +11,8 @@ ASCENDING = tuple(range(8))
 
 
 def unpack_words(words: Tensor, dim: int, order: Sequence[int] = ASCENDING) -> Tensor:
-    """uint8 codes 0 to 15 of int32 words that hold eight each along `dim`. order: of each code, which nibble of the word
-    it is.
+    """uint8 codes 0 to 15 of int32 words that hold eight each along `dim`. order: of each code, which nibble of the
+    word it is.
     """
     shifts = 4 * torch.tensor(order, dtype=torch.int32, device=words.device)
     spread = words.movedim(dim, -1).unsqueeze(-1) >> shifts & 15

@@ -101,7 +101,7 @@ class WeightOnly(Quantized):
             x: Any, weights: Sequence[Tensor], residual_MN: Tensor | None = None, out_MN: Tensor | None = None
         ) -> Tensor:
             parts = dict(zip(suffixes, weights, strict=True))
-            held = Codes(kind, *(parts.get(suffix) for suffix in ("", "_scale", "_zero", "_row")))  # type: ignore[arg-type]
+            held = Codes(kind, parts[""], parts.get("_scale"), parts.get("_zero"), parts.get("_row"))
             y: Tensor = linear(x, held, Epilogue(None, residual_MN, out_MN), kernels.deterministic)
             return y
 
@@ -121,8 +121,8 @@ def found_or_raise(weight: TensorSpec, name: str, scheme: str, found: Mapping[st
 
 
 def check_stored(scheme: Quantized, weight: TensorSpec, found: Mapping[str, TensorSpec], floats: int = 0) -> None:
-    """Raises CheckpointError unless every stored tensor is there in shape and dtype. The last `floats` of them may be of
-    any floating-point type.
+    """Raises CheckpointError unless every stored tensor is there in shape and dtype. The last `floats` of them may be
+    of any floating-point type.
     """
     if len(weight.shape) != 2:
         raise CheckpointError(f"{weight.name} is {scheme.name}, and only a matrix can be: {weight.shape}")

@@ -43,7 +43,8 @@ class Codes(NamedTuple):
 
     def expert(self, number: int) -> Codes:
         """One weight of a stack."""
-        return Codes(self.kind, *(None if each is None else each[number] for each in self[1:]))  # type: ignore[arg-type]
+        scale, zero, row = (None if each is None else each[number] for each in (self.scale, self.zero, self.row))
+        return Codes(self.kind, self.codes[number], scale, zero, row)
 
 
 def pack_nibbles(codes_NK: Tensor) -> Tensor:
@@ -80,8 +81,8 @@ def linear(x_MK: Tensor, weight: Codes, epilogue: Epilogue = PLAIN) -> Tensor:
 
 
 def add_experts_(out_TH: Tensor, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, w13: Codes, w2: Codes) -> Tensor:
-    """out[t] += Σ_k weights[t, k] · expert ids[t, k] of x[t]; in place, returns out. w13 [N, 2 I, H]: gate rows, then up
-    rows; w2 [N, H, I]. ids of N or more are none. Sums in out's dtype.
+    """out[t] += Σ_k weights[t, k] · expert ids[t, k] of x[t]; in place, returns out. w13 [N, 2 I, H]: gate rows, then
+    up rows; w2 [N, H, I]. ids of N or more are none. Sums in out's dtype.
     """
     for expert in range(len(w13.codes)):
         token, k = (ids_TK == expert).nonzero(as_tuple=True)

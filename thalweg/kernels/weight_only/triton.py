@@ -1,8 +1,8 @@
 """y = x Wᵀ and experts with weights of 4-bit or 8-bit codes (`ref.Codes`) and 16-bit activations.
 
 Floor: the codes, read once: 0.52 bytes a weight of INT4 in groups of 128. A program owns BLOCK_N rows of the weight. It
-computes Wxᵀ, so that codes become bf16 in registers and are the left operand from there: they never pass through shared
-memory. Codes become numbers by their bits: 4-bit integers q are the bf16 number 128 + q, less 128 + zero; all are
+computes Wxᵀ, so that codes become bf16 in registers and are the left operand from there: they never pass through
+shared memory. Codes become numbers by their bits: 4-bit integers q are the bf16 number 128 + q, less 128 + zero; all are
 exact. Two numbers of a byte are an even and an odd column, so x is split into its even and odd columns and each tile
 takes two products.
 
@@ -191,8 +191,8 @@ def _add_parts(
 
 
 def linear(x: Tensor | LazyNorm, weight: Codes, epilogue: Epilogue = PLAIN, deterministic: bool = False) -> Tensor:
-    """y [M, N] of x [M, K], bf16, or a norm of such; K a multiple of 64. A bias is not supported. deterministic: a row's
-    bits depend on nothing but the row.
+    """y [M, N] of x [M, K], bf16, or a norm of such; K a multiple of 64. A bias is not supported. deterministic: a
+    row's bits depend on nothing but the row.
     """
     assert epilogue.bias_N is None, "no layer of codes has a bias"
     x_MK, outputs, inputs = rows_of(x), len(weight.codes), weight.columns
