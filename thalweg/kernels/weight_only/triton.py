@@ -2,9 +2,9 @@
 
 Floor: the codes, read once: 0.52 bytes a weight of INT4 in groups of 128. A program owns BLOCK_N rows of the weight. It
 computes Wxᵀ, so that codes become bf16 in registers and are the left operand from there: they never pass through
-shared memory. Codes become numbers by their bits: 4-bit integers q are the bf16 number 128 + q, less 128 + zero; all are
-exact. Two numbers of a byte are an even and an odd column, so x is split into its even and odd columns and each tile
-takes two products.
+shared memory. Codes become numbers by their bits: 4-bit integers q are the bf16 number 128 + q, less 128 + zero; all
+are exact. Two numbers of a byte are an even and an odd column, so x is split into its even and odd columns and each
+tile takes two products.
 
 Groups of at least a tile's columns scale the tile's sum, in float32. Smaller groups scale the numbers, in bf16. The
 scale of a row is applied once, at the end.
