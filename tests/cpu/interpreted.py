@@ -36,6 +36,7 @@ from thalweg.kernels.temperature import case
 from thalweg.kernels.temperature import triton as temperature
 from thalweg.kernels.topk_topp_threshold import triton as threshold
 from thalweg.kernels.verify import case as verify
+from thalweg.kernels.weight_only import case as weight_only_case
 from thalweg.layers.kernel_layers import KernelLayers
 from thalweg.layers.kernel_moe import KernelMoe
 from thalweg.parallel.axis import SINGLE
@@ -240,8 +241,26 @@ def divided_experts() -> None:
         assert float((got_TH - want_TH.float()).norm() / want_TH.float().norm()) < 0.01
 
 
+WIDE = {"x_MK", "x_TH", "out_TH", "residual_MN"}
+
+
+def weight_only() -> None:
+    """Products of codes of every kind, and a weight cut along K."""
+    operations = (
+        (weight_only_case.cases, weight_only_case.run_triton),
+        (weight_only_case.cases_of_experts, weight_only_case.run_experts_triton),
+    )
+    for cases, run in operations:
+        for one in list(cases(torch.Generator().manual_seed(1)))[::3]:  # 3 has no factor with the kinds of rows
+            inputs = one.fresh_inputs()  # the interpreter multiplies no bf16
+            wide = {name: inputs[name].float() for name in WIDE & inputs.keys()}
+            errors = one.errors(run(**inputs | wide))
+            assert max(errors) <= one.tolerance, (one.name, errors)
+
+
 def main() -> int:
     convert_scalars()
+    weight_only()
     grouped()
     divided_experts()
     tl.extra.cuda.libdevice.fast_logf = logarithm  # the device's own is nothing that is interpreted

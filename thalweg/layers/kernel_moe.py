@@ -8,13 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from thalweg.config.model import MoeFacts
-from thalweg.kernels.experts.backends import runner
+from thalweg.kernels.experts.backends import coded_runner, runner
 from thalweg.kernels.experts.triton import ExpertWeights
 from thalweg.kernels.gemm import triton as gemm
 from thalweg.kernels.norm import triton as norm
 from thalweg.kernels.norm.triton import Rows
 from thalweg.kernels.quantize.triton import scales_like
 from thalweg.kernels.router import triton as routing
+from thalweg.kernels.weight_only.ref import Codes
+from thalweg.kernels.weight_only.triton import CodedExperts
 from thalweg.layers.factory import LayerFactory
 from thalweg.layers.interface import Activation, ResidualStream
 from thalweg.layers.kernel_linear import quantized_parameters
@@ -23,6 +25,7 @@ from thalweg.layers.moe import ExpertStacks, RouterWeights, experts_here, load_e
 from thalweg.parallel.axis import width_of
 from thalweg.parallel.experts import ExpertPlacement
 from thalweg.quant.scheme import Quantized
+from thalweg.quant.weight_only import WeightOnly
 
 
 class KernelMoe(Module):
@@ -45,7 +48,8 @@ class KernelMoe(Module):
         """scheme: of the stacks. is_stacked: whether they hold the shared experts too."""
         super().__init__()
         self.is_deterministic, self.dtype = layers.kernels.deterministic, layers.dtype
-        self.run = runner(layers.kernels.moe, self.is_deterministic)
+        is_coded, backend = isinstance(scheme, WeightOnly), layers.kernels.moe
+        self.run = coded_runner(self.is_deterministic) if is_coded else runner(backend, self.is_deterministic)
         stacked = moe.shared if is_stacked else 0
         self.router = RouterWeights(layers, f"{name}.gate", moe, hidden, layers.dtype, stacked)  # the gate as published
         self.placement = layers.placement(layer, moe, stacked)
@@ -117,8 +121,9 @@ class KernelExperts(ExpertStacks):
         """name: of the block; routed experts are published as its `experts`, shared ones as its `shared_experts`."""
         super().__init__()
         self.scheme = scheme
-        self.w13_scale: nn.Parameter | None = None
-        self.w2_scale: nn.Parameter | None = None
+        for weight in ("w13", "w2"):  # what a scheme does not have stays None
+            for suffix in ("_scale", "_zero", "_row"):
+                setattr(self, weight + suffix, None)
         self.placement, routed = placement, len(experts_here(placement, moe))
         width = width_of(moe.intermediate, layers.layout.moe_tp)
         for weight, shape in (("w13", (2 * len(width), hidden)), ("w2", (hidden, len(width)))):
@@ -141,8 +146,20 @@ class KernelExperts(ExpertStacks):
 
     w13: nn.Parameter
     w2: nn.Parameter
+    w13_scale: nn.Parameter | None
+    w2_scale: nn.Parameter | None
+    w13_zero: nn.Parameter | None
+    w2_zero: nn.Parameter | None
+    w13_row: nn.Parameter | None
+    w2_row: nn.Parameter | None
 
-    def stacks(self) -> ExpertWeights:
+    def stacks(self) -> ExpertWeights | CodedExperts:
+        if isinstance(self.scheme, WeightOnly):
+            kind = self.scheme.codes.kind
+            return CodedExperts(
+                Codes(kind, self.w13, self.w13_scale, self.w13_zero, self.w13_row),
+                Codes(kind, self.w2, self.w2_scale, self.w2_zero, self.w2_row),
+            )
         return ExpertWeights(self.w13, self.w2, self.w13_scale, self.w2_scale)
 
     @property
