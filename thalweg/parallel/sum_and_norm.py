@@ -110,7 +110,7 @@ class SumAndNorm:
 
 
 def limits(times: dict[int, dict[str, float]]) -> tuple[int, int]:
-    """(most rows of a one-shot call, most rows of any call): up to the first row count at which another way is faster."""
+    """(most rows of a one-shot call, most rows of any call): up to where another way is faster."""
     one_shot = most = 0
     for rows, by_way in times.items():
         if by_way.get("one-shot", torch.inf) > by_way["two-shot"]:
