@@ -22,9 +22,9 @@ RUN pip install "torch==${TORCH}"
 FROM torch-${VARIANT}
 WORKDIR /opt/thalweg
 COPY LICENSE README.md pyproject.toml ./
+COPY models ./models
 COPY thalweg ./thalweg
 RUN pip install ".[otel]"
-COPY models ./models
 RUN useradd --uid 10001 --create-home thalweg && mkdir /models && chown thalweg /models
 ENV HF_HOME=/models
 VOLUME /models

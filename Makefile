@@ -14,9 +14,9 @@ ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-input
 
-.PHONY: help install install-test serve test test-null test-ranks check size format hooks kernels sanitize soak bench docs release-check clean
+.PHONY: help refresh-tiny install install-test serve test test-null test-ranks check size format hooks kernels sanitize soak bench docs release-check clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' Makefile
@@ -70,9 +70,13 @@ soak: install-test ## run the random drivers of cache, scheduler and processes (
 bench: install ## measure one-batch speed of the bundled model (MODEL=, ARGS=)
 	@exec $(BIN)/thalweg bench one-batch --model $(MODEL) $(ARGS)
 
-docs: install ## write docs/configuration.md from the flags, and tables from benchmarks/
+docs: install ## write docs/configuration.md from the flags, tables of API fields, and tables from benchmarks/
 	@$(BIN)/python -m tools.configuration_page > docs/configuration.md
+	@$(BIN)/python -m tools.api_tables
 	@$(BIN)/python -m tools.release.docs
+
+refresh-tiny: install-test ## make again what depends on models/tiny: results, tables, benchmarks on a CPU (minutes; ARGS="--list")
+	@$(BIN)/python -m tools.train_tiny.refresh $(ARGS)
 
 release-check: install-test ## run what a release needs: compose, parity, evals, soak, docs, age of GPU results (ARGS="--only docs")
 	@$(BIN)/python -m tools.release.check $(ARGS)
@@ -86,12 +90,12 @@ $(VENV)/bin/python:
 	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "python3 -m venv failed: on Debian and Ubuntu, apt-get install python3-venv"; exit 1; }
 
 $(VENV)/.torch: | $(VENV)/bin/python
-	@echo "installing torch $(TORCH) (once)"
+	@echo "installing torch $(TORCH): about 200 MB for a CPU, several GB for a GPU (once)"
 	@tools/install_torch.sh $(BIN)/python $(TORCH)
 	@touch $@
 
 $(VENV)/.installed: pyproject.toml $(VENV)/.torch
-	@echo "installing Thalweg into $(VENV)"
+	@echo "installing Thalweg and its other libraries into $(VENV): about 50 MB (once)"
 	@$(PIP) --editable .
 	@touch $@
 

@@ -10,14 +10,14 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from thalweg import __version__
-from thalweg.config.args import ENGINE, OptionsParser, ParsedOptions, options_parser, parse_options
+from thalweg.config.args import ENGINE, OptionsParser, ParsedOptions, add_setting, options_parser, parse_options
 from thalweg.config.setting import nearest
-from thalweg.config.tree import non_defaults
+from thalweg.config.tree import non_defaults, settings
 from thalweg.core.errors import ThalwegError, UnsupportedConfig
 
 if TYPE_CHECKING:
@@ -67,15 +67,16 @@ def usage() -> str:
 usage: thalweg COMMAND [MODEL] [--flag value ...]
 
 Thalweg {__version__}: an LLM inference engine. MODEL is a folder with config.json and *.safetensors,
-or org/name on the model hub.
+or org/name on the model hub. Without MODEL it is models/tiny, which comes with Thalweg.
 
 {rows}
 
 examples:
-  thalweg serve models/tiny                          then open http://127.0.0.1:30000/ in a browser
-  thalweg chat models/tiny                           the same, in this terminal
+  thalweg serve                                      then open http://127.0.0.1:30000/ in a browser
+  thalweg chat                                       the same, in this terminal
+  thalweg run models/tiny "What is 27 + 58?"         one answer
   thalweg generate models/tiny --prompt "Once upon"  one completion, without a server
-  thalweg plan models/tiny                           what would be chosen and why, without loading anything
+  thalweg plan org/name                              what would be chosen and why, without loading anything
 
 thalweg COMMAND --help tells more; docs/configuration.md lists every setting."""
 
@@ -85,9 +86,9 @@ def _fail(message: str, status: int) -> int:
     return status
 
 
-def _parse(parser: OptionsParser, argv: Sequence[str]) -> ParsedOptions:
+def _parse(parser: OptionsParser, argv: Sequence[str], needs_model: bool = True) -> ParsedOptions:
     """Reads the command line; prints a line for each flag that has another name here."""
-    parsed = parse_options(parser, argv)
+    parsed = parse_options(parser, argv, needs_model)
     for notice in parsed.notices:
         _notify(notice)
     return parsed
@@ -103,6 +104,7 @@ def _notify(notice: str) -> None:
 def serve(argv: Sequence[str]) -> int:
     epilog = """\
 examples:
+  thalweg serve
   thalweg serve models/tiny --port 8000
   thalweg serve org/name --revision v1.0 --served-model-name river --api-key "$KEY"
   thalweg serve models/tiny --host 0.0.0.0 --ssl-certfile cert.pem --ssl-keyfile key.pem
@@ -113,7 +115,11 @@ finish."""
     parser = options_parser(
         "thalweg serve", "Serves a model over HTTP: OpenAI's routes, its own, and a page to chat on.", epilog
     )
-    config = _parse(parser, argv).options
+    text = "print every setting with its reason, and the phases of the start; later /resolved has them"
+    parser.own.add_argument("-v", "--verbose", action="store_true", help=text)
+    parsed = _parse(parser, argv)
+    config, path = parsed.options, parsed.options.model.model
+    path = os.path.abspath(path) if os.path.isdir(path) else path
     from thalweg.engine.child import EngineProcess
 
     with contextlib.closing(EngineProcess()) as engine:  # imports while this process does
@@ -126,10 +132,18 @@ finish."""
         return run(
             config,
             lambda front, options, resolved: {
-                "app": build(front, options, resolved.chat, path=config.model.model, defaults=resolved.sampling),
+                "app": build(
+                    front,
+                    options,
+                    resolved.chat,
+                    path=path,
+                    defaults=resolved.sampling,
+                    folder=resolved.path,
+                ),
                 "http": bounded(options),
             },
             engine,
+            parsed.args.verbose,
         )
 
 
@@ -180,38 +194,87 @@ examples:
     own.add_argument("--json", action="store_true", help="print a JSON object a prompt")
     parsed = _parse(parser, argv)
     prompts = _prompts(parsed.args)
-    from thalweg.llm import LLM
+    from thalweg.llm import LLM, GenerationInterrupted
 
-    shown = sys.stderr.isatty()
-    llm = LLM(progress=shown, **non_defaults(parsed.options))
-    results = llm.generate(prompts, _sampling(parsed.args, llm.texts.resolved.sampling), progress=shown)
+    llm = LLM(**non_defaults(parsed.options))
+    interrupted = None
+    try:
+        results = llm.generate(prompts, _sampling(parsed.args, llm.get_default_sampling_params()))
+    except GenerationInterrupted as error:
+        results, interrupted = error.outputs, error
     for prompt, result in zip(prompts, results, strict=True):
         if parsed.args.json:
-            outputs = [{"text": one.text, "tokens": len(one.ids), "finish": one.finish} for one in result.outputs]
+            outputs = [
+                {"text": one.text, "tokens": len(one.token_ids), "finish_reason": one.finish_reason}
+                for one in result.outputs
+            ]
             print(json.dumps({"prompt": prompt, "outputs": outputs}, ensure_ascii=False))
         else:
             print(*(prompt + one.text for one in result.outputs), sep="\n---\n")
+    if interrupted is not None:
+        raise interrupted
     return 0
 
 
 def chat(argv: Sequence[str]) -> int:
     epilog = """\
 examples:
-  thalweg chat models/tiny
+  thalweg chat
   thalweg chat models/tiny --system "You speak in verse." --temperature 0.7 --thinking
 
-/new forgets the conversation; Ctrl-D leaves, Ctrl-C stops an answer."""
-    parser = options_parser("thalweg chat", "Talks to a model in this terminal.", epilog, ENGINE)
+/new forgets the conversation; Ctrl-D or /bye leaves, Ctrl-C stops an answer."""
+    return _chat(options_parser("thalweg chat", "Talks to a model in this terminal.", epilog, ENGINE), argv)
+
+
+def run(argv: Sequence[str]) -> int:
+    epilog = """\
+examples:
+  thalweg run                                  as thalweg chat
+  thalweg run models/tiny "What is 27 + 58?"   one answer
+  cat question.txt | thalweg run models/tiny   the same, from standard input"""
+    text = "Talks to a model in this terminal, or answers one PROMPT."
+    parser = options_parser("thalweg run", text, epilog, ENGINE, "PROMPT")
+    return _chat(parser, argv, is_piped=not sys.stdin.isatty())
+
+
+def _chat(parser: OptionsParser, argv: Sequence[str], is_piped: bool = False) -> int:
+    """is_piped: whether standard input is the prompt where the command line has none."""
     own = _sampling_flags(parser)
     own.add_argument("--system", default="", metavar="TEXT", help="system message")
     own.add_argument("--thinking", action="store_true", help="ask for a thought before the answer")
     parsed = _parse(parser, argv)
+    prompt = " ".join(parsed.words) or (sys.stdin.read().strip() if is_piped else "")
+    if is_piped and not prompt:
+        raise UnsupportedConfig("no prompt: write it after MODEL, or on standard input")
     from thalweg.launch.chat import chat
     from thalweg.launch.resolve import resolve
 
     resolved = resolve(parsed.options)
+    resolved = replace(resolved, engine=resolved.engine.started((), log_start=False))
     params = _sampling(parsed.args, resolved.sampling)
-    return chat(resolved, params, parsed.args.system, parsed.args.thinking or None)
+    return chat(resolved, params, parsed.args.system, parsed.args.thinking or None, prompt)
+
+
+def pull(argv: Sequence[str]) -> int:
+    epilog = """\
+examples:
+  thalweg pull org/name
+  thalweg pull org/name --revision v1.0
+
+Files go into the hub's cache (HF_HOME), where `thalweg serve org/name` finds them. Run it again after an interruption:
+complete files are kept, and a file that broke off goes on from there."""
+    parser = OptionsParser(
+        "thalweg pull", "Downloads a model from the hub.", epilog, "thalweg pull ORG/NAME [--revision NAME]"
+    )
+    parser.own.add_argument("model", metavar="ORG/NAME", help="name of the model on the hub")
+    for name in ("revision", "hf_token"):
+        add_setting(parser.own, settings()[name])
+    parsed = _parse(parser, argv, needs_model=False)
+    from thalweg.launch.hub import pull as run
+
+    model = parsed.options.model
+    print(run(parsed.args.model, model.revision, model.hf_token))
+    return 0
 
 
 def doctor(argv: Sequence[str]) -> int:
@@ -231,7 +294,7 @@ Exit status: 0 if serving can start, else 1. A machine without a GPU is fine."""
     own = parser.own
     own.add_argument("--json", action="store_true", help="print one JSON object")
     own.add_argument("--online", action="store_true", help="ask the model hub too whether it can be reached")
-    parsed = _parse(parser, argv)
+    parsed = _parse(parser, argv, needs_model=False)
     from thalweg.launch.doctor import doctor as run
 
     return run(parsed.options, parsed.args)
@@ -250,6 +313,8 @@ def _main(module: str) -> Callable[[Sequence[str]], int]:
 COMMANDS = {
     "serve": Command("serve a model over HTTP", serve),
     "chat": Command("talk to a model in this terminal", chat),
+    "run": Command("talk to a model, or answer one prompt: thalweg run MODEL [PROMPT]", run),
+    "pull": Command("download a model from the hub", pull),
     "generate": Command("complete prompts in this process", generate),
     "plan": Command("show memory, lower bounds of step times, and every setting with its reason", plan),
     "warmup": Command("compile the kernels that serving with these flags needs", warmup),

@@ -37,7 +37,7 @@ memory:
 In Python, by name or as dataclasses:
 
 ```python
-from thalweg.llm import LLM
+from thalweg import LLM
 
 llm = LLM("models/tiny", max_running_requests=32, mem_fraction_static=0.5, radix_cache=False)
 ```
@@ -66,7 +66,9 @@ def document() -> str:
 def _row(one: Setting) -> str:
     aliases = [f"--{name}" for name, value, is_foreign in one.spellings() if value is ... and not is_foreign]
     names = ", ".join(f"`{flag}`" for flag in (one.flag, *aliases))
-    text = one.help + (f" ({', '.join(f'`{choice}`' for choice in one.choices)})" if one.choices else "")
+    meanings = "".join(f"<br>`{name}`: {meaning}" for name, meaning in one.meanings.items())
+    choices = "" if meanings or not one.choices else f" ({', '.join(f'`{choice}`' for choice in one.choices)})"
+    text = one.help + choices + meanings
     return f"| {names} | {one.shown_default} | {text} |\n"
 
 

@@ -4,7 +4,7 @@
 set -euo pipefail
 python=$1 version=$2
 index=https://download.pytorch.org/whl/cpu
-pip() { "$python" -m pip install --quiet --disable-pip-version-check "$@"; }
+pip() { "$python" -m pip install --no-input --disable-pip-version-check "$@"; }
 
 if [ "$(uname -s)" != Linux ] || [ -e /proc/driver/nvidia/version ] || command -v nvidia-smi >/dev/null; then
     pip "torch==$version"

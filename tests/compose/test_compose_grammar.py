@@ -24,7 +24,7 @@ from thalweg.engine.local import LocalEngine, choice_params
 from thalweg.text.tokenizer import Tokenizer
 
 COLUMNS: dict[str, list[Any]] = {
-    "grammar": ["json_schema", "regex"],  # none is test_compose.py
+    "grammar": ["json_schema", "regex", "triggered"],  # none is test_compose.py
     "chunked_prefill_size": [48, 2048],
     "max_steps_in_flight": [1, 2],
     "radix_cache": [True, False],
@@ -38,7 +38,9 @@ COLUMNS: dict[str, list[Any]] = {
 CASES = covering(COLUMNS, SEED)
 SCHEMA = {"type": "array", "items": {"enum": ["aye", "nay", 7]}, "minItems": 20, "maxItems": 30}
 WORDS = r"([a-d]{2,4} ){20,30}\."
+TRIGGER = Tokenizer(Path(MODEL)).encode(",", False)[0]
 GRAMMARS = {
+    "triggered": Grammar("regex", r"[a-d]{2,4}!", trigger_id=TRIGGER),
     "none": NO_GRAMMAR,
     "json_schema": Grammar("json_schema", json.dumps(SCHEMA)),
     "regex": Grammar("regex", WORDS),
@@ -105,7 +107,10 @@ def test_every_pair_gives_the_plain_engines_tokens(case: dict[str, Any]) -> None
             continue
         if got.tokens != want.tokens:  # a near tie among the few tokens that the grammar leaves
             jumped.add(id(ask))
-        check(grammar, params, tokenizer.decode(got.tokens), got)
+        if grammar.trigger_id < 0:
+            check(grammar, params, tokenizer.decode(got.tokens), got)
+        elif TRIGGER in got.tokens and got.finish == "stop":
+            assert re.fullmatch(grammar.source, tokenizer.decode(got.tokens[got.tokens.index(TRIGGER) + 1 :]))
     assert len(jumped) <= 2, f"{len(jumped)} requests left the reference: too many to be rounding"
     allocator = engine.loop.scheduler.allocator
     assert allocator.num_available() == allocator.num_pages, "a page did not come home"

@@ -83,7 +83,7 @@ def llm() -> LLM:
 
 def body_of(case: dict[str, Any], llm: LLM) -> dict[str, Any]:
     body: dict[str, Any] = {
-        "prompt": list(llm.texts.ids(PROMPT)) if case["as_ids"] else PROMPT,
+        "prompt": list(llm.get_tokenizer().encode(PROMPT)) if case["as_ids"] else PROMPT,
         "max_tokens": 90,
         "temperature": 0.0 if case["seed"] is None else 0.9,
         "top_p": 1.0,  # the checkpoint recommends less, which a server takes and LLM does not
@@ -128,6 +128,6 @@ def test_every_way_of_asking_gives_the_plain_engines_tokens(url: str, llm: LLM) 
             max_tokens=body["max_tokens"],
             ignore_eos=True,
         )
-        want = [choice.ids for choice in llm.generate(PROMPT, params)[0].outputs]
+        want = [choice.token_ids for choice in llm.generate(PROMPT, params)[0].outputs]
         different += answer != want
     assert different <= 1, f"{different} of {len(bodies)} differ; a near tie of the model may move one at most"

@@ -235,7 +235,7 @@ class _Voice:
         self.stop: str | int | None = None
         for stop in params.stop:
             if stop in text:
-                text, self.stop = text[: text.index(stop)] + stop * params.include_stop, stop
+                text, self.stop = text[: text.index(stop)] + stop * params.include_stop_str_in_output, stop
         self.tokens = tokenizer.encode(text)
         for at, token in enumerate(self.tokens):
             if token in params.stop_token_ids:

@@ -16,6 +16,8 @@ from triton.runtime import interpreter
 
 from tests.gpu import growing
 from thalweg.batch.slots import Slots
+from thalweg.config.model import MoeFacts
+from thalweg.core.kernels import KernelConfig
 from thalweg.core.plan import Bind, SamplingNeeds
 from thalweg.core.sampling import SamplingParams
 from thalweg.kernels.all_reduce import case as all_reduce
@@ -34,8 +36,16 @@ from thalweg.kernels.temperature import case
 from thalweg.kernels.temperature import triton as temperature
 from thalweg.kernels.topk_topp_threshold import triton as threshold
 from thalweg.kernels.verify import case as verify
+from thalweg.kernels.weight_only import case as weight_only_case
+from thalweg.layers.kernel_layers import KernelLayers
+from thalweg.layers.kernel_moe import KernelMoe
+from thalweg.parallel.axis import SINGLE
+from thalweg.parallel.layout import SINGLE_RANK, ExpertLayout, Layout
+from thalweg.quant.catalog import Declared
 from thalweg.sampling.kernel_sampling import KernelSampler
 from thalweg.sampling.sample import BANNED, REFERENCE
+from thalweg.weights.random import load_random
+from thalweg.weights.table import table_of
 
 EDITS: list[dict[str, Any]] = [
     {"repetition_penalty": 1.3},
@@ -201,9 +211,58 @@ def grouped() -> None:
     assert torch.equal(rows[by.position_P[pairs]], x[pairs // 3])
 
 
+class Half:
+    """One of two ranks with the same tokens, whose collectives nothing here calls."""
+
+    def __init__(self, rank: int) -> None:
+        self.size, self.rank = 2, rank
+
+
+def divided_experts() -> None:
+    """Two ranks' parts of a mixture of experts, with stacked shared experts and with FP8 codes, are one rank's sum."""
+    moe = MoeFacts(experts=8, shared=1, topk=2, intermediate=128, method="greedy", renormalize=True, sparse=(True,) * 2)
+    fp8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+
+    def block(layout: Layout, quantization: dict[str, Any]) -> KernelMoe:
+        kernels = KernelConfig(decode="triton", prefill="triton")
+        factory = KernelLayers(torch.bfloat16, torch.device("cpu"), kernels, layout, schemes=Declared(quantization))
+        made = factory.moe(1, "moe", moe, 256)
+        load_random(made, table_of(made), quantization, 3, False)
+        assert made.shared is None, "it is in the stacks"
+        return made
+
+    x_TH = torch.randn(2, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+    for quantization, redundant in (({}, 0), (fp8, 2)):
+        want_TH, got_TH = torch.zeros_like(x_TH), torch.zeros(2, 256)
+        block(SINGLE_RANK, quantization).add_(want_TH, x_TH, None)
+        for axis in (Half(0), Half(1)):
+            layout = Layout(axis, SINGLE, axis, axis, SINGLE, axis, ExpertLayout(redundant))  # type: ignore[arg-type]
+            got_TH += block(layout, quantization).partial(x_TH, None)
+        assert float((got_TH - want_TH.float()).norm() / want_TH.float().norm()) < 0.01
+
+
+WIDE = {"x_MK", "x_TH", "out_TH", "residual_MN"}
+
+
+def weight_only() -> None:
+    """Products of codes of every kind, and a weight cut along K."""
+    operations = (
+        (weight_only_case.cases, weight_only_case.run_triton),
+        (weight_only_case.cases_of_experts, weight_only_case.run_experts_triton),
+    )
+    for cases, run in operations:
+        for one in list(cases(torch.Generator().manual_seed(1)))[::3]:  # 3 has no factor with the kinds of rows
+            inputs = one.fresh_inputs()  # the interpreter multiplies no bf16
+            wide = {name: inputs[name].float() for name in WIDE & inputs.keys()}
+            errors = one.errors(run(**inputs | wide))
+            assert max(errors) <= one.tolerance, (one.name, errors)
+
+
 def main() -> int:
     convert_scalars()
+    weight_only()
     grouped()
+    divided_experts()
     tl.extra.cuda.libdevice.fast_logf = logarithm  # the device's own is nothing that is interpreted
     vars(penalties)["BLOCK"] = tl.constexpr(32)  # so that sequences have several
     tempered(256)

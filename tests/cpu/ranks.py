@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -31,6 +31,13 @@ class Meeting:
         self.barrier = threading.Barrier(self.size, timeout=PATIENCE)
         self.offered = [None] * self.size
 
+    def gather(self, rank: int, offer: Any) -> list[Any]:
+        self.offered[rank] = offer
+        self.barrier.wait()
+        offers = list(self.offered)
+        self.barrier.wait()
+        return offers
+
     def exchange(self, rank: int, name: str, x: Tensor) -> list[Tensor]:
         self.offered[rank] = (name, tuple(x.shape), x.dtype, x.detach().clone())
         self.barrier.wait()
@@ -50,6 +57,7 @@ class ThreadAxis:
 
     meeting: Meeting
     rank: int
+    sum_and_norm = None
 
     @property
     def size(self) -> int:
@@ -58,11 +66,24 @@ class ThreadAxis:
     def all_reduce(self, partial: Tensor) -> Tensor:
         return _sum(self.meeting.exchange(self.rank, "all_reduce", partial))
 
+    def add_(self, x: Tensor, partial: Tensor) -> None:
+        x.copy_(x.float() + self.all_reduce(partial))
+
     def all_gather(self, x: Tensor) -> Tensor:
         return torch.stack(self.meeting.exchange(self.rank, "all_gather", x))
 
     def reduce_scatter(self, partial: Tensor) -> Tensor:
         return _sum([offer[self.rank] for offer in self.meeting.exchange(self.rank, "reduce_scatter", partial)])
+
+    def all_to_all(self, x: Tensor) -> Tensor:
+        return torch.stack([offer[self.rank] for offer in self.meeting.exchange(self.rank, "all_to_all", x)])
+
+    def transfer(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
+        """Ranks that take no part still meet the others."""
+        offers = self.meeting.gather(self.rank, [(to, tensor.clone()) for to, tensor in sends])
+        sent = [iter([tensor for to, tensor in offer if to == self.rank]) for offer in offers]
+        for rank, tensor in receives:
+            tensor.copy_(next(sent[rank]))
 
 
 def _sum(partials: list[Tensor]) -> Tensor:

@@ -1,13 +1,15 @@
-"""Agent loops against the bundled model through the OpenAI SDK (both APIs), the Anthropic SDK and LangChain.
+"""Agent loops through the OpenAI SDK (both APIs), the Anthropic SDK, LangChain, pydantic-ai and openai-agents.
 
-The model is trained to call tools and to add, not to read results: the tests check its first call and that every turn
-is accepted.
+Whole loops run against a scripted model, and against the bundled one if its `results.json` says that it answers after a
+result. The other tests check the bundled model's first call, and that every turn is accepted.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -17,7 +19,9 @@ import pytest
 from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, SystemMessage, ToolMessage
 from langchain_openai import ChatOpenAI
 
+from tests.cpu.fakes import FakeFront, fake_app, serving
 from tests.cpu.test_serve import Served, served
+from thalweg.bench.tasks import dsml_block
 
 SYSTEM, ASK = "You are a helpful assistant.", "Throw 16 dice of 24 sides each."
 CALL = ("roll_dice", {"dice": 16, "sides": 24})
@@ -204,3 +208,163 @@ def test_infill_prompts_hold_prefix_and_suffix(client: openai.OpenAI) -> None:
     ids = filled.model_extra["prompt_token_ids"]
     text = httpx.post(str(client.base_url).removesuffix("v1/") + "detokenize", json={"tokens": ids}).json()["text"]
     assert text == "<｜begin▁of▁sentence｜><｜fim▁begin｜>Once<｜fim▁hole｜> upon<｜fim▁end｜>"
+
+
+# --- whole loops -----------------------------------------------------------------------------------------------------
+
+RESULTS = json.loads((Path(__file__).parents[2] / "models" / "tiny" / "results.json").read_text())
+MOST_TURNS = 6
+PLACES = "<｜User｜>|<function_results>\n<result>"
+
+
+def scripted(prompt: str, choice: int) -> str:
+    """Throws the dice that are asked for, then says what came."""
+    *_, last = re.split(PLACES, prompt)
+    if result := re.match("(.*?)</result>", last):
+        if "final_result" in prompt:
+            return dsml_block([("final_result", {"total": int(result[1])})])
+        return f"The result is {result[1]}."
+    dice, sides = (int(number) for number in re.findall(r"\d+", last)[:2])
+    return dsml_block([("roll_dice", {"dice": dice, "sides": sides})])
+
+
+@pytest.fixture(scope="module", params=["scripted", "bundled"])
+def url(request: pytest.FixtureRequest) -> Iterator[str]:
+    if request.param == "scripted":
+        with serving(fake_app(FakeFront(scripted))) as address:
+            yield address
+    elif RESULTS.get("agents", {}).get("exact", 0.0) < 0.9:
+        pytest.skip("models/tiny/results.json: this model was not trained to answer after results (agents below 0.9)")
+    else:
+        yield request.getfixturevalue("server").url
+
+
+class Dice:
+    """The tool, and the calls of it."""
+
+    def __init__(self) -> None:
+        self.thrown: list[tuple[int, int]] = []
+
+    def roll_dice(self, dice: int, sides: int) -> str:
+        """Throw dice
+
+        Args:
+            dice: Number of dice
+            sides: Sides of each die
+        """
+        self.thrown.append((dice, sides))
+        assert len(self.thrown) < MOST_TURNS, "the loop does not end"
+        return "214"
+
+
+def openai_loop(url: str, dice: Dice) -> str:
+    history: list[Any] = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": ASK}]
+    with openai.OpenAI(base_url=url + "/v1", api_key="unused", max_retries=0) as client:
+        while True:
+            with client.chat.completions.stream(model="default", messages=history, tools=[TOOL], temperature=0) as events:  # type: ignore[list-item]  # fmt: skip
+                message = events.get_final_completion().choices[0].message
+            if not message.tool_calls:
+                return message.content or ""
+            history.append(message.model_dump(include={"role", "content", "tool_calls"}))
+            for call in message.tool_calls:
+                result = dice.roll_dice(**json.loads(call.function.arguments))
+                history.append({"role": "tool", "tool_call_id": call.id, "content": result})
+
+
+def responses_loop(url: str, dice: Dice) -> str:
+    news: Any = ASK
+    before = None
+    with openai.OpenAI(base_url=url + "/v1", api_key="unused", max_retries=0) as client:
+        while True:
+            ask: dict[str, Any] = {"instructions": SYSTEM, "previous_response_id": before, "temperature": 0}
+            answer = client.responses.create(model="default", input=news, tools=[{"type": "function", **FUNCTION}], **ask)  # type: ignore[list-item]  # fmt: skip
+            calls = [item for item in answer.output if item.type == "function_call"]
+            if not calls:
+                return answer.output_text
+            results = [(call.call_id, dice.roll_dice(**json.loads(call.arguments))) for call in calls]
+            news, before = (
+                [{"type": "function_call_output", "call_id": which, "output": text} for which, text in results],
+                answer.id,
+            )
+
+
+def anthropic_loop(url: str, dice: Dice) -> str:
+    with anthropic.Anthropic(base_url=url, api_key="unused", max_retries=0) as client:
+        runner = client.beta.messages.tool_runner(
+            model="default",
+            max_tokens=300,
+            system=SYSTEM,
+            messages=[{"role": "user", "content": ASK}],
+            tools=[anthropic.beta_tool(dice.roll_dice)],
+            thread=False,  # the whole history in each turn
+            extra_body={"temperature": 0},
+        )
+        return "".join(block.text for block in runner.until_done().content if block.type == "text")
+
+
+def langchain_loop(url: str, dice: Dice) -> str:
+    model = ChatOpenAI(base_url=url + "/v1", api_key="unused", model="default", temperature=0, max_retries=0)  # type: ignore[call-arg,arg-type]  # fmt: skip
+    agent = model.bind_tools([dice.roll_dice])
+    history: list[BaseMessage] = [SystemMessage(SYSTEM), HumanMessage(ASK)]
+    while True:
+        answer = agent.invoke(history)
+        assert isinstance(answer, AIMessage)
+        history.append(answer)
+        if not answer.tool_calls:
+            return str(answer.content)
+        history += [ToolMessage(dice.roll_dice(**c["args"]), tool_call_id=c["id"]) for c in answer.tool_calls]
+
+
+def pydantic_ai_agent(url: str, **more: Any) -> Any:
+    ai = pytest.importorskip("pydantic_ai", reason="pydantic-ai is not installed: pip install 'thalweg[test]'")
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    model = OpenAIChatModel("default", provider=OpenAIProvider(base_url=url + "/v1", api_key="unused"))
+    return ai.Agent(model, instructions=SYSTEM, model_settings={"temperature": 0.0, "max_tokens": 300}, **more)
+
+
+def pydantic_ai_loop(url: str, dice: Dice) -> str:
+    return str(pydantic_ai_agent(url, tools=[dice.roll_dice]).run_sync(ASK).output)
+
+
+def openai_agents_loop(url: str, dice: Dice) -> str:
+    agents = pytest.importorskip("agents", reason="openai-agents is not installed: pip install 'thalweg[test]'")
+    agents.set_tracing_disabled(True)
+    client = openai.AsyncOpenAI(base_url=url + "/v1", api_key="unused", max_retries=0)
+    agent = agents.Agent(
+        "Helper",
+        instructions=SYSTEM,
+        model=agents.OpenAIChatCompletionsModel("default", client),
+        model_settings=agents.ModelSettings(temperature=0.0, max_tokens=300),
+        tools=[agents.function_tool(dice.roll_dice)],
+    )
+    return str(agents.Runner.run_sync(agent, ASK, max_turns=MOST_TURNS).final_output)
+
+
+LOOPS: list[Callable[[str, Dice], str]] = [
+    openai_loop,
+    responses_loop,
+    anthropic_loop,
+    langchain_loop,
+    pydantic_ai_loop,
+    openai_agents_loop,
+]
+
+
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+def test_a_loop_calls_answers_and_ends(url: str, loop: Callable[[str, Dice], str]) -> None:
+    dice = Dice()
+    answer = loop(url, dice)
+    assert dice.thrown == [(16, 24)] and "214" in answer
+
+
+def test_an_output_tool_ends_a_loop(url: str) -> None:
+    """pydantic-ai offers `final_result` beside the tools, and requires a call in each turn."""
+    pydantic = pytest.importorskip("pydantic")
+    dice = Dice()
+    thrown = pydantic_ai_agent(
+        url, tools=[dice.roll_dice], output_type=pydantic.create_model("Thrown", total=(int, ...))
+    )
+    result = thrown.run_sync(f"{ASK} Give the total.").output
+    assert dice.thrown == [(16, 24)] and isinstance(result.total, int)

@@ -82,10 +82,10 @@ def test_one_batch_refuses_what_is_longer_than_the_context(
 
 
 def test_a_timed_batch_is_what_generate_gives(llm: LLM) -> None:
-    prompts = [llm.texts.tokenizer.encode(text) for text in ("Good morrow", "What is 12 + 34?", "Who is there?")]
+    prompts = [llm.get_tokenizer().encode(text) for text in ("Good morrow", "What is 12 + 34?", "Who is there?")]
     params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
     timing = time_batch(llm.engine, prompts, 6)
-    assert timing.outputs == [result.outputs[0].ids for result in llm.generate(prompts, params)]
+    assert timing.outputs == [result.outputs[0].token_ids for result in llm.generate(prompts, params)]
     assert len(timing.decode) == 5 and timing.total == pytest.approx(timing.prefill + sum(timing.decode))
 
 
@@ -104,7 +104,7 @@ def test_fp8_blocks_are_decoded_with_their_own_scales() -> None:
 def test_transformers_has_the_same_model(llm: LLM) -> None:
     model: Any = load_transformers(TINY)
     ids = PromptFormat(TINY).with_target(make_items("sums", "held_out", 1)[0])[0]
-    ours = torch.tensor([entry.logprob for entry in llm.score([ids])[0]])
+    ours = torch.tensor(llm.score([ids])[0])
     with torch.inference_mode():
         logits = model(torch.tensor([ids])).logits[0, :-1]
     theirs = logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
@@ -178,7 +178,7 @@ def test_evaluation_of_every_task(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert eval.main([*ENGINE, "--items", "3", "--output-file", str(out)]) == 0
     saved = json.loads(out.read_text())
     rows = {row["task"]: row for row in saved["results"]}
-    shares = ["sums", "recall", "recall, random context", "recall-choice", "tools"]
+    shares = ["sums", "recall", "recall, random context", "recall-choice", "tools", "agents"]
     assert list(rows) == [*shares, "dialogue perplexity"]
     assert rows["recall"]["hits"] > rows["recall, random context"]["hits"]
     assert rows["sums"]["total"] == rows["recall"]["total"] == 3
@@ -196,13 +196,13 @@ def test_perplexity_is_that_of_the_target_alone(llm: LLM) -> None:
     nats, tokens = 0.0, 0
     for item in make_items("dialogue", "held_out", 2):
         prompt = run.texts.prompt(item).ids
-        rest = [*llm.texts.tokenizer.encode(item.target, add_special=False), llm.texts.tokenizer.eos_ids[0]]
+        rest = [*llm.get_tokenizer().encode(item.target, add_special=False), llm.get_tokenizer().eos_ids[0]]
         for i, token in enumerate(rest):  # one token at a time, by the log-probability of a forced choice
             forced = SamplingParams(
                 temperature=0.0, max_tokens=1, logit_bias=((token, 100.0),), logprobs=0, ignore_eos=True
             )
             (result,) = llm.generate([(*prompt, *rest[:i])], forced)
-            assert result.outputs[0].ids == [token]
+            assert result.outputs[0].token_ids == [token]
             nats, tokens = nats - result.outputs[0].logprobs[0].logprob, tokens + 1
     row = run.rows[0]
     assert row["tokens"] == tokens

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import socket
 import subprocess
 import sys
+import tomllib
 from functools import partial
 from pathlib import Path
 
@@ -131,6 +133,34 @@ def test_wheels_go_with_torch(torch: str, mla: str, gemm: str) -> None:
     found = doctor.check_wheel(WHEEL["deep-gemm"], GPU._replace(version=torch), True, "0.1.5.post1")
     right = gemm.endswith("0.1.5.post1")
     assert found.level == ("ok" if right else "warn") and (gemm in found.mend if not right else not found.mend)
+
+
+def imported() -> set[str]:
+    """Top-level modules that the package imports, or finds by name."""
+    found = set()
+    for path in (ROOT / "thalweg").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            match node:
+                case ast.Import(names=names):
+                    found |= {name.name for name in names}
+                case ast.ImportFrom(module=str(module), level=0):
+                    found.add(module)
+                case ast.Call(func=ast.Attribute(attr="import_module"), args=[ast.Constant(value=str(module))]):
+                    found.add(module)
+    return {name.partition(".")[0] for name in found} - {"thalweg", *sys.stdlib_module_names}
+
+
+def test_the_libraries_it_lists_are_those_that_the_code_imports() -> None:
+    """Missing from it may be only what another library brings, and what a benchmark asks for by itself."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    names = {"pyzmq": "zmq", "pyyaml": "yaml"}
+    needed = {Requirement(one).name for one in project["dependencies"]}
+    needed = {names.get(name, name.replace("-", "_")) for name in needed}
+    optional = {wheel.module for wheel in WHEELS}
+    brought, benchmarks = {"triton", "httpx2"}, {"matplotlib", "transformers", "lm_eval"}
+    found = imported()
+    assert needed | optional <= found, "it lists a library that nothing imports"
+    assert found - needed - optional <= brought | benchmarks, "it does not list a library that is imported"
 
 
 def test_cuda_12_gets_no_cuda_13_wheels() -> None:

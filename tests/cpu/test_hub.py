@@ -316,3 +316,28 @@ def test_a_model_from_the_hub_generates(hub: Hub, tmp_path: Path) -> None:
         command, env=environment, capture_output=True, text=True, timeout=120, check=False, cwd=tiny.parents[1]
     )
     assert done.returncode == 0 and done.stdout.startswith("Good"), done.stderr
+
+
+def test_pull_downloads_a_model_with_a_progress_bar_and_prints_its_folder(hub: Hub, tmp_path: Path) -> None:
+    hub.cut = 11_000_000  # and goes on from there
+    command = [sys.executable, "-m", "thalweg", "pull"]
+    env = os.environ | {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path), "HF_HUB_DISABLE_XET": "1"}
+    done = subprocess.run([*command, REPO], env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0 and "100%" in done.stderr, done.stderr
+    assert (Path(done.stdout.strip()) / SHARDS[0]).read_bytes() == FILES[SHARDS[0]]
+    script = "import sys; from thalweg.launch.hub import cached_folder as f; print(f(sys.argv[1]), f(sys.argv[2]))"
+    run = [sys.executable, "-c", script, REPO, "river/sand"]
+    found = subprocess.run(run, env=env, capture_output=True, text=True, timeout=60, check=True)
+    assert found.stdout.split() == [done.stdout.strip(), "river/sand"]
+    done = subprocess.run([*command, REPO + "b"], env=env, capture_output=True, text=True, timeout=60, check=False)
+    (line,) = done.stderr.strip().splitlines()
+    assert done.returncode == 1 and line.startswith("thalweg: ") and line.endswith(f"did you mean {REPO}?"), line
+
+
+def test_a_misspelt_folder_is_asked_about(tmp_path: Path) -> None:
+    (tmp_path / "river-7b").mkdir()
+    (tmp_path / "river-7b" / "config.json").touch()
+    code, error = fetch("http://127.0.0.1:9", tmp_path, str(tmp_path / "rivr-7b"))
+    assert code != 0 and error.endswith(f"did you mean {tmp_path / 'river-7b'}?")
+    code, error = fetch("http://127.0.0.1:9", tmp_path, "models/tinyy", HF_HUB_OFFLINE="1")
+    assert code != 0 and error.endswith("did you mean models/tiny?")

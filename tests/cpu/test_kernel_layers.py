@@ -222,9 +222,9 @@ def test_a_format_that_is_not_supported_is_named(tmp_path: Path) -> None:
     folder = written(tmp_path, "qwen3")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(
-        json.dumps(config | {"quantization_config": {"quant_method": "awq", "bits": 4}})
+        json.dumps(config | {"quantization_config": {"quant_method": "aqlm", "bits": 4}})
     )
-    with pytest.raises(CheckpointError, match=r"'awq' is not supported; there is fp8"):
+    with pytest.raises(CheckpointError, match=r"'aqlm' is not supported; there is fp8"):
         read_facts(folder)
 
 

@@ -71,11 +71,11 @@ class Server:
         threading.Thread(target=lambda: self.log.extend(self.process.stderr or ()), daemon=True).start()
         self.lines: list[str] = []
         deadline = time.monotonic() + 90
-        while not any("try " in line for line in self.lines):
+        while not any(line.startswith("try ") for line in self.lines):
             assert self.process.poll() is None and time.monotonic() < deadline, "".join(self.log)
             with contextlib.suppress(queue.Empty):
                 self.lines.append(self._out.get(timeout=0.1))
-        self.url = next(line for line in self.lines if "Thalweg serves" in line).split()[-1]
+        self.url = next(line for line in self.lines if line.startswith("address ")).split()[-1]
 
     def _read(self) -> None:
         for line in self.process.stdout or ():
@@ -107,7 +107,7 @@ def serving(*argv: str, **env: str) -> Iterator[Server]:
 
 def curl_line(server: Server) -> tuple[str, dict[str, str], bytes]:
     """(address, headers, body) of the printed curl command."""
-    words = shlex.split(next(line for line in server.lines if "try " in line).partition("curl ")[2])
+    words = shlex.split(next(line for line in server.lines if line.startswith("curl ")).partition("curl ")[2])
     headers = dict(words[i + 1].split(": ", 1) for i, word in enumerate(words) if word == "-H")
     return next(word for word in words if word.startswith("http")), headers, words[words.index("-d") + 1].encode()
 
@@ -152,7 +152,7 @@ def test_plan_needs_no_weights_and_no_tokenizer(tmp_path: Path, thalweg: Run) ->
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["plan"], ("model", "--model models/tiny")),
+        (["plan", TINY, "--quantization", "none"], ("quantization: none was asked for", "says fp8", "leave")),
         (["plan", "/nowhere/at/all"], ("/nowhere/at/all", "check the path")),
         (["plan", TINY, "--tp-size", "3"], ("tp_size", "use --tp-size 1, 2, 4 or 8")),
         (["plan", TINY, "--attention-backend", "fa3"], ("attention_backend", "fa3", "reference")),
@@ -207,10 +207,31 @@ def test_generate_reads_standard_input(thalweg: Run) -> None:
     assert done.status == 0 and done.out.startswith("Good morrow"), done.err
 
 
+def test_a_command_without_a_model_takes_the_bundled_one(
+    thalweg: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    plan = thalweg("plan", "--json", "--quantization", "fp8")
+    assert plan.status == 0 and "models/tiny is used, which comes with Thalweg" in plan.err, plan.err
+    assert json.loads(plan.out)["decisions"]["quantization"]["source"] == "user"
+    monkeypatch.chdir(tmp_path)  # where no folder has that name
+    for argv in ((), (TINY,)):
+        assert main(["plan", "--json", *argv]) == 0
+
+
+def test_run_answers_its_prompt_or_standard_input(thalweg: Run) -> None:
+    flags = ("run", TINY, *SMALL, "--max-tokens", "8", "--temperature", "0")
+    done = thalweg(*flags, "Good", "morrow")
+    assert done.status == 0 and done.out.strip() and "> " not in done.out, done.err
+    assert thalweg(*flags, text="Good morrow\n").out == done.out
+    done = thalweg(*flags)
+    assert done.status == 2 and "no prompt" in done.err
+
+
 def test_chat_answers_each_line_until_the_input_ends(thalweg: Run) -> None:
     done = thalweg("chat", TINY, *SMALL, "--max-tokens", "8", text="Hello\n/new\nHello\n")
     assert done.status == 0, done.err
     assert done.out.count("> ") >= 3 and len(done.out) > 20
+    assert done.out.endswith("> \n"), "the shell's prompt begins a line of its own"
 
 
 # ---- serve ----
@@ -218,13 +239,16 @@ def test_chat_answers_each_line_until_the_input_ends(thalweg: Run) -> None:
 
 def test_a_server_from_start_to_drain() -> None:
     with serving(TINY, "--drain-timeout", "60") as server:
-        assert any(f"{server.url}/" in line and "playground" in line for line in server.lines)
+        names = [line.split("  ")[0].split(" curl")[0] for line in server.lines]
+        assert names == ["model", "runs on", "address", "curl", "docs", "try"] and server.log == []
+        assert f" {server.url}/ in a browser" in server.lines[-1] and "/resolved" in server.lines[-1]
         assert server.get("/ready")[0] == server.get("/health")[0] == 200
         status, page = server.get("/")
         assert status == 200 and b"<html" in page.lower()
         address, headers, body = curl_line(server)
         with urllib.request.urlopen(urllib.request.Request(address, body, headers), timeout=60) as reply:
             assert json.load(reply)["choices"][0]["message"]["role"] == "assistant"
+        assert json.loads(server.get("/server_info")[1])["model_path"] == str(ROOT / TINY), "from any folder"
         decisions = json.loads(server.get("/resolved")[1])
         assert "chunked_prefill_size" in json.dumps(decisions)
         body = json.dumps(

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
+import re
+import signal
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy
 import pytest
 
+from thalweg import LLM, AsyncLLM, Grammar, RequestOutputKind, SamplingParams, StructuredOutputsParams
+from thalweg.config.tree import keyword_options, options_of
 from thalweg.core.errors import EngineDead, InvalidRequest, UnsupportedConfig
 from thalweg.core.messages import TokenDelta
 from thalweg.core.plan import StepPlan
-from thalweg.core.sampling import SamplingParams
-from thalweg.llm import LLM, AsyncLLM
+from thalweg.llm import GenerationInterrupted
+from thalweg.llm.llm import prompt_scores
 
 MODEL = str(Path(__file__).resolve().parents[2] / "models" / "tiny")
 TEXT = (
@@ -31,21 +40,21 @@ def llm() -> LLM:
 
 def test_one_and_many_prompts_as_text_and_ids(llm: LLM) -> None:
     one = llm.generate(TEXT, GREEDY)
-    ids = llm.texts.ids(TEXT)
+    ids = llm.get_tokenizer().encode(TEXT)
     many = llm.generate([TEXT, ids, "Shall I"], [GREEDY, GREEDY, msgspec.structs.replace(GREEDY, max_tokens=3)])
-    assert one[0].outputs[0].ids == many[0].outputs[0].ids == many[1].outputs[0].ids
-    assert len(many[2].outputs[0].ids) == 3 and many[2].outputs[0].finish == "length"
-    assert one[0].outputs[0].text == llm.texts.tokenizer.decode(one[0].outputs[0].ids)
+    assert one[0].outputs[0].token_ids == many[0].outputs[0].token_ids == many[1].outputs[0].token_ids
+    assert len(many[2].outputs[0].token_ids) == 3 and many[2].outputs[0].finish_reason == "length"
+    assert one[0].outputs[0].text == llm.get_tokenizer().decode(one[0].outputs[0].token_ids)
 
 
 def test_a_seeded_request_does_not_depend_on_its_neighbours(llm: LLM) -> None:
     seeded = SamplingParams(temperature=1.0, top_p=0.9, seed=11, max_tokens=24, ignore_eos=True)
-    alone = llm.generate("My lord,", seeded)[0].outputs[0].ids
+    alone = llm.generate("My lord,", seeded)[0].outputs[0].token_ids
     crowd = llm.generate(
         ["Sir,", "My lord,", TEXT, "Alas!"], [SamplingParams(max_tokens=30), seeded, GREEDY, SamplingParams()]
     )
-    assert crowd[1].outputs[0].ids == alone
-    other = llm.generate("My lord,", msgspec.structs.replace(seeded, seed=12))[0].outputs[0].ids
+    assert crowd[1].outputs[0].token_ids == alone
+    other = llm.generate("My lord,", msgspec.structs.replace(seeded, seed=12))[0].outputs[0].token_ids
     assert other != alone
 
 
@@ -60,51 +69,80 @@ def test_logprobs_agree_with_scores(llm: LLM) -> None:
     """What generation says of its tokens is what scoring says of the same tokens as a prompt."""
     result = llm.generate(TEXT, msgspec.structs.replace(GREEDY, logprobs=2))[0]
     choice = result.outputs[0]
-    scores = llm.score([*result.prompt_ids, *choice.ids], top=2)[0]
-    assert len(scores) == len(result.prompt_ids) + len(choice.ids) - 1
-    for said, scored, token in zip(choice.logprobs, scores[len(result.prompt_ids) - 1 :], choice.ids, strict=True):
-        assert math.isclose(said.logprob, scored.logprob, abs_tol=1e-3)
-        assert said.top_ids[0] == token and math.isclose(said.top_logprobs[0], said.logprob, abs_tol=1e-6)
+    scores = llm.score([*result.prompt_token_ids, *choice.token_ids])[0]
+    assert len(scores) == len(result.prompt_token_ids) + len(choice.token_ids) - 1
+    scored = scores[len(result.prompt_token_ids) - 1 :]
+    assert choice.logprobs is not None and choice.cumulative_logprob == pytest.approx(sum(scored), abs=1e-2)
+    for said, logprob, token in zip(choice.logprobs, scored, choice.token_ids, strict=True):
+        assert math.isclose(said[token].logprob, logprob, abs_tol=1e-3)
+        assert [(i, one.rank) for i, one in said.items()] == [(token, 1), (list(said)[1], 2)], "greedy: the likeliest"
+
+
+def test_logprobs_name_each_token_and_its_rank(llm: LLM) -> None:
+    params = SamplingParams(seed=3, max_tokens=12, logprobs=3, prompt_logprobs=2, ignore_eos=True)
+    (result,) = llm.generate(TEXT, params)
+    (choice,) = result.outputs
+    prompt, decode = result.prompt_logprobs, llm.get_tokenizer().decode
+    assert choice.logprobs is not None and prompt is not None and prompt[0] is None
+    positions = [*zip(choice.token_ids, choice.logprobs, strict=True)]
+    positions += [(i, e) for i, e in zip(result.prompt_token_ids, prompt, strict=True) if e is not None]
+    for place, (token, entries) in enumerate(positions):
+        top = 3 if place < len(choice.token_ids) else 2
+        assert list(entries)[0] == token and len(entries) == top + (entries[token].rank is None)
+        ranked = sorted((one.rank, -one.logprob) for one in entries.values() if one.rank is not None)
+        assert [rank for rank, _ in ranked] == [*range(1, top + 1)]
+        assert [value for _, value in ranked] == sorted(value for _, value in ranked)
+        if entries[token].rank is None:
+            assert -entries[token].logprob >= ranked[-1][1]
+        assert all(one.decoded_token == decode([i], skip_special_tokens=False) for i, one in entries.items())
+    plain = llm.generate(TEXT, GREEDY)[0]
+    assert plain.prompt_logprobs is None and plain.outputs[0].logprobs is plain.outputs[0].cumulative_logprob is None
 
 
 def test_prompt_logprobs_survive_chunks_and_prefix_hits() -> None:
     whole = LLM(MODEL, context_length=1024, disable_radix_cache=True)
     cut = LLM(MODEL, context_length=1024, chunked_prefill_size=17)
-    prompt = whole.texts.ids(TEXT * 6)
-    want = whole.score(prompt, top=1)[0]
+    prompt = whole.get_tokenizer().encode(TEXT * 6)
+    want = whole.score(prompt)[0]
     for engine_run in range(2):
         got = cut.generate(prompt, msgspec.structs.replace(GREEDY, prompt_logprobs=1, max_tokens=4))[0]
-        assert len(got.prompt_logprobs) == len(prompt) - 1, engine_run
-        for a, b in zip(want, got.prompt_logprobs, strict=True):
-            assert math.isclose(a.logprob, b.logprob, abs_tol=1e-3)
+        assert len(prompt_scores(got)) == len(prompt) - 1, engine_run
+        assert prompt_scores(got) == pytest.approx(want, abs=1e-3)
     hit = cut.generate(prompt, GREEDY)[0]
-    assert hit.cached_tokens == (len(prompt) - 1) // 64 * 64
+    assert hit.num_cached_tokens == (len(prompt) - 1) // 64 * 64
 
 
 def test_prompt_logprobs_of_a_cached_prompt() -> None:
     alone, shared = (LLM(MODEL, context_length=1024, disable_radix_cache=off) for off in (True, False))
-    prompt = alone.texts.ids(TEXT * 6)
-    shared.score([prompt[:-20] + prompt[:5]], top=2)
-    got = shared.generate(prompt, msgspec.structs.replace(GREEDY, prompt_logprobs=1, max_tokens=4))[0]
-    assert 64 <= got.cached_tokens < len(prompt) - 20
-    for a, b in zip(alone.score(prompt, top=1)[0], got.prompt_logprobs, strict=True):
-        assert math.isclose(a.logprob, b.logprob, abs_tol=1e-3) and a.top_ids == b.top_ids
+    prompt = alone.get_tokenizer().encode(TEXT * 6)
+    scored = msgspec.structs.replace(GREEDY, prompt_logprobs=1, max_tokens=4)
+    shared.generate([prompt[:-20] + prompt[:5]], msgspec.structs.replace(scored, prompt_logprobs=2))
+    got, want = shared.generate(prompt, scored)[0], alone.generate(prompt, scored)[0]
+    assert 64 <= got.num_cached_tokens < len(prompt) - 20
+    assert prompt_scores(got) == pytest.approx(prompt_scores(want), abs=1e-3)
+    assert got.prompt_logprobs is not None and want.prompt_logprobs is not None
+    assert [list(each or ()) for each in got.prompt_logprobs] == [list(each or ()) for each in want.prompt_logprobs]
 
 
 def test_stop_strings_ids_and_minimum(llm: LLM) -> None:
     base = llm.generate(TEXT, GREEDY)[0].outputs[0]
     stop = base.text[5:8]
     cut = llm.generate(TEXT, msgspec.structs.replace(GREEDY, stop=(stop,)))[0].outputs[0]
-    assert cut.text == base.text[: base.text.index(stop)] and cut.finish == "stop" and cut.stop == stop
-    kept = llm.generate(TEXT, msgspec.structs.replace(GREEDY, stop=(stop,), include_stop=True))[0].outputs[0]
+    assert cut.text == base.text[: base.text.index(stop)] and cut.finish_reason == "stop" and cut.stop_reason == stop
+    kept = llm.generate(TEXT, msgspec.structs.replace(GREEDY, stop=(stop,), include_stop_str_in_output=True))[
+        0
+    ].outputs[0]
     assert kept.text == cut.text + stop
-    few = len(cut.ids) + 2
+    few = len(cut.token_ids) + 2
     late = llm.generate(TEXT, msgspec.structs.replace(GREEDY, stop=(stop,), min_tokens=few))[0].outputs[0]
-    assert late.text.startswith(kept.text) and len(late.ids) > few, "min_tokens holds off stop strings too"
-    by_id = llm.generate(TEXT, msgspec.structs.replace(GREEDY, stop_token_ids=(base.ids[3],)))[0].outputs[0]
-    assert by_id.ids == base.ids[: base.ids.index(base.ids[3]) + 1] and by_id.stop == base.ids[3]
-    banned = msgspec.structs.replace(GREEDY, stop_token_ids=(base.ids[0],), min_tokens=8)
-    assert len(llm.generate(TEXT, banned)[0].outputs[0].ids) >= 8
+    assert late.text.startswith(kept.text) and len(late.token_ids) > few, "min_tokens holds off stop strings too"
+    by_id = llm.generate(TEXT, msgspec.structs.replace(GREEDY, stop_token_ids=(base.token_ids[3],)))[0].outputs[0]
+    assert (
+        by_id.token_ids == base.token_ids[: base.token_ids.index(base.token_ids[3]) + 1]
+        and by_id.stop_reason == base.token_ids[3]
+    )
+    banned = msgspec.structs.replace(GREEDY, stop_token_ids=(base.token_ids[0],), min_tokens=8)
+    assert len(llm.generate(TEXT, banned)[0].outputs[0].token_ids) >= 8
 
 
 def test_sums_in_chat(llm: LLM) -> None:
@@ -140,7 +178,7 @@ def test_bad_input_names_the_field_and_other_requests_continue(
     with pytest.raises(InvalidRequest) as refused:
         llm.generate([prompt], params)  # type: ignore[list-item]
     assert refused.value.field == field
-    assert llm.generate("My lord,", GREEDY)[0].outputs[0].finish == "length"
+    assert llm.generate("My lord,", GREEDY)[0].outputs[0].finish_reason == "length"
 
 
 @pytest.mark.parametrize(
@@ -162,30 +200,30 @@ def test_wrong_types_are_refused_before_anything_runs(
     with pytest.raises(InvalidRequest) as error:
         llm.generate([prompt], SamplingParams(**params))  # type: ignore[list-item]
     assert error.value.field == field
-    assert llm.generate(TEXT, GREEDY)[0].outputs[0].finish == "length"
+    assert llm.generate(TEXT, GREEDY)[0].outputs[0].finish_reason == "length"
 
 
 def test_a_single_stop_string_and_a_mapping_of_biases_are_taken(llm: LLM) -> None:
     (plain,) = llm.generate(TEXT, GREEDY)
-    first, text = plain.outputs[0].ids[0], plain.outputs[0].text
+    first, text = plain.outputs[0].token_ids[0], plain.outputs[0].text
     params = msgspec.structs.replace(GREEDY, stop=text[3:7])
     assert llm.generate(TEXT, params)[0].outputs[0].text == text[: text.index(text[3:7])]
     params = msgspec.structs.replace(GREEDY, logit_bias={first: -100.0})
-    assert llm.generate(TEXT, params)[0].outputs[0].ids[0] != first
+    assert llm.generate(TEXT, params)[0].outputs[0].token_ids[0] != first
 
 
 def test_the_largest_numbers_are_served(llm: LLM) -> None:
     most = 2**63 - 1
     params = SamplingParams(temperature=1.0, seed=3, top_k=most, max_tokens=most, min_tokens=most)
     (result,) = llm.generate([[20] * 1000], params)
-    assert len(result.outputs[0].ids) == 24 and result.outputs[0].finish == "length"
+    assert len(result.outputs[0].token_ids) == 24 and result.outputs[0].finish_reason == "length"
 
 
 def test_a_temperature_near_zero_is_greedy(llm: LLM) -> None:
-    want = llm.generate("My lord,", GREEDY)[0].outputs[0].ids
+    want = llm.generate("My lord,", GREEDY)[0].outputs[0].token_ids
     for temperature in (1e-38, 1e-42, 1e-300):
         params = msgspec.structs.replace(GREEDY, temperature=temperature, top_p=0.9, seed=1)
-        assert llm.generate("My lord,", params)[0].outputs[0].ids == want
+        assert llm.generate("My lord,", params)[0].outputs[0].token_ids == want
 
 
 def test_logprobs_are_those_asked_for_whatever_the_neighbours_ask(llm: LLM) -> None:
@@ -193,8 +231,8 @@ def test_logprobs_are_those_asked_for_whatever_the_neighbours_ask(llm: LLM) -> N
     results = llm.generate([TEXT] * 4, [msgspec.structs.replace(GREEDY, logprobs=top) for top in asked])
     for top, result in zip(asked, results, strict=True):
         choice = result.outputs[0]
-        assert len(choice.logprobs) == (0 if top is None else len(choice.ids))
-        assert all(len(entry.top_ids) == len(entry.top_logprobs) == top for entry in choice.logprobs)
+        assert (choice.logprobs is None) == (top is None)
+        assert [len(entry) for entry in choice.logprobs or ()] == [max(top or 0, 1)] * (16 if top is not None else 0)
 
 
 def test_an_interrupted_call_leaves_nothing_behind(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,7 +249,7 @@ def test_an_interrupted_call_leaves_nothing_behind(llm: LLM, monkeypatch: pytest
         with pytest.raises(KeyboardInterrupt):
             llm.generate(TEXT, long)
         assert next(steps) == 4, "it went on after the interruption"
-    assert llm.generate("My lord,", GREEDY)[0].outputs[0].finish == "length"
+    assert llm.generate("My lord,", GREEDY)[0].outputs[0].finish_reason == "length"
     assert llm.engine.idle
 
 
@@ -234,19 +272,275 @@ def test_a_wrong_setting_names_the_nearest() -> None:
 
 
 def test_async_requests_share_the_engine(llm: LLM) -> None:
+    texts = [TEXT, "My lord,", "Alas!"]
+    want = llm.generate(texts, GREEDY)
+
+    async def streams(served: AsyncLLM) -> None:
+        results = await asyncio.gather(*(served.generate(text, GREEDY) for text in texts))
+        assert [r.outputs for r in results] == [r.outputs for r in want]
+        (last,) = want[2].outputs
+        outputs = [output async for output in served.generate("Alas!", GREEDY, "mine")]
+        assert len(outputs) > 2 and outputs[-1].outputs == [last] and {o.request_id for o in outputs} == {"mine"}
+        assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+        for output in outputs:
+            assert last.text.startswith(output.outputs[0].text)
+            assert output.outputs[0].token_ids == last.token_ids[: len(output.outputs[0].token_ids)]
+        news = msgspec.structs.replace(GREEDY, output_kind=RequestOutputKind.DELTA, logprobs=0)
+        parts = [output.outputs[0] async for output in served.generate("Alas!", news)]
+        assert "".join(part.text for part in parts) == last.text
+        assert sum((part.token_ids for part in parts), []) == last.token_ids
+        assert [len(part.logprobs or ()) for part in parts] == [len(part.token_ids) for part in parts]
+        final = msgspec.structs.replace(GREEDY, output_kind=RequestOutputKind.FINAL_ONLY)
+        assert [output.outputs async for output in served.generate({"prompt": "Alas!"}, final)] == [[last]]
+        asked = [{"role": "user", "content": "What is 20 + 15?"}]
+        answer = await served.chat(asked, {"temperature": 0}, chat_template_kwargs={"thinking": False})
+        assert "35" in answer.outputs[0].text
+        assert await served.score(TEXT) == pytest.approx(llm.score(TEXT)[0], abs=1e-3)
+
+    async def aborts(served: AsyncLLM) -> None:
+        long = msgspec.structs.replace(GREEDY, max_tokens=900)
+        async for output in served.generate("Alas!", long):
+            assert not output.finished
+            break
+        stream = served.generate("Alas!", long)
+        await anext(stream)
+        await stream.aclose()
+        task = asyncio.ensure_future(served.generate("Alas!", long, "gone"))
+        while not served.front.running:
+            await asyncio.sleep(0.01)
+        await served.abort(["gone", "unknown"])
+        aborted = await asyncio.wait_for(task, 10)
+        assert aborted.finished and aborted.outputs[0].finish_reason == "abort"
+        cancelled = asyncio.ensure_future(served.generate("Alas!", long))
+        await asyncio.sleep(0.05)
+        cancelled.cancel()
+        await asyncio.wait([cancelled])
+        while served.front.running:
+            await asyncio.sleep(0.01)
+        with pytest.raises(InvalidRequest, match=r"did you mean temperature\?"):
+            await served.generate("x", {"temprature": 1})
+        with pytest.raises(InvalidRequest, match="top_p"):
+            async for _ in served.generate("x", SamplingParams(top_p=2)):
+                pass
+
     async def run() -> None:
-        async with AsyncLLM(MODEL, context_length=1024) as served:
-            results = await asyncio.gather(*(served.generate(text, GREEDY) for text in (TEXT, "My lord,", "Alas!")))
-            want = llm.generate([TEXT, "My lord,", "Alas!"], GREEDY)
-            assert [r.outputs[0].ids for r in results] == [r.outputs[0].ids for r in want]
-            together = await served.generate_all([TEXT, "My lord,", "Alas!"], GREEDY, progress=True)
-            assert [r.outputs[0].ids for r in together] == [r.outputs[0].ids for r in want]
-            pieces = [piece async for piece in served.stream("Alas!", GREEDY)]
-            assert "".join(piece.text for piece in pieces) == want[2].outputs[0].text
-            answer = await served.chat(
-                [{"role": "user", "content": "What is 20 + 15?"}], SamplingParams(temperature=0.0), thinking=False
-            )
-            assert "35" in answer.outputs[0].text
-            assert len(await served.score("Alas! poor Yorick")) == len(llm.texts.ids("Alas! poor Yorick")) - 1
+        served = AsyncLLM(MODEL, max_model_len=1024)  # starts with the first request
+        await streams(served)
+        await aborts(served)
+        await served.shutdown()
+        with pytest.raises(EngineDead):
+            await served.generate("x")
 
     asyncio.run(run())
+
+
+PROMPTS = ["Hello, my name is", "The capital of France is", "My lord,"]
+
+
+def test_prompts_in_every_form(llm: LLM) -> None:
+    ids = llm.get_tokenizer().encode("My lord,")
+    forms: list[Any] = ["My lord,", ids, tuple(ids), numpy.array(ids), {"prompt": "My lord,"}]
+    forms += [{"prompt_token_ids": ids}, {"prompt_token_ids": ids, "prompt": None}]
+    alone = [llm.generate(form, GREEDY)[0] for form in forms]
+    together = llm.generate(forms, GREEDY)
+    assert {tuple(r.outputs[0].token_ids) for r in alone + together} == {tuple(alone[0].outputs[0].token_ids)}
+    assert all(r.prompt_token_ids == ids for r in alone + together)
+    assert [r.prompt for r in together] == ["My lord,", None, None, None, "My lord,", None, None]
+    assert len({r.request_id for r in alone + together}) == 14
+    assert llm.generate([]) == []
+
+
+@pytest.mark.parametrize(
+    ("prompts", "field"),
+    [
+        ({"prompts": "x"}, "prompt.prompts"),
+        ({"prompt": "x", "multi_modal_data": {}}, "prompt.multi_modal_data"),
+        ({}, "prompt"),
+        ({"prompt": [5]}, "prompt.prompt"),
+        ({"prompt_token_ids": "x"}, "prompt.prompt_token_ids"),
+        ({"prompt_token_ids": [999999]}, "prompt"),
+        (["x", {"prompt_token_ids": [1.5]}], "prompts[1].prompt_token_ids"),
+        (["x", [5] * 2000], "prompts[1]"),
+        ([1.5], "prompt"),
+        ([None, "x"], "prompts[0]"),
+    ],
+)
+def test_a_wrong_prompt_is_named(llm: LLM, prompts: Any, field: str) -> None:
+    with pytest.raises(ValueError) as refused:
+        llm.generate(prompts, GREEDY)
+    assert isinstance(refused.value, InvalidRequest) and refused.value.field == field
+
+
+def test_one_salt_does_not_find_the_pages_of_another(llm: LLM) -> None:
+    text = "Salted: " + TEXT * 3
+    hits = [llm.generate({"prompt": text, "cache_salt": salt}, GREEDY)[0].num_cached_tokens for salt in "aab"]
+    assert hits[0] == hits[2] == 0 < hits[1]
+
+
+def test_parameters_in_sglangs_dictionaries(llm: LLM) -> None:
+    base = llm.generate(TEXT, GREEDY)[0].outputs[0]
+    named = {"max_new_tokens": 16, "temperature": 0, "ignore_eos": True}
+    one, two = llm.generate([TEXT] * 2, [named, named | {"stop": base.text[5:8], "no_stop_trim": True}])
+    assert one.outputs[0].token_ids == base.token_ids
+    assert two.outputs[0].text == base.text[: base.text.index(base.text[5:8]) + 3]
+    assert len(llm.generate(TEXT, {"ignore_eos": True})[0].outputs[0].token_ids) == 128, "SGLang's default"
+    (choice,) = llm.generate("Say: ", {"regex": "aye|nay", "max_new_tokens": 20})[0].outputs
+    assert choice.text in ("aye", "nay")
+    for wrong, message in (
+        ({"max_new_token": 1}, r"sampling_params\.max_new_token: .*did you mean max_new_tokens\?"),
+        ({"max_tokens": 1}, r"sampling_params\.max_tokens: .*did you mean"),
+        ({"max_new_tokens": "5"}, r"sampling_params\.max_new_tokens: expected"),
+        ({"stop_regex": "a"}, r"sampling_params\.stop_regex: is not supported"),
+        ({"regex": "a", "ebnf": "b"}, r"sampling_params\.ebnf: asks for a second structure"),
+    ):
+        with pytest.raises(InvalidRequest, match=message):
+            llm.generate(TEXT, wrong)
+
+
+def test_a_wrong_name_of_a_parameter_suggests_the_right_one() -> None:
+    for wrong, right in (("temprature", "temperature"), ("max_new_tokens", "max_tokens"), ("topk", "top_k")):
+        with pytest.raises(TypeError, match=f"no parameter '{wrong}'; did you mean {right}"):
+            SamplingParams(**{wrong: 1})  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="there is temperature, top_k"):
+        SamplingParams(bad_words=["x"])  # type: ignore[call-arg]
+
+
+def test_structures_in_the_parameters(llm: LLM) -> None:
+    schema: dict[str, Any] = {
+        "type": "object",
+        "properties": {"mood": {"enum": ["merry", "sad"]}},
+        "required": ["mood"],
+    }
+    schema["additionalProperties"] = False
+    shapes: list[dict[str, Any]] = [{"json": schema}, {"json": json.dumps(schema)}, {"choice": ["yes", "no"]}]
+    shapes += [{"regex": "[ab]{3}"}, {"grammar": 'root ::= "x" | "y"'}]
+    params = [
+        SamplingParams(max_tokens=60, structured_outputs=StructuredOutputsParams(**shape), seed=1) for shape in shapes
+    ]
+    texts = [result.outputs[0].text for result in llm.generate(["Well: "] * 5, params)]
+    assert all(json.loads(text)["mood"] in ("merry", "sad") for text in texts[:2])
+    assert texts[2] in ("yes", "no") and re.fullmatch("[ab]{3}", texts[3]) and texts[4] in "xy"
+    both = StructuredOutputsParams(regex="a", choice=["b"])
+    with pytest.raises(InvalidRequest, match=r"structured_outputs\.choice: asks for a second structure"):
+        llm.generate("x", SamplingParams(structured_outputs=both))
+    with pytest.raises(InvalidRequest, match="second structure beside grammar"):
+        llm.generate("x", params[2], grammar=Grammar("regex", "a"))
+    with pytest.raises(InvalidRequest, match=r"structured_outputs\.regex"):
+        llm.generate(["x", "y"], [GREEDY, SamplingParams(structured_outputs=StructuredOutputsParams(regex="(a"))])
+
+
+def test_a_structure_in_a_chat_holds_after_the_thought(llm: LLM) -> None:
+    shape = {
+        "type": "object",
+        "properties": {"sum": {"type": "integer"}},
+        "required": ["sum"],
+        "additionalProperties": False,
+    }
+    params = SamplingParams(temperature=0.0, max_tokens=200, structured_outputs=StructuredOutputsParams(json=shape))
+    asked = [{"role": "user", "content": "What is 12 + 34?"}]
+    for thinking in (True, False):
+        (result,) = llm.chat(asked, params, chat_template_kwargs={"thinking": thinking})
+        thought, _, answer = result.outputs[0].text.rpartition("</think>")
+        assert isinstance(json.loads(answer)["sum"], int) and bool(thought) == thinking
+        assert result.prompt is not None and "12 + 34" in result.prompt
+
+
+def test_default_parameters_are_the_models(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    few = SamplingParams(temperature=0.0, max_tokens=9)
+    assert llm.get_default_sampling_params() == llm.texts.resolved.sampling
+    monkeypatch.setattr(llm.texts, "resolved", replace(llm.texts.resolved, sampling=GREEDY))
+    assert llm.generate(TEXT)[0].outputs == llm.generate(TEXT, GREEDY)[0].outputs
+    assert llm.generate(TEXT, {"max_new_tokens": 9})[0].outputs[0].text == llm.generate(TEXT, few)[0].outputs[0].text
+
+
+def test_lists_have_one_entry_for_each_prompt(llm: LLM) -> None:
+    """As vLLM's own tests of `LLM.generate` have it."""
+    each = [SamplingParams(temperature=t, top_p=0.95, max_tokens=4) for t in (0.01, 0.3, 0.99)]
+    assert len(llm.generate(PROMPTS, sampling_params=each)) == 3
+    assert len(llm.generate(PROMPTS, sampling_params=each[0], priority=[0, 1, 2])) == 3
+    for wrong in ({"sampling_params": each[:2]}, {"priority": [0, 0]}, {"priority": []}, {"priority": [2**40] * 3}):
+        with pytest.raises(ValueError, match="sampling_params|priority"):
+            llm.generate(PROMPTS, **({"sampling_params": each} | wrong))  # type: ignore[arg-type]
+
+
+def test_a_wrong_conversation_leaves_nothing_in_the_queue(llm: LLM) -> None:
+    good, bad = [{"role": "user", "content": "Hello"}], [{"role": "user", "content": "very long " * 900}]
+    with pytest.raises(ValueError, match=r"prompts\[2\]: has \d+ tokens"):
+        llm.chat([good, good, bad], GREEDY)
+    assert llm.engine.idle
+    assert [r.finished for r in llm.chat([good, good], GREEDY)] == [True, True]
+
+
+def test_flags_as_other_engines_spell_them(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "thalweg.config"):
+        options = keyword_options(
+            model_path=MODEL,
+            tensor_parallel_size=2,
+            max_model_len=256,
+            max_num_seqs=3,
+            enforce_eager=True,
+            trust_remote_code=True,
+            quantization=None,
+            enable_lora=False,
+            swap_space=0,
+        )
+    assert "trust-remote-code changes nothing" in caplog.text
+    assert options == options_of(
+        model=MODEL, tp_size=2, context_length=256, max_running_requests=3, cuda_graph_mode="none"
+    )
+    for flag, why in (("enable_lora", "not in this version"), ("quantization", "read from config.json")):
+        with pytest.raises(UnsupportedConfig, match=f"{flag}: .*{why}"):
+            LLM(MODEL, **{flag: "fp8"})
+
+
+def test_shutdown_ends_the_engine() -> None:
+    with LLM(MODEL, context_length=256) as short:
+        assert short.generate("My lord,", GREEDY)[0].finished
+    with pytest.raises(EngineDead, match="make a new LLM"):
+        short.generate("My lord,", GREEDY)
+
+
+def test_ctrl_c_keeps_results_and_engine(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal in the middle of a step waits for its end."""
+    long, forward, steps = msgspec.structs.replace(GREEDY, max_tokens=900), llm.engine.loop.step, iter(range(1000))
+
+    def pressed() -> None:
+        if next(steps) == 30:
+            signal.raise_signal(signal.SIGINT)
+        forward()
+
+    before = signal.getsignal(signal.SIGINT)
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt) as raised:
+        patched.setattr(llm.engine.loop, "step", pressed)
+        llm.generate([TEXT, "My lord,"], [GREEDY, long])
+    assert isinstance(raised.value, GenerationInterrupted) and str(raised.value).startswith("1 of 2 prompts were done")
+    done, cut = (output.outputs[0] for output in raised.value.outputs)
+    assert done == llm.generate(TEXT, GREEDY)[0].outputs[0]
+    assert cut.finish_reason == "abort" and 10 < len(cut.token_ids) < 40
+    assert signal.getsignal(signal.SIGINT) is before and llm.engine.idle
+
+
+def test_progress_is_shown_on_a_terminal_only(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    llm.generate(PROMPTS, GREEDY)
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "140")
+    llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    assert capsys.readouterr().err == ""
+    llm.generate(PROMPTS, GREEDY)
+    out, err = capsys.readouterr()
+    shown = re.sub(r"\x1b\[[0-9;?]*\w", "", err)
+    assert "3/3" in shown and re.search(r"it/s, input [\d,]+ tok/s, output [\d,]+ tok/s", shown) and not out
+
+
+def test_importing_the_package_is_light() -> None:
+    script = (
+        "import sys, thalweg; from thalweg import SamplingParams, StructuredOutputsParams; SamplingParams(stop='x');"
+        "assert not {'torch', 'numpy', 'zmq'} & set(sys.modules); assert set(thalweg.__all__) <= set(dir(thalweg));"
+        "[getattr(thalweg, name) for name in thalweg.__all__]"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+    with pytest.raises(ImportError, match="Nothing"):
+        exec("from thalweg import Nothing")

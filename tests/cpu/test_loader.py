@@ -350,8 +350,11 @@ def test_dtype_decides_and_not_scale_fmt(folder: Path) -> None:
 def test_decoding_a_slice_is_slicing_the_decoded(first: tuple[int, int]) -> None:
     q, scale = quantize(torch.randn(40, 50), (16, 12), False)
     scheme, take = Fp8Block((16, 12)), tuple(slice(start, start + 20) for start in first)
-    whole = scheme.decode("w", [q, scale], ())
-    part = scheme.decode("w", [q[take], scale], take)
+    weight, stored = TensorSpec("w", (40, 50), torch.bfloat16), {"w": q, "w" + SUFFIX: scale}
+    whole, part = (
+        scheme.decode(weight, [stored[read.name][read.take] for read in scheme.reads(weight, cut)], cut)
+        for cut in ((), take)
+    )
     assert torch.equal(part, whole[first[0] : first[0] + 20, first[1] : first[1] + 20])
 
 
@@ -361,10 +364,10 @@ def test_published_scale_shapes() -> None:
     (kv, kv_scale), (q, q_scale) = quantize(kv_a, (128, 128), False), quantize(q_a, (128, 128), False)
     assert kv_scale.shape == (5, 2) and q_scale.shape == (12, 2)
     scheme = Fp8Block((128, 128))
-    together = scheme.decode("w", [torch.cat([q, kv]), torch.cat([q_scale, kv_scale])], ())
-    assert torch.equal(
-        together, torch.cat([scheme.decode("q", [q, q_scale], ()), scheme.decode("kv", [kv, kv_scale], ())])
-    )
+    weight = TensorSpec("w", (0, 256), torch.bfloat16)
+    parts = (q, q_scale), (kv, kv_scale), (torch.cat([q, kv]), torch.cat([q_scale, kv_scale]))
+    *apart, together = (scheme.decode(weight, part, ()) for part in parts)
+    assert torch.equal(together, torch.cat(apart))
 
 
 class Kept(torch.nn.Module):

@@ -82,7 +82,7 @@ def some(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def answer(llm: LLM, params: SamplingParams = GREEDY) -> list[int]:
-    return llm.generate([PROMPT], params)[0].outputs[0].ids
+    return llm.generate([PROMPT], params)[0].outputs[0].token_ids
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +111,7 @@ def test_replaced_weights_compute_what_their_checkpoint_does(
     at = llm.engine.loop.scheduler.step
     layers = llm.engine.runner.model.facts.layers
     assert llm.update_weights_from_disk(str(some), flush_cache=False) == f"{layers + 1} of 221 tensors replaced"
-    assert llm.generate([PROMPT], GREEDY)[0].cached_tokens > 0, "the cache was to be kept"
+    assert llm.generate([PROMPT], GREEDY)[0].num_cached_tokens > 0, "the cache was to be kept"
     llm.engine.flush_cache()
     fresh = LocalEngine(msgspec.structs.replace(llm.engine.config, weight_updates=(str(some),)))
     ours, theirs = (dict(one.runner.model.named_parameters()) for one in (llm.engine, fresh))  # type: ignore[attr-defined]
@@ -120,7 +120,7 @@ def test_replaced_weights_compute_what_their_checkpoint_does(
     assert answer(llm) == [token for _ in range(40) if not fresh.idle for d in fresh.step() for token in d.tokens]
     assert llm.update_weights_from_disk(str(other)) == "221 of 221 tensors replaced"
     result = llm.generate([PROMPT], GREEDY)[0]
-    assert result.outputs[0].ids == want["other"] and result.cached_tokens == 0
+    assert result.outputs[0].token_ids == want["other"] and result.num_cached_tokens == 0
     recorder: Any = llm.engine.loop.recorder
     path = recorder.dump("test")
     assert [folder for _, folder in read(path).weights] == [str(some), str(other)]

@@ -21,6 +21,7 @@ from thalweg.models import catalog
 from thalweg.models.catalog import read_facts
 from thalweg.quant.catalog import quantized
 from thalweg.quant.fp8_block import Fp8Block
+from thalweg.quant.scheme import TensorSpec
 from thalweg.weights.loader import load
 from thalweg.weights.stream import Safetensors
 
@@ -55,7 +56,8 @@ def theirs() -> nn.Module:
     published = load_file(FOLDER / "model.safetensors")
     behind = f"model.layers.{config['num_hidden_layers']}."
     plain = {
-        name: scheme.decode(name, [tensor, published[f"{name}_scale_inv"]], ()) if tensor.dtype == torch.float8_e4m3fn else tensor.float()
+        name: scheme.decode(TensorSpec(name, tuple(tensor.shape), torch.bfloat16), [tensor, published[f"{name}_scale_inv"]], ())
+        if tensor.dtype == torch.float8_e4m3fn else tensor.float()
         for name, tensor in published.items()
         if not name.endswith("_scale_inv") and not name.startswith(behind)
     }  # fmt: skip
@@ -70,7 +72,7 @@ def test_the_bundled_model_has_every_part() -> None:
     assert facts.indexer is not None and all(facts.indexer.full) and facts.indexer.topk >= 64
     assert facts.moe is not None and facts.moe.experts >= 16 and facts.moe.topk == 4 and facts.moe.shared == 1
     assert facts.moe.method == "noaux_tc" and facts.moe.topk_groups < facts.moe.groups
-    assert facts.nextn == 1 and facts.rope.kind == "yarn" and quantized(facts.quantization_config) is not None
+    assert facts.nextn == 1 and facts.rope.kind == "yarn" and quantized(facts.quantization_config)
     assert sum(path.stat().st_size for path in FOLDER.iterdir()) <= 16 << 20
 
 

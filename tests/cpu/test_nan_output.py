@@ -137,8 +137,8 @@ def test_offline_others_keep_their_answers() -> None:
     broken, fine = llm.generate(
         [[0, 5, 77], [0, 5, 78]], SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     )
-    assert (broken.outputs[0].finish, broken.outputs[0].ids) == ("error", [])
-    assert (fine.outputs[0].finish, len(fine.outputs[0].ids)) == ("length", 4)
+    assert (broken.outputs[0].finish_reason, broken.outputs[0].token_ids) == ("error", [])
+    assert (fine.outputs[0].finish_reason, len(fine.outputs[0].token_ids)) == ("length", 4)
 
 
 def test_a_stream_delivers_its_tokens_before_the_nan_error(caplog: pytest.LogCaptureFixture) -> None:

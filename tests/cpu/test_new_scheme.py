@@ -39,10 +39,10 @@ class PackedPairs(Scheme):
             if found.get(spec.name) != spec:
                 raise CheckpointError(f"{weight.name}: {spec.name} is missing or of another shape")
 
-    def reads(self, weight: str, take: Take) -> tuple[Read, ...]:
-        return Read(f"{weight}_packed", take[:1]), Read(f"{weight}_scale", take[:1])
+    def reads(self, weight: TensorSpec, take: Take) -> tuple[Read, ...]:
+        return Read(f"{weight.name}_packed", take[:1]), Read(f"{weight.name}_scale", take[:1])
 
-    def decode(self, weight: str, tensors: Sequence[Tensor], take: Take) -> Tensor:
+    def decode(self, weight: TensorSpec, tensors: Sequence[Tensor], take: Take) -> Tensor:
         packed, scale = tensors
         numbers = torch.stack((packed & 15, packed >> 4), -1).flatten(-2).float() - 8
         return (numbers * scale)[(slice(None), *take[1:])]

@@ -1,374 +1,447 @@
-"""The playground in headless Chromium, against a scripted model. Skipped only where Chromium is not installed."""
+"""The playground's conversations, settings and errors in headless Chromium, against a scripted model."""
 
 from __future__ import annotations
 
 import json
 import re
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import httpx
-import pytest
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Page, expect
 
-from tests.cpu.fakes import FakeFront, Script, eventually, fake_app, serving
+from tests.cpu.fakes import DEEPSEEK_V32, FakeFront, eventually, fake_app, serving
+from tests.cpu.playground import (
+    LONG,
+    Site,
+    bodies,
+    finished,
+    nameless,
+    needs_chromium,
+    prompt_of,
+    readable,
+    send,
+    site,
+)
 from thalweg.config.server import ServerOptions
+from thalweg.core.sampling import SamplingParams
+from thalweg.server.app import build
 
-CHROMIUM = Path("/usr/bin/chromium")
-ARGS = [
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
-pytestmark = pytest.mark.skipif(not CHROMIUM.exists(), reason="Chromium is not installed: apt-get install chromium")
-
-LONG = "The sea keeps what it takes. " * 40
+__all__ = ["site"]
+pytestmark = needs_chromium
 
 
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Browser]:
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=str(CHROMIUM), args=ARGS)
-        yield browser
-        browser.close()
+def answer(page: Page, text: str, at: int = 0) -> None:
+    expect(page.locator(".model-turn .text").nth(at)).to_have_text(text)
 
 
-@contextmanager
-def visit(
-    browser: Browser,
-    script: Script = lambda prompt, choice: "Good day to you.",
-    *,
-    gap: float = 0.0,
-    chunk: int = 4,
-    options: ServerOptions = ServerOptions(),  # noqa: B008  frozen
-    expect_errors: bool = False,
-    **context: Any,
-) -> Iterator[tuple[Page, FakeFront]]:
-    """A fresh visit to the page; it may ask nobody but its server, and the console stays empty unless errors are part
-    of the test.
-    """
-    front = FakeFront(script, gap=gap, chunk=chunk)
-    with serving(fake_app(front, options)) as url:
-        visitor = browser.new_context(viewport={"width": 1280, "height": 800}, **context)
-        page = visitor.new_page()
-        asked: list[str] = []
-        said: list[str] = []
-        page.on("request", lambda request: asked.append(request.url))
-        page.on("console", lambda message: said.append(message.text))
-        page.on("pageerror", lambda error: said.append(str(error)))
-        page.goto(url)
-        yield page, front
-        assert all(address.startswith((url, "data:", "blob:")) for address in asked), asked
-        assert expect_errors or not said, said
-        visitor.close()
-
-
-def send(page: Page, text: str) -> None:
-    page.get_by_label("Message", exact=True).fill(text)
-    page.keyboard.press("Enter")
-
-
-def finished(page: Page, answers: int = 1) -> None:
-    expect(page.locator(".model-turn .meta")).to_have_count(answers)
-
-
-def test_a_conversation(chromium: Browser) -> None:
-    with visit(chromium) as (page, front):
-        expect(page.locator("#state-text")).to_have_text("ready")
-        expect(page.locator("#model")).to_contain_text("scripted")
+def test_versions_of_messages_and_answers_survive_a_reload(site: Site) -> None:
+    with site.visit() as page:
+        expect(page.get_by_role("heading", name="Say something.")).to_be_visible()
         send(page, "Hello")
         finished(page)
-        expect(page.locator(".model-turn .text")).to_have_text("Good day to you.")
+        answer(page, "Good day to you.")
         expect(page.locator(".meta")).to_contain_text("17 tokens")
+        expect(page.locator(".meta")).to_contain_text("TTFT")
         expect(page.get_by_role("log")).to_have_attribute("aria-live", "polite")
-        expect(page.get_by_role("status")).to_have_text("Answer finished: 17 tokens.")
+        expect(page.get_by_role("status")).to_have_text("Answer finished.")
+        expect(page.locator("#usage")).to_have_text(re.compile(r"^\d+ of 4,096 tokens$"))
         send(page, "And again")
         finished(page, 2)
-        prompt = bytes(front.seen[-1][0]).decode()
-        assert prompt.endswith(
-            "Hello<｜Assistant｜></think>Good day to you.<｜end▁of▁sentence｜><｜User｜>And again<｜Assistant｜></think>"
-        )
-        page.get_by_role("button", name="Try again").first.click()
+        history = "Hello<｜Assistant｜></think>Good day to you.<｜end▁of▁sentence｜><｜User｜>And again<｜Assistant｜></think>"
+        assert prompt_of(site).endswith(history)
+        site.front.script = lambda prompt, choice: "Good night."
+        page.get_by_role("button", name="Regenerate").first.click()
+        answer(page, "Good night.")
         finished(page, 1)
-        assert bytes(front.seen[-1][0]).decode().endswith("<｜User｜>Hello<｜Assistant｜></think>")
-        page.get_by_role("button", name="New conversation").click()
-        expect(page.locator(".turn")).to_have_count(0)
-        expect(page.get_by_role("heading", name="Say something.")).to_be_visible()
+        assert prompt_of(site).endswith("<｜User｜>Hello<｜Assistant｜></think>")
+        expect(page.locator(".model-turn .versions")).to_have_text("2/2")
+        page.get_by_role("button", name="Previous version").click()
+        answer(page, "Good day to you.")
+        finished(page, 2)
+        expect(page.get_by_role("button", name="Next version")).to_be_focused()
+        page.locator(".you").nth(1).get_by_role("button", name="Edit").click()
+        field = page.get_by_label("Edit the message")
+        expect(field).to_have_value("And again")
+        page.keyboard.press("Escape")
+        expect(field).to_have_count(0)
+        page.locator(".you").nth(1).get_by_role("button", name="Edit").click()
+        field.fill("And better")
+        page.keyboard.press("Enter")
+        answer(page, "Good night.", 1)
+        assert prompt_of(site).endswith(
+            "Good day to you.<｜end▁of▁sentence｜><｜User｜>And better<｜Assistant｜></think>"
+        )
+        finished(page, 2)
+        page.reload()
+        expect(page.locator(".you .text")).to_have_text(["Hello", "And better"])
+        answer(page, "Good night.", 1)
+        expect(page.locator(".versions:not([hidden])")).to_have_text(["1/2", "2/2"])
 
 
-def test_code_blocks_are_shown_and_html_is_escaped(chromium: Browser) -> None:
-    answer = "Look:\n\n```python\nfor i in x:\n    go()\n```\n\n<img src=x onerror=alert(1)> done"
-    with visit(chromium, lambda prompt, choice: answer) as (page, _):
-        send(page, "code")
+def test_the_list_of_conversations(site: Site) -> None:
+    with site.visit() as page:
+        send(page, "The first one")
         finished(page)
-        expect(page.locator(".text pre")).to_have_text("for i in x:\n    go()")
-        expect(page.locator(".model-turn .text")).to_contain_text("<img src=x onerror=alert(1)> done")
-        assert page.locator(".text img").count() == 0
+        page.get_by_role("button", name="New conversation", exact=True).click()
+        expect(page.locator(".turn")).to_have_count(0)
+        expect(page.get_by_label("Message", exact=True)).to_be_focused()
+        send(page, "<b>second</b>")
+        finished(page)
+        assert "The first one" not in prompt_of(site)
+        titles = page.locator("#conversations .open")
+        expect(titles).to_have_text(["<b>second</b>", "The first one"])
+        titles.nth(1).hover()
+        page.get_by_role("button", name="Rename The first one").click()
+        page.keyboard.type("Greetings")
+        page.keyboard.press("Enter")
+        expect(titles).to_have_text(["<b>second</b>", "Greetings"])
+        titles.nth(1).click()
+        expect(page.locator(".you .text")).to_have_text("The first one")
+        expect(titles.nth(1)).to_have_attribute("aria-current", "true")
+        page.get_by_role("button", name="Delete Greetings").click()
+        page.get_by_role("button", name="Keep").click()
+        page.get_by_role("button", name="Delete Greetings").click()
+        page.get_by_role("button", name="Delete", exact=True).click()
+        expect(titles).to_have_text(["<b>second</b>"])
+        expect(page.locator(".turn")).to_have_count(0)
+        page.reload()
+        expect(titles).to_have_text(["<b>second</b>"])
 
 
-def test_thinking_shows_while_it_streams_and_folds_after(chromium: Browser) -> None:
-    script = lambda prompt, choice: "Seven and eight are fifteen. " * 12 + "</think>It is 85."  # noqa: E731
-    with visit(chromium, script, gap=0.02) as (page, front):
+def test_stop_with_the_button_and_with_escape(site: Site) -> None:
+    with site.visit(lambda prompt, choice: LONG, gap=0.03) as page:
+        for i, stop in enumerate(("Stop", "Escape")):
+            send(page, "Go on")
+            expect(page.locator(".model-turn .text").nth(i)).to_contain_text("The sea")
+            assert site.front.running == 1
+            expect(page.locator(".model-turn").nth(i)).to_have_attribute("aria-busy", "true")
+            if stop == "Stop":
+                page.get_by_role("button", name="Stop", exact=True).click()
+            else:
+                page.keyboard.press("Escape")
+            eventually(lambda: site.front.running == 0)
+            expect(page.locator(".meta").nth(i)).to_contain_text("stopped by you")
+            expect(page.get_by_role("button", name="Send", exact=True)).to_be_visible()
+            expect(page.get_by_label("Message", exact=True)).to_be_focused()
+        assert site.front.ended == ["closed", "closed"] and site.front.pages == 0
+
+
+def test_an_answer_goes_on_behind_another_conversation_and_survives_a_reload(site: Site) -> None:
+    with site.visit(lambda prompt, choice: LONG, gap=0.02, chunk=12) as page:
+        send(page, "Go on")
+        expect(page.locator(".model-turn .text")).to_contain_text("The sea")
+        page.get_by_role("button", name="New conversation", exact=True).click()
+        expect(page.locator(".turn")).to_have_count(0)
+        expect(page.locator("#conversations .busy")).to_have_count(1)
+        expect(page.get_by_role("button", name="Send", exact=True)).to_be_visible()
+        page.locator("#conversations .open").click()
+        expect(page.get_by_role("button", name="Stop", exact=True)).to_be_visible()
+        finished(page)
+        answer(page, LONG.strip())
+        send(page, "And on")
+        expect(page.locator(".model-turn .text").nth(1)).to_contain_text("The sea")
+        page.reload()
+        expect(page.locator(".model-turn .text").nth(1)).to_contain_text("The sea")
+        expect(page.locator(".meta").nth(1)).to_contain_text("the answer broke off")
+        eventually(lambda: site.front.running == 0)
+
+
+def test_thinking_shows_while_it_streams_and_folds_after(site: Site) -> None:
+    script = lambda prompt, choice: "Seven and eight are **fifteen**. " * 8 + "</think>It is 85."  # noqa: E731
+    with site.visit(script, gap=0.02) as page:
         page.get_by_role("switch", name="Think before answering").check()
         send(page, "What is 27 + 58?")
         thought = page.locator("details.thought")
         expect(thought).to_have_attribute("open", "")
         expect(thought.locator("summary")).to_have_text("Thinking…")
-        expect(thought.locator("div")).to_contain_text("Seven and eight")
-        expect(page.locator(".model-turn")).to_have_attribute("aria-busy", "true")
+        expect(thought.locator("strong").first).to_have_text("fifteen")
         finished(page)
         expect(thought).not_to_have_attribute("open", "")
         expect(thought.locator("summary")).to_have_text(re.compile(r"Thought for \d+\.\d s"))
-        expect(page.locator(".model-turn .text")).to_have_text("It is 85.")
+        answer(page, "It is 85.")
         expect(page.locator(".model-turn")).to_have_attribute("aria-busy", "false")
-        thought.locator("summary").click()
-        expect(thought.locator("div")).to_be_visible()
-        assert bytes(front.seen[0][0]).decode().endswith("<think>")
+        assert prompt_of(site).endswith("<think>")
 
 
-@pytest.mark.parametrize("how", ["button", "Escape"])
-def test_stop_ends_the_request(chromium: Browser, how: str) -> None:
-    with visit(chromium, lambda prompt, choice: LONG, gap=0.03) as (page, front):
-        send(page, "Go on")
-        expect(page.locator(".model-turn .text")).to_contain_text("The sea")
-        assert front.running == 1
-        if how == "button":
-            page.get_by_role("button", name="Stop").click()
-        else:
-            page.keyboard.press("Escape")
-        eventually(lambda: front.running == 0)
-        assert front.ended == ["closed"] and front.pages == 0
-        expect(page.locator(".meta")).to_contain_text("stopped by you")
-        expect(page.get_by_role("button", name="Send")).to_be_visible()
-        expect(page.get_by_label("Message", exact=True)).to_be_focused()
-
-
-def test_a_new_conversation_drops_the_answer_under_way(chromium: Browser) -> None:
-    with visit(chromium, lambda prompt, choice: LONG, gap=0.03) as (page, front):
-        send(page, "Go on")
-        expect(page.locator(".model-turn .text")).to_contain_text("The sea")
-        page.get_by_role("button", name="New conversation").click()
-        eventually(lambda: front.running == 0)
-        expect(page.locator(".turn")).to_have_count(0)
-        front.script = lambda prompt, choice: "fresh"
-        send(page, "Who?")
+def test_settings_start_from_the_servers_defaults(site: Site) -> None:
+    defaults = SamplingParams(temperature=0.6, top_p=0.95)
+    app = build(site.front, ServerOptions(), DEEPSEEK_V32, path="models/scripted", defaults=defaults)  # type: ignore[arg-type]
+    with serving(app) as url, site.visit(url=url) as page:
+        temperature, slider = page.get_by_label("Temperature", exact=True), page.get_by_label("Temperature slider")
+        expect(temperature).to_have_attribute("placeholder", "0.6")
+        expect(slider).to_have_value("0.6")
+        sent = bodies(page)
+        send(page, "Hello")
         finished(page)
-        assert "Go on" not in bytes(front.seen[-1][0]).decode()
-
-
-def test_controls_reach_the_request_and_are_remembered(chromium: Browser) -> None:
-    with visit(chromium) as (page, front):
+        assert not {"temperature", "top_p", "max_tokens", "seed"} & sent[0].keys()
+        assert (site.front.seen[0][1].temperature, site.front.seen[0][1].top_p) == (0.6, 0.95)
         page.get_by_label("System prompt").fill("Speak in verse.")
-        page.get_by_label("Temperature, as a number").fill("0.35")
+        slider.fill("0.35")
+        expect(temperature).to_have_value("0.35")
         page.get_by_label("Top-p", exact=True).fill("0.8")
         page.get_by_label("Max tokens").fill("9")
         page.get_by_label("Seed").fill("-7")
+        page.get_by_text("More sampling").click()
+        page.get_by_label("Top-k").fill("40")
+        page.get_by_label("Stop strings").fill("day\nnight")
         send(page, "Hello")
-        finished(page)
-        prompt, params, *_ = front.seen[0]
-        assert bytes(prompt).decode().startswith("<｜begin▁of▁sentence｜>Speak in verse.<｜User｜>Hello")
+        finished(page, 2)
+        params = site.front.seen[1][1]
+        assert prompt_of(site).startswith("<｜begin▁of▁sentence｜>Speak in verse.<｜User｜>Hello")
         assert (params.temperature, params.top_p, params.max_tokens, params.seed) == (0.35, 0.8, 9, -7)
-        expect(page.locator(".meta")).to_contain_text("cut at max tokens")
+        assert (params.top_k, params.stop) == (40, ("day", "night"))
         page.reload()
-        expect(page.get_by_label("Temperature", exact=True)).to_have_value("0.35")
+        expect(slider).to_have_value("0.35")
         expect(page.get_by_label("Seed")).to_have_value("-7")
         page.get_by_label("Max tokens").fill("0")
         send(page, "Hello")
-        assert len(front.seen) == 1, "a value out of range is not sent"
         expect(page.get_by_label("Max tokens")).to_be_focused()
+        assert len(sent) == 2, "a value out of range is not sent"
+        page.get_by_role("button", name="Back to the defaults").click()
+        expect(temperature).to_have_value("")
+        expect(slider).to_have_value("0.6")
+        expect(page.get_by_label("System prompt")).to_have_value("Speak in verse.")
 
 
-def test_the_curl_line_gives_the_same_answer(chromium: Browser) -> None:
-    with visit(chromium, lambda prompt, choice: "It's 'quoted' & fine: " + prompt[-40:]) as (page, front):
+def test_the_curl_line_gives_the_same_answer(site: Site) -> None:
+    with site.visit(lambda prompt, choice: "It's 'quoted' & fine: " + prompt[-40:]) as page:
+        page.get_by_text("This request with curl").click()
         page.get_by_label("Message", exact=True).fill('What\'s "this" $HOME `x`?')
         command = page.locator("#curl").inner_text()
         page.keyboard.press("Enter")
         finished(page)
         shown = page.locator(".model-turn .text").inner_text()
-        answer = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=20, check=True).stdout
-        lines = [line.removeprefix("data: ") for line in answer.splitlines() if line.startswith("data: {")]
+        output = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=20, check=True).stdout
+        lines = [line.removeprefix("data: ") for line in output.splitlines() if line.startswith("data: {")]
         deltas = [choice["delta"].get("content") or "" for line in lines for choice in json.loads(line)["choices"]]
-        assert "".join(deltas) == shown and "$HOME `x`?" in shown
-        assert front.seen[0][:2] == front.seen[1][:2]
+        assert "".join(deltas).replace("`", "") == shown and "$HOME x?" in shown
+        assert site.front.seen[0][:2] == site.front.seen[1][:2]
 
 
-def test_the_status_bar_shows_the_engines_state(chromium: Browser) -> None:
-    with visit(chromium, lambda prompt, choice: LONG, gap=0.02) as (page, front):
-        expect(page.locator("#running")).to_have_text("0")
+def test_the_strip_shows_the_engines_state(site: Site) -> None:
+    with site.visit(lambda prompt, choice: LONG, gap=0.02) as page:
+        expect(page.locator("#state-text")).to_have_text("ready")
+        expect(page.get_by_label("Model", exact=True)).to_have_value("scripted")
         send(page, "Go on")
         expect(page.locator("#running")).to_have_text("1")
         expect(page.locator("#cache")).to_have_text(re.compile(r"^[1-9][\d.]* %$"))
-        expect(page.locator("#cache-bar")).to_have_attribute(
-            "aria-label", re.compile(r"[\d.]+ % of the cache in use, 7.0 % kept for later")
-        )
-        assert page.locator("#cache-used").evaluate("e => e.getBoundingClientRect().width") > 0
+        use = re.compile(r"[\d.]+ % of the cache in use, 7.0 % kept for later")
+        expect(page.locator("#cache-bar")).to_have_attribute("aria-label", use)
         expect(page.locator("#decode")).to_have_text(re.compile(r"^[1-9]\d+$"))
-        front.state, front.reason = "starting", "the engine is starting again"
+        site.front.state, site.front.reason = "starting", "the engine is starting again"
         expect(page.locator("#state")).to_have_attribute("data-state", "starting")
         expect(page.locator("#state")).to_have_attribute("title", "the engine is starting again")
+        site.front.state = "ready"
+        page.keyboard.press("Escape")
+        eventually(lambda: site.front.running == 0)
 
 
-def test_errors_are_said_clearly(chromium: Browser) -> None:
-    with visit(chromium, lambda prompt, choice: LONG, gap=0.02, expect_errors=True) as (page, front):
-        front.full = True
+def test_errors_are_said_clearly(site: Site) -> None:
+    with site.visit(lambda prompt, choice: LONG, gap=0.02, expect_errors=True) as page:
+        site.front.full = True
         send(page, "Hello")
-        alert = page.get_by_role("alert")
+        alert = page.locator(".wrong")
+        expect(alert).to_have_attribute("role", "alert")
         expect(alert).to_contain_text("The server is busy")
-        front.full = False
+        site.front.full = False
         alert.get_by_role("button", name="Try again").click()
         expect(page.locator(".model-turn .text")).to_contain_text("The sea")
         expect(alert).to_have_count(0)
-        front.die("the engine process ended with exit code -9")
+        site.front.die("the engine process ended with exit code -9")
         expect(alert).to_contain_text("The engine is not serving")
         expect(alert).to_contain_text("exit code -9")
-        expect(page.locator(".model-turn .text")).to_contain_text("The sea"), "what came stays"
-        expect(page.locator(".meta")).to_contain_text("the answer broke off")
+        expect(page.locator(".model-turn .text")).to_contain_text("The sea")
+        site.front.__dict__.update(FakeFront(lambda prompt, choice: "short").__dict__)
+        send(page, "x" * 5000)
+        expect(alert.nth(1)).to_contain_text("The conversation is longer than the context")
+        expect(alert.nth(1)).to_contain_text("at most 4095 fit")
         send(page, "Still there?")
-        expect(alert).to_have_count(1)
-        send(page, "x" * 5000)
-        expect(page.locator(".you")).to_have_count(2)
+        answer(page, "short", 1)
+        expect(page.locator(".you .text")).to_have_text(["Hello", "Still there?"])
+        page.evaluate("() => { window.fetch = () => Promise.reject(new TypeError('Failed to fetch')); }")
+        send(page, "And now?")
+        expect(alert.nth(1)).to_contain_text("The server cannot be reached")
 
 
-def test_a_refusal_names_the_field(chromium: Browser) -> None:
-    with visit(chromium, expect_errors=True) as (page, _):
-        send(page, "x" * 5000)
-        expect(page.get_by_role("alert")).to_contain_text("The server refused messages")
-        expect(page.get_by_role("alert")).to_contain_text("at most 4095 fit")
-        send(page, "short")
+def test_a_full_storage_is_said_and_the_page_goes_on(site: Site) -> None:
+    with site.visit() as page:
+        page.evaluate(
+            """() => { let text = "x".repeat(1 << 20);
+                       for (let i = 0; text.length > 64; i++) try { localStorage.setItem("fill" + i, text); }
+                       catch { text = text.slice(0, text.length / 2); } }"""
+        )
+        send(page, "Hello")
         finished(page)
-        expect(page.locator(".you")).to_have_count(1)
+        expect(page.get_by_role("alert")).to_contain_text("The storage of this browser is full")
+        page.evaluate("() => localStorage.removeItem('fill0')")
+        send(page, "Hello again")
+        finished(page, 2)
+        expect(page.locator("#notice")).to_be_hidden()
 
 
-def test_a_server_with_keys(chromium: Browser) -> None:
-    with visit(chromium, options=ServerOptions(api_key=("sesame",)), expect_errors=True) as (page, front):
+def test_a_server_with_keys(site: Site) -> None:
+    app = fake_app(site.front, ServerOptions(api_key=("sesame",)))
+    with serving(app) as url, site.visit(url=url, expect_errors=True) as page:
         expect(page.locator("#state-text")).to_have_text("needs a key")
         send(page, "Hello")
-        expect(page.get_by_role("alert")).to_contain_text("An API key is needed")
+        expect(page.locator(".wrong")).to_contain_text("An API key is needed")
         expect(page.get_by_label("API key")).to_be_focused()
         page.keyboard.type("sesame")
         expect(page.locator("#state-text")).to_have_text("ready")
-        page.get_by_role("alert").get_by_role("button", name="Try again").click()
+        expect(page.get_by_label("Model", exact=True)).to_have_value("scripted")
+        page.locator(".wrong").get_by_role("button", name="Try again").click()
         finished(page)
-        curl = page.locator("#curl").inner_text()
+        curl = page.locator("#curl").text_content() or ""
         assert "sesame" not in curl and "$API_KEY" in curl
+        assert "sesame" not in page.evaluate("() => JSON.stringify(localStorage)")
 
 
-def test_keyboard_alone(chromium: Browser) -> None:
-    with visit(chromium) as (page, front):
+def test_the_page_follows_an_answer_only_from_its_end(site: Site) -> None:
+    lines = "\n\n".join(f"Line {i} of the answer." for i in range(40))
+    with site.visit(lambda prompt, choice: lines, size=(1280, 500)) as page:
+        send(page, "Go on")
+        finished(page)
+        end = (
+            "() => { const e = document.querySelector('#log'); return e.scrollHeight - e.scrollTop - e.clientHeight; }"
+        )
+        assert page.evaluate(end) < 2
+        page.locator("#log").evaluate("e => { e.scrollTop = 200; }")
+        jump = page.get_by_role("button", name="To the end of the conversation")
+        expect(jump).to_be_visible()
+        site.front.gap, site.front.chunk = 0.005, 16
+        page.get_by_role("button", name="Regenerate").evaluate("e => e.click()")
+        expect(page.locator(".model-turn .text")).to_contain_text("Line 20 of")
+        page.locator("#log").evaluate("e => { e.scrollTop = 100; }")
+        finished(page)
+        assert page.locator("#log").evaluate("e => e.scrollTop") == 100
+        jump.click()
+        assert page.evaluate(end) < 2
+
+
+def test_log_probabilities_show_the_alternatives(site: Site) -> None:
+    with site.visit(lambda prompt, choice: "ab é") as page:
+        page.get_by_role("switch", name="Log-probabilities").check()
+        sent = bodies(page)
+        send(page, "Hello")
+        finished(page)
+        assert (sent[0]["logprobs"], sent[0]["top_logprobs"]) == (True, 5)
+        tokens = page.locator(".token-text .tok")
+        expect(tokens).to_have_text(["a", "b", " ", "\\xc3", "\\xa9", "<eos>"])
+        tokens.nth(1).hover()
+        tip = page.get_by_role("tooltip")
+        rows = [["b", "55.0 %", "−0.598"], ["c", "20.2 %", "−1.598"]]  # exp(-0.5 - 98 / 1000) = 0.5499
+        assert [row.inner_text().split("\t")[:3] for row in tip.locator("tr").all()][:2] == rows
+        expect(tip.locator(".chosen th")).to_have_text("b")
+        page.get_by_role("group", name="Tokens of the answer").focus()
+        page.keyboard.press("ArrowRight")
+        expect(tip.locator(".chosen th")).to_have_text(re.compile(r"^[ac␣]$"))
+        page.get_by_role("button", name="Tokens", exact=True).click()
+        expect(page.locator(".model-turn .text")).to_be_visible()
+        expect(tokens.first).to_be_hidden()
+        expect(tip).to_be_hidden()
+
+
+def test_keyboard_and_names(site: Site) -> None:
+    with site.visit() as page:
         expect(page.get_by_label("Message", exact=True)).to_be_focused()
         page.keyboard.type("one")
         page.keyboard.press("Shift+Enter")
         page.keyboard.type("two")
         page.keyboard.press("Enter")
         finished(page)
-        assert "<｜User｜>one\ntwo<" in bytes(front.seen[0][0]).decode()
+        assert "<｜User｜>one\ntwo<" in prompt_of(site)
         page.evaluate("document.activeElement.blur()")
-        reached, bare = [], []
-        for _ in range(30):
+        reached, bare = set(), []
+        for _ in range(34):
             page.keyboard.press("Tab")
-            name, outline = page.evaluate(
+            name, is_shown = page.evaluate(
                 """() => {
-                    const e = document.activeElement, name = e.id || e.textContent.trim().slice(0, 20);
-                    return [e === document.body ? "body" : name, getComputedStyle(e).outlineStyle];
+                    const e = document.activeElement, name = e.id || e.getAttribute("aria-label") || e.textContent.trim();
+                    const seen = (x) => getComputedStyle(x).outlineStyle !== "none";
+                    const ring = [e, e.closest(".composer"), e.nextElementSibling].some((x) => x && seen(x));
+                    return [e === document.body ? "body" : name, ring];
                 }"""
             )
-            reached.append(name)
-            bare += [name] if outline == "none" and name != "body" else []
+            reached.add(name)
+            bare += [] if is_shown or name == "body" else [name]
         assert not bare, f"no visible focus on {bare}"
-        wanted = {
-            "theme",
-            "log",
-            "prompt",
-            "system",
-            "thinking",
-            "temperature",
-            "top_p",
-            "max_tokens",
-            "seed",
-            "key",
-            "curl",
-            "clear",
-        }
-        assert wanted <= set(reached), wanted - set(reached)
+        wanted = {"new", "model", "theme", "log", "prompt", "thinking", "system", "temperature", "top_p", "max_tokens"}
+        wanted |= {"seed", "logprobs", "key", "Copy answer", "Regenerate", "Edit", "Rename one two", "Delete one two"}
+        assert wanted <= reached, wanted - reached
+        assert nameless(page) == []
 
 
-def test_every_control_has_a_name(chromium: Browser) -> None:
-    with visit(chromium) as (page, _):
+def test_light_and_dark(site: Site) -> None:
+    text = (
+        "See [it](https://a.example) in `code`:\n\n```python\ndef f(): return 1  # why\n```\n\n> said\n\n|a|\n|-|\n|1|"
+    )
+    with site.visit(lambda prompt, choice: text, scheme="dark") as page:
+        ground = "getComputedStyle(document.body).backgroundColor"
+        dark = page.evaluate(ground)
         send(page, "Hello")
         finished(page)
-        nameless = page.evaluate(
-            """() => [...document.querySelectorAll("button, input, textarea, [role], summary, details")].filter((e) => {
-                if (e.matches("details, [role=status], [role=alert]")) return false;
-                const label = e.getAttribute("aria-label") || (e.labels && e.labels.length && e.labels[0].textContent) || e.textContent;
-                return !label.trim();
-            }).map((e) => e.outerHTML)"""
-        )
-        assert nameless == []
-
-
-def luminance(colour: str) -> float:
-    parts = [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]
-    red, green, blue = (p / 12.92 if p <= 0.03928 else ((p + 0.055) / 1.055) ** 2.4 for p in parts)
-    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_light_and_dark(chromium: Browser, scheme: str) -> None:
-    with visit(chromium, color_scheme=scheme) as (page, _):
-        body = lambda: luminance(page.evaluate("getComputedStyle(document.body).backgroundColor"))  # noqa: E731
-        assert (body() > 0.5) == (scheme == "light")
-        send(page, "Hello")
-        finished(page)
-        for chosen in (".model-turn .text", ".meta", "#keys", ".strip dt", ".you .text", ".quiet"):
-            ink, ground = page.locator(chosen).first.evaluate(
-                """e => { let b = e; while (getComputedStyle(b).backgroundColor === "rgba(0, 0, 0, 0)") b = b.parentElement;
-                          return [getComputedStyle(e).color, getComputedStyle(b).backgroundColor]; }"""
+        for _ in range(2):
+            readable(
+                page, ".model-turn .text p", ".text a", ".text code", ".text th", ".text blockquote", ".code figcaption"
             )
-            light, dark = sorted((luminance(ink), luminance(ground)), reverse=True)
-            assert (light + 0.05) / (dark + 0.05) >= 4.5, (chosen, ink, ground)
-        other = "dark" if scheme == "light" else "light"
-        page.get_by_role("button", name=f"Switch to {other} colours").click()
-        assert (body() > 0.5) == (other == "light")
+            readable(page, ".hljs-keyword", ".hljs-title", ".hljs-number", ".hljs-comment")
+            readable(
+                page,
+                ".meta",
+                "#keys",
+                ".strip dt",
+                ".you .text",
+                ".usage",
+                ".hint",
+                ".open",
+                ".new",
+                "legend",
+                ".chip span",
+            )
+            page.locator("#theme").click()
+        page.get_by_role("button", name="Switch to light colours").click()
+        light = page.evaluate(ground)
+        assert light != dark
         page.reload()
-        assert (body() > 0.5) == (other == "light")
-        expect(page.get_by_role("button", name=f"Switch to {scheme} colours")).to_be_visible()
+        assert page.evaluate(ground) == light
+        expect(page.get_by_role("button", name="Switch to dark colours")).to_be_visible()
 
 
-@pytest.mark.parametrize(("width", "height"), [(320, 640), (390, 780), (820, 1000)])
-def test_narrow_windows(chromium: Browser, width: int, height: int) -> None:
-    with visit(chromium) as (page, front):
-        page.set_viewport_size({"width": width, "height": height})
+def test_narrow_windows(site: Site) -> None:
+    with site.visit(lambda prompt, choice: "| a | b |\n|-|-|\n| " + "w" * 90 + " | 2 |", size=(390, 844)) as page:
         send(page, "w" * 300)
         finished(page)
-        assert page.evaluate("document.documentElement.scrollWidth") <= width
-        expect(page.get_by_label("System prompt")).to_be_hidden()
-        button = page.get_by_role("button", name="Settings")
+        for width in (320, 390, 820):
+            page.set_viewport_size({"width": width, "height": 700})
+            assert page.evaluate("document.documentElement.scrollWidth") <= width
+            assert page.locator("#log").evaluate("e => e.scrollWidth <= e.clientWidth")
+            expect(page.get_by_label("System prompt")).to_be_hidden()
+        page.set_viewport_size({"width": 390, "height": 844})
+        button = page.get_by_role("button", name="Settings", exact=True)
         button.click()
         expect(button).to_have_attribute("aria-expanded", "true")
         page.get_by_label("System prompt").fill("Be brief.")
-        assert page.evaluate("document.documentElement.scrollWidth") <= width
         page.keyboard.press("Escape")
         expect(page.get_by_label("System prompt")).to_be_hidden()
         expect(button).to_be_focused()
+        page.get_by_role("button", name="Conversations", exact=True).click()
+        page.locator("#sidebar").get_by_role("button", name="Close").click()
+        expect(page.locator("#sidebar")).to_be_hidden()
+        page.get_by_role("button", name="Start a new conversation").click()
         send(page, "Hello")
-        finished(page, 2)
-        assert "Be brief." in bytes(front.seen[-1][0]).decode()
+        finished(page)
+        assert "Be brief." in prompt_of(site)
 
 
-def test_the_page_can_be_left_out() -> None:
+def test_the_files_of_the_page(site: Site) -> None:
+    page = httpx.get(site.url + "/")
+    policy = page.headers["content-security-policy"]
+    assert page.headers["content-type"].startswith("text/html")
+    assert "default-src 'self'" in policy and "unsafe" not in policy and "require-trusted-types-for 'script'" in policy
+    again = httpx.get(site.url + "/", headers={"If-None-Match": page.headers["etag"]})
+    assert again.status_code == 304 and not again.content
+    for path, kind in (("/vendor/Temml.woff2", "font/woff2"), ("/vendor/purify.min.js", "text/javascript")):
+        assert httpx.get(site.url + path).headers["content-type"].startswith(kind)
+    assert httpx.get(site.url + "/vendor/manifest.json").status_code == 404
     with serving(fake_app(FakeFront(), ServerOptions(playground=False))) as url:
         assert httpx.get(url + "/").status_code == 404 and httpx.get(url + "/health").status_code == 200
-    with serving(fake_app(FakeFront())) as url:
-        page = httpx.get(url + "/")
-        assert (
-            page.headers["content-type"].startswith("text/html")
-            and "default-src 'self'" in page.headers["content-security-policy"]
-        )

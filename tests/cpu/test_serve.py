@@ -77,8 +77,10 @@ def test_the_openai_sdk_works_unchanged(server: Served, check) -> None:  # type:
 
 
 def test_the_curl_line_works_as_printed(server: Served) -> None:
-    line = next(line for line in server.said.splitlines() if "try " in line)
-    done = subprocess.run(shlex.split(line.split("try", 1)[1]), capture_output=True, text=True, timeout=60, check=True)
+    line = next(line for line in server.said.splitlines() if line.startswith("curl "))
+    done = subprocess.run(
+        shlex.split(line.removeprefix("curl ")), capture_output=True, text=True, timeout=60, check=True
+    )
     assert json.loads(done.stdout)["choices"][0]["message"]["content"]
 
 

@@ -9,7 +9,10 @@ from typing import Any
 
 import anthropic
 import httpx
+import openai
 import pytest
+from anthropic.types import ModelInfo
+from openai.types import Model as OpenAIModel
 
 from tests.cpu.fakes import CONTEXT, FakeFront, Script, default_script, fake_app, serving
 from thalweg.config.server import ServerOptions
@@ -147,7 +150,8 @@ def test_tools_make_a_loop() -> None:
         calls = message.content[2:]
         assert [(call.name, call.input) for call in calls] == [
             ("weather", {"place": "Köln", "days": 2}), ("weather", {"place": "Ulm"})]  # fmt: skip
-        assert calls[0].id != calls[1].id and '"description": "The weather of a place."' in prompt_of(front)
+        assert calls[0].id != calls[1].id and all(call.id.startswith("toolu_") for call in calls)
+        assert '"description": "The weather of a place."' in prompt_of(front)
 
         with client.messages.stream(**ask(**more)) as stream:
             pieces = [event.partial_json for event in stream if event.type == "input_json"]
@@ -286,3 +290,57 @@ def test_the_rest_of_the_errors() -> None:
         with pytest.raises(anthropic.InternalServerError, match="exit code -9") as dead:
             client.messages.create(**ask())
         assert dead.value.status_code == 503 and dead.value.body["error"]["type"] == "api_error"  # type: ignore[index]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_tool_runner_of_the_sdk_works(stream: bool) -> None:
+    """It asks for a thread first, and sends all messages once that is refused by its code."""
+    places: list[str] = []
+
+    @anthropic.beta_tool
+    def weather(place: str, days: int = 1) -> str:
+        """The weather of a place."""
+        places.append(place)
+        return f"sun {days}"
+
+    with client_of(lambda prompt, choice: "It shines." if "<result>" in prompt else CALLS) as (client, front):
+        runner = client.beta.messages.tool_runner(tools=[weather], stream=stream, **ask())
+        last = runner.until_done()
+        assert places == ["Köln", "Ulm"] and last.content[0].text == "It shines." and last.stop_reason == "end_turn"
+        prompt = prompt_of(front)
+        assert "<result>sun 2</result>\n<result>sun 1</result>" in prompt and "Say something about rivers." in prompt
+        assert len(front.seen) == 2
+
+        refused = {"extra_body": {"thread": {"type": "continue", "previous_message_id": "msg_0"}}}
+        for call, body in (
+            (client.messages.create, ask()),
+            (client.beta.messages.count_tokens, {"model": "scripted", "messages": MESSAGES}),
+        ):
+            with pytest.raises(anthropic.BadRequestError) as bad:
+                call(**body, **refused)  # type: ignore[operator]
+            assert (bad.value.error_code, bad.value.type) == ("thread_unsupported_request", "invalid_request_error")
+
+
+def test_models_are_complete_in_the_form_of_each_sdk() -> None:
+    with client_of(served_model_name=("one", "two")) as (client, _):
+        url = str(client.base_url).rstrip("/") + "/v1"
+        headers = {"anthropic-version": "2023-06-01"}
+        raw = httpx.get(f"{url}/models", headers=headers).json()
+        assert [ModelInfo.model_validate(entry).id for entry in raw["data"]] == ["one", "two"]
+        assert set(ModelInfo.model_fields) == set(raw["data"][0])
+        for listed in (client.models.list(), client.beta.models.list()):
+            assert [entry.id for entry in listed] == ["one", "two"] and listed.has_more is False
+            assert (listed.first_id, listed.last_id) == ("one", "two")
+        info = client.models.retrieve("two")
+        assert (info.type, info.display_name, info.lifecycle) == ("model", "two", "active")
+        assert info.max_input_tokens == info.max_tokens == CONTEXT and info.created_at.year > 2000
+        assert info.capabilities and info.capabilities.thinking.types.enabled.supported
+        with pytest.raises(anthropic.NotFoundError) as missing:
+            client.models.retrieve("three")
+        assert missing.value.body["type"] == "error" and missing.value.type == "not_found_error"  # type: ignore[index]
+
+        with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as other:
+            assert [OpenAIModel.model_validate(card.model_dump()).id for card in other.models.list()] == ["one", "two"]
+            with pytest.raises(openai.NotFoundError) as unknown:
+                other.models.retrieve("three")
+            assert unknown.value.code == "model_not_found"

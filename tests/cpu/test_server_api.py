@@ -194,7 +194,7 @@ def test_parameters_reach_the_front() -> None:
     assert params.skip_special_tokens is False
     assert salt > 0 and front.seen[1][4] == 0 and front.seen[2][4] == salt
     params = front.seen[2][1]
-    assert (params.max_tokens, params.min_tokens, params.seed, params.include_stop, params.stop) == (
+    assert (params.max_tokens, params.min_tokens, params.seed, params.include_stop_str_in_output, params.stop) == (
         4,
         1,
         8,
@@ -662,6 +662,7 @@ def test_information() -> None:
         for path in ("/server_info", "/get_server_info"):
             info = api.get(path).json()
             assert info["served_model_name"] == "big" and info["context_length"] == CONTEXT
+            assert info["default_sampling_params"]["temperature"] == 1.0 and info["reasoning_parser"] == "deepseek-v3"
             assert (
                 info["internal_states"][0]["token_usage"] == 0 and info["internal_states"][0]["stats"]["pages"] == 100
             )

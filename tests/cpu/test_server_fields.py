@@ -33,16 +33,17 @@ VALUES: list[Any] = [
     *({"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}, {"max_new_tokens": 3}, "required"),
     *([{"type": "function", "function": TOOL}], [{"type": "function", **TOOL}], [{"name": "f", "input_schema": SCHEMA}]),
     *({"type": "any"}, {"structures": [{"begin": "<a>", "schema": {}, "end": "</a>"}], "triggers": ["<a"]}, "disabled", "right"),
-    *("Be brief.", [5, 6], "auto", ["reasoning.encrypted_content"], {"type": "structural_tag", "structures": [], "triggers": []}),
+    *("Be brief.", [5, 6], "auto", ["reasoning.encrypted_content"], "off", {"type": "structural_tag", "structures": [], "triggers": []}),
 ]  # fmt: skip
 WITH: dict[str, dict[str, Any]] = {  # fields that need others
-    "top_logprobs": {"logprobs": True},
+    "top_logprobs": {"logprobs": True, "include": ["message.output_text.logprobs"]},
     "top_logprobs_num": {"return_logprob": True},
     "logprob_start_len": {"return_logprob": True},
     "return_text_in_logprobs": {"return_logprob": True},
     "stream_options": {"stream": True},
     "tool_choice": {"tools": [{"type": "function", "function": TOOL}]},
     "parallel_tool_calls": {"tools": [{"type": "function", "function": TOOL}], "tool_choice": "required"},
+    "tool_strict_level": {"tools": [{"type": "function", "function": TOOL}]},
     "separate_reasoning": {"chat_template_kwargs": {"thinking": True}},
     "continue_final_message": {"messages": [*MESSAGES, {"role": "assistant", "content": "So"}], "add_generation_prompt": False},
     "min_tokens": {"max_tokens": 20},
@@ -75,7 +76,6 @@ NO_EFFECT = {
 NOT_SEEN = {
     ("/v1/chat/completions", "skip_special_tokens"),  # parsers of answers need the tokens
     ("/v1/completions", "add_special_tokens"),  # the tokenizer here has none
-    ("/v1/responses", "top_logprobs"),  # refused
 }
 
 

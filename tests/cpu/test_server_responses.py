@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import openai
 import pytest
+from llguidance import LLMatcher, LLTokenizer
 
 from tests.cpu.fakes import FakeFront, Script, default_script, fake_app, serving
 from tests.cpu.test_server_anthropic import CALLS
 from thalweg.config.server import ServerOptions
-from thalweg.server.responses.store import ResponseStore
+from thalweg.server.responses.background import BackgroundRun
+from thalweg.server.responses.encoder import CustomToolInput
+from thalweg.server.responses.protocol import ResponsesResponse
+from thalweg.server.responses.store import ResponseStore, StoredResponse
 
 TOOLS = [
     {
@@ -42,6 +46,11 @@ def client() -> Iterator[openai.OpenAI]:
 
 def ask(**more: Any) -> dict[str, Any]:
     return {"model": "scripted", "input": "Say something about rivers.", **more}
+
+
+def custom(syntax: str, definition: str) -> dict[str, Any]:
+    grammar = {"type": "grammar", "syntax": syntax, "definition": definition}
+    return {"type": "custom", "name": "calculator", "description": "Computes.", "format": grammar}
 
 
 def prompt_of(front: FakeFront) -> str:
@@ -229,11 +238,20 @@ def test_the_response_store_is_bounded_by_bytes() -> None:
     shelf = ResponseStore(100, 1000)
     messages = [{"role": "user", "content": "x" * 200}]
     for i in range(10):
-        shelf.put(str(i), messages, b"y" * 100)
+        assert shelf.put(str(i), StoredResponse(messages, [b"z"] * 50, b"y" * 50))
         assert shelf.size <= 1000
     assert 1 < len(shelf) < 5 and shelf.get("9") and not shelf.get("0")
-    shelf.put("big", messages, b"y" * 2000)
+    assert not shelf.put("big", StoredResponse(messages, (), b"y" * 2000))
     assert not shelf.get("big") and shelf.get("9"), "what can never fit displaces nothing"
+    run = BackgroundRun(cast(ResponsesResponse, None), lambda extra: True, keeps_events=False)
+    assert shelf.put("running", StoredResponse(None, run=run, extra=300))
+    for i in range(10):
+        assert shelf.put(str(i), StoredResponse(messages, (), b"y" * 100)) and shelf.size <= 1000
+    assert not shelf.put("big", StoredResponse((), (), b"y" * 800)) and shelf.get("9"), "it has no room beside it"
+    assert shelf.grow("running", 500) and len(shelf) == 1 and not shelf.grow("running", 500)
+    run.done = True
+    assert shelf.put("next", StoredResponse(messages, (), b"y" * 500)) and not shelf.get("running")
+    shelf.remove("next")
     for i in range(10):
         shelf.remove(str(i))
     assert len(shelf) == shelf.size == 0
@@ -254,10 +272,15 @@ def test_the_response_store_is_bounded_by_bytes() -> None:
         ({"tools": TOOLS, "tool_choice": {"type": "mcp"}}, "tool_choice.type"),
         ({"max_output_tokens": -1}, "max_output_tokens"),
         ({"temperature": -1}, "temperature"),
-        ({"background": True}, "background"),
+        ({"background": True, "store": False}, "background"),
         ({"conversation": "x"}, "conversation"),
         ({"top_logprobs": 3}, "top_logprobs"),
-        ({"include": ["message.output_text.logprobs"]}, "include"),
+        ({"include": ["message.output_text.logprobs"], "top_logprobs": 100}, "top_logprobs"),
+        ({"tools": [{"type": "custom", "name": "f", "format": {"type": "grammar"}}]}, "tools[0].format"),
+        ({"tools": [custom("lark", "start: (")]}, "tools[0].format.definition"),
+        ({"tools": [custom("regex", "(?<=a)b")]}, "tools[0].format.definition"),
+        ({"tools": [custom("yaml", "x")]}, "tools[0].format.syntax"),
+        ({"tools": TOOLS, "tool_choice": {"type": "custom", "name": "other"}}, "tool_choice.name"),
         ({"text": {"format": {"type": "poem"}}}, "text.format.type"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "other"}}, "tool_choice.name"),
@@ -287,3 +310,145 @@ def test_engine_death_fails_the_response() -> None:
             client.responses.retrieve(last.response.id)
         with pytest.raises(openai.InternalServerError, match="exit code -9"):
             client.responses.create(**ask())
+
+
+LOGPROBS: dict[str, Any] = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+
+
+@pytest.mark.parametrize("calls", ["", "\n\n" + CALLS.partition("\n\n")[2]], ids=["a text", "a text and calls"])
+def test_log_probabilities_are_those_of_the_text(calls: str) -> None:
+    text = "Grüße: 2 + 2 = 4."
+    with client_of(lambda prompt, choice: f"It is 4.</think>{text}{calls}") as (client, front):
+        more = ask(reasoning={"effort": "high"}, tools=TOOLS, **LOGPROBS)
+        whole = client.responses.create(**more)
+        events = list(client.responses.create(stream=True, **more))
+        for response in (whole, events[-1].response):
+            (part,) = response.output[1].content
+            assert part.text == text and bytes(byte for one in part.logprobs for byte in one.bytes) == text.encode()
+            for one in part.logprobs:  # what the scripted model says of a token
+                assert one.logprob == one.top_logprobs[0].logprob == pytest.approx(-0.5 - one.bytes[0] / 1000)
+                assert len(one.top_logprobs) == 2
+            assert response.top_logprobs == 2
+        deltas = [event for event in events if event.type == "response.output_text.delta"]
+        assert [len(event.logprobs) for event in deltas] == [len(event.delta.encode()) for event in deltas]
+        (done,) = [event for event in events if event.type == "response.output_text.done"]
+        assert [one.token for one in done.logprobs] == [one.token for event in deltas for one in event.logprobs]
+        assert not client.responses.create(**ask()).output[0].content[0].logprobs
+
+
+def test_input_items_are_listed_in_pages() -> None:
+    with client_of(lambda prompt, choice: "Good.") as (client, _):
+        message = {
+            "type": "message",
+            "id": "msg_mine",
+            "role": "user",
+            "content": [{"type": "input_text", "text": "One"}],
+        }
+        items = [message, {"role": "assistant", "content": "Two"}, {"role": "user", "content": "Three"}]
+        first = client.responses.create(**ask(input=items))
+        listed = list(client.responses.input_items.list(first.id, order="asc", limit=1))  # the SDK asks for each page
+        assert [item.content[0].text for item in listed] == ["One", "Two", "Three"]
+        assert [item.role for item in listed] == ["user", "assistant", "user"] and listed[0].id == "msg_mine"
+        assert len({item.id for item in listed}) == 3
+        page = client.responses.input_items.list(first.id)
+        assert [item.id for item in page.data] == [item.id for item in reversed(listed)] and not page.has_more
+        assert (page.first_id, page.last_id) == (listed[2].id, "msg_mine")  # type: ignore[attr-defined]
+        after = client.responses.input_items.list(first.id, after=listed[1].id, order="asc")
+        assert [item.content[0].text for item in after] == ["Three"]
+        second = client.responses.create(**ask(input="Four", previous_response_id=first.id))
+        texts = [item.content[0].text for item in client.responses.input_items.list(second.id, order="asc")]
+        assert texts == ["One", "Two", "Three", "Good.", "Four"]
+        for wrong in ({"after": "nothing"}, {"limit": 0}, {"limit": 101}):
+            with pytest.raises(openai.BadRequestError) as bad:
+                client.responses.input_items.list(first.id, **wrong)  # type: ignore[arg-type]
+            assert bad.value.param == next(iter(wrong))
+        with pytest.raises(openai.NotFoundError):
+            client.responses.input_items.list("resp_0")
+
+
+def test_input_tokens_are_those_of_the_answer() -> None:
+    with client_of() as (client, _):
+        more: dict[str, Any] = {"instructions": "Be brief.", "tools": TOOLS, "reasoning": {"effort": "high"}}
+        first = client.responses.create(**ask(**more))
+        count = client.responses.input_tokens.count(**ask(**more))
+        assert count.object == "response.input_tokens" and count.input_tokens == first.usage.input_tokens
+        more |= {"previous_response_id": first.id}
+        again = client.responses.input_tokens.count(**ask(**more)).input_tokens
+        assert again == client.responses.create(**ask(**more)).usage.input_tokens > count.input_tokens
+
+
+INPUT = 'say("hé\\n")\nprint(1 < 2)'
+
+
+def custom_script(prompt: str, choice: int) -> str:
+    if "<result>" in prompt:
+        return "Done."
+    call = '<｜DSML｜invoke name="calculator">\n<｜DSML｜parameter name="input" string="true">'
+    call += INPUT + "</｜DSML｜parameter>\n</｜DSML｜invoke>"
+    return f"I run it.\n\n<｜DSML｜function_calls>\n{call}\n</｜DSML｜function_calls>"
+
+
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+def test_custom_tools_make_a_loop(kept: bool, stream: bool) -> None:
+    with client_of(custom_script) as (client, front):
+        tools = [*TOOLS, {"type": "custom", "name": "calculator", "description": "Computes."}]
+        if stream:
+            with client.responses.stream(**ask(tools=tools)) as events:
+                seen = list(events)
+                response = events.get_final_response()
+            deltas = [event for event in seen if event.type == "response.custom_tool_call_input.delta"]
+            (done,) = [event for event in seen if event.type == "response.custom_tool_call_input.done"]
+            assert "".join(event.delta for event in deltas) == done.input == INPUT and len(deltas) > 10
+            added = [event.item for event in seen if event.type == "response.output_item.added"]
+            assert added[1].type == "custom_tool_call" and added[1].input == "" and added[1].id == done.item_id
+        else:
+            response = client.responses.create(**ask(tools=tools))
+        message, call = response.output
+        assert message.content[0].text == "I run it." and call.type == "custom_tool_call"
+        assert (call.name, call.input) == ("calculator", INPUT) and call.id.startswith("ctc_")
+        assert '"description": "Computes."' in prompt_of(front)
+        result = {"type": "custom_tool_call_output", "call_id": call.call_id, "output": "1"}
+        more: dict[str, Any] = {"previous_response_id": response.id, "input": [result]}
+        if not kept:
+            history = [{"role": "user", "content": "Go."}, *(item.model_dump() for item in response.output)]
+            more = {"input": [*history, result]}
+        last = client.responses.create(**ask(tools=tools, **more))
+        assert last.output_text == "Done." and f'string="true">{INPUT}</｜DSML｜parameter>' in prompt_of(front)
+        kinds = [item.type for item in client.responses.input_items.list(last.id, order="asc")]
+        assert kinds == ["message", "message", "custom_tool_call", "custom_tool_call_output"]
+
+
+@pytest.mark.parametrize(("syntax", "definition"), [("lark", 'start: "a" /[0-9]+/'), ("regex", "a[0-9]+")])
+def test_the_input_of_a_custom_tool_is_held_to_its_grammar(syntax: str, definition: str) -> None:
+    def allows(value: str) -> bool:
+        is_text = syntax == "lark"
+        text = '<｜DSML｜function_calls>\n<｜DSML｜invoke name="calculator">\n<｜DSML｜parameter name="input" string='
+        text += f'"{str(is_text).lower()}">{value if is_text else json.dumps(value)}</｜DSML｜parameter>\n'
+        text += "</｜DSML｜invoke>\n</｜DSML｜function_calls>"
+        matcher = LLMatcher(LLTokenizer("byte"), LLMatcher.grammar_from_lark(front.grammars[-1].source))
+        return matcher.try_consume_tokens(list(text.encode())) == len(text.encode()) and matcher.is_accepting()
+
+    with client_of() as (client, front):
+        tools = [custom(syntax, definition), *TOOLS]
+        for choice in (
+            {"type": "custom", "name": "calculator"},
+            {"type": "allowed_tools", "mode": "required", "tools": [{"type": "custom", "name": "calculator"}]},
+        ):
+            client.responses.create(**ask(tools=tools, tool_choice=choice))
+            assert allows("a12") and not allows("12") and not allows("a1b")
+            assert "weather" not in front.grammars[-1].source
+        assert json.dumps(definition)[1:-1] in prompt_of(front), "the model reads the grammar"
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 1000])
+@pytest.mark.parametrize("text", ["", 'a"b\\c\n\t\u0007é', "😀 \ud83d!", "日本"])
+def test_a_custom_input_is_read_in_any_pieces(text: str, size: int) -> None:
+    for ascii in (False, True):
+        arguments = ' { "input" : ' + json.dumps(text, ensure_ascii=ascii) + ' , "more": 1}'
+        reader = CustomToolInput()
+        pieces = [reader.feed(arguments[i : i + size]) for i in range(0, len(arguments), size)]
+        expected = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        assert "".join(pieces) == reader.text == expected and reader.finish() == ""
+    other = CustomToolInput()
+    assert other.feed('{"x": 1}') == "" and other.finish() == other.text == '{"x": 1}'

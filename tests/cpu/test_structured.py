@@ -68,7 +68,7 @@ def valid(text: str, wanted: dict[str, Any]) -> None:
 
 def test_random_schemas_give_valid_output_and_do_not_affect_other_requests(llm: LLM) -> None:
     rng = random.Random(3)
-    alone = llm.generate("My lord,", FREE_ASK)[0].outputs[0].ids
+    alone = llm.generate("My lord,", FREE_ASK)[0].outputs[0].token_ids
     wanted = [members(rng, 3) if i % 2 else schema(rng) for i in range(40)]
     prompts, params, grammars = [], [], []
     for i, one in enumerate(wanted):
@@ -79,11 +79,11 @@ def test_random_schemas_give_valid_output_and_do_not_affect_other_requests(llm: 
     results = iter(llm.generate(prompts, params, grammar=grammars))
     for i, one in enumerate(wanted):
         output = next(results).outputs[0]
-        if output.finish == "stop":  # numbers with a fraction and time zones may go on for long
+        if output.finish_reason == "stop":  # numbers with a fraction and time zones may go on for long
             valid(output.text.removesuffix("<｜end▁of▁sentence｜>"), one)
             ended += 1
         if i % 5 == 0:
-            assert next(results).outputs[0].ids == alone
+            assert next(results).outputs[0].token_ids == alone
     assert ended >= 38
 
 
@@ -101,7 +101,7 @@ def test_overlap_gives_the_same_tokens() -> None:
     outputs = []
     for overlap in (False, True):
         llm = LLM(MODEL, context_length=512, enable_overlap_schedule=overlap)
-        outputs.append([r.outputs[0].ids for r in llm.generate(["My lord,"] * 6, params, grammar=grammar)])
+        outputs.append([r.outputs[0].token_ids for r in llm.generate(["My lord,"] * 6, params, grammar=grammar)])
     assert outputs[0] == outputs[1]
 
 
@@ -126,7 +126,7 @@ def test_overlap_gives_the_same_tokens() -> None:
 def test_every_kind(llm: LLM, grammar: Grammar, accepts: Callable[[str], object]) -> None:
     params = [SamplingParams(temperature=1.0, seed=seed, max_tokens=400) for seed in range(6)]
     outputs = [r.outputs[0] for r in llm.generate(["Well, "] * 6, params, grammar=grammar)]
-    ended = [output for output in outputs if output.finish == "stop"]
+    ended = [output for output in outputs if output.finish_reason == "stop"]
     assert len(ended) >= 3
     for output in ended:
         assert accepts(output.text), output.text
@@ -138,8 +138,8 @@ def test_choices_of_one_request_logprobs_penalties_and_minimum_length(llm: LLM) 
         temperature=1.0, seed=1, n=4, logprobs=3, min_tokens=12, repetition_penalty=1.3, logit_bias=((300, 90.0),)
     )
     for output in llm.generate("Will you? ", params, grammar=grammar)[0].outputs:
-        assert output.text in ("yes", "no") and output.finish == "stop"
-        assert len(output.logprobs) == len(output.ids)
+        assert output.text in ("yes", "no") and output.finish_reason == "stop"
+        assert len(output.logprobs) == len(output.token_ids)
         assert all(len(entry.top_ids) == 3 for entry in output.logprobs), "log-probabilities are the model's own"
 
 
@@ -155,7 +155,7 @@ def test_a_grammar_survives_preemption() -> None:
     )
     assert scarce.engine.loop.stats().preemptions > 0
     assert all(30 <= len(json.loads(output.text)) <= 40 for output in got)
-    assert [output.ids for output in got] == [output.ids for output in want]
+    assert [output.token_ids for output in got] == [output.token_ids for output in want]
 
 
 TOOLS = [
@@ -197,14 +197,14 @@ TOOLS = [
 @pytest.mark.parametrize("form", TOOL_FORMATS)
 @pytest.mark.parametrize("single", [True, False], ids=["one call", "calls"])
 def test_a_forced_call_is_valid_in_every_format(llm: LLM, form: str, single: bool) -> None:
-    grammar = tool_grammar(form, ToolGrammarSpec(TOOLS, True, single, llm.texts.tokenizer.mark_id))
+    grammar = tool_grammar(form, ToolGrammarSpec(TOOLS, True, single, llm.get_tokenizer().mark_id))
     params = [msgspec.structs.replace(HOT, seed=seed, max_tokens=200) for seed in range(12)]
     schemas = {tool["name"]: tool.get("parameters", {"maxProperties": 0}) for tool in TOOLS}
     seen: set[str] = set()
     for result in llm.generate(["My lord, "] * 12, params, grammar=grammar):
         output = result.outputs[0]
         parsed = parse(output.text.removesuffix("<｜end▁of▁sentence｜>"), None, form, functions=TOOLS)
-        if output.finish == "stop":
+        if output.finish_reason == "stop":
             assert parsed.content is None and parsed.calls and (len(parsed.calls) == 1 or not single)
         else:
             assert not single, "a model that means nothing may call for ever, but not within one call"
@@ -218,7 +218,7 @@ def test_a_forced_call_is_valid_in_every_format(llm: LLM, form: str, single: boo
 @pytest.mark.parametrize("form", TOOL_FORMATS)
 def test_a_call_that_the_model_chooses_is_held_to_its_schema(llm: LLM, form: str) -> None:
     """Text is free until a call begins; from there on it must be a good one."""
-    tokenizer = llm.texts.tokenizer
+    tokenizer = llm.get_tokenizer()
     grammar = tool_grammar(form, ToolGrammarSpec(TOOLS, False, False, tokenizer.mark_id))
     begins = {
         "deepseekv32": "<｜DSML｜function_calls>",
@@ -235,19 +235,19 @@ def test_a_call_that_the_model_chooses_is_held_to_its_schema(llm: LLM, form: str
     matcher.accept(tokenizer.encode("nonsense", False))
     assert matcher.error
     plain = msgspec.structs.replace(HOT, seed=2, max_tokens=40)
-    held, free = (llm.generate("Well: ", plain, grammar=g)[0].outputs[0].ids for g in (grammar, NO_GRAMMAR))
+    held, free = (llm.generate("Well: ", plain, grammar=g)[0].outputs[0].token_ids for g in (grammar, NO_GRAMMAR))
     assert held == free, "text stays what it was"
 
 
 def test_reasoning_comes_before_the_grammar(llm: LLM) -> None:
-    tokenizer = llm.texts.tokenizer
+    tokenizer = llm.get_tokenizer()
     opens, closes = tokenizer.mark_id("<think>"), tokenizer.mark_id("</think>")
     assert opens is not None and closes is not None
     asked = [{"role": "user", "content": "What is 12 + 34?"}]
-    ids, _ = llm.texts.chat_ids(asked, thinking=True)
+    ids = llm.texts.render(asked, chat_template_kwargs={"thinking": True}).ids
     params = SamplingParams(temperature=0.0, max_tokens=200, skip_special_tokens=False)
     shape = (
-        '{"type": "object", "properties": {"sum": {"type": "integer"}}, "required": ["sum"], "additionalProperties":'
+        '{"type": "object", "properties": {"sum": {"type": "integer", "minimum": 0, "maximum": 999}}, "required": ["sum"], "additionalProperties":'
         " false}"
     )
     grammar = Grammar("json_schema", shape, starts_in_thought=True, think_end_id=closes)
@@ -276,12 +276,12 @@ def test_a_heavy_schema_does_not_delay_other_requests() -> None:
 
     async def run() -> tuple[list[float], Exception | None, CompletionOutput]:
         async with AsyncLLM(MODEL, context_length=512, enable_overlap_schedule=True) as served:
-            await served.generate("warm", SamplingParams(max_tokens=2), Grammar("choice", '["a"]'))
+            await served.generate("warm", SamplingParams(max_tokens=2), grammar=Grammar("choice", '["a"]'))
             gaps: list[float] = []
 
             async def flow() -> None:
                 last = time.monotonic()
-                async for _ in served.stream("My lord,", msgspec.structs.replace(FREE_ASK, max_tokens=250)):
+                async for _ in served.generate("My lord,", msgspec.structs.replace(FREE_ASK, max_tokens=250)):
                     now = time.monotonic()
                     gaps.append(now - last)
                     last = now
@@ -290,14 +290,16 @@ def test_a_heavy_schema_does_not_delay_other_requests() -> None:
                 await asyncio.sleep(0.1)
                 try:
                     await served.generate(
-                        "x", SamplingParams(max_tokens=5), Grammar("json_schema", HEAVY, field="guided_json")
+                        "x", SamplingParams(max_tokens=5), grammar=Grammar("json_schema", HEAVY, field="guided_json")
                     )
                 except InvalidRequest as error:
                     return error
                 return None
 
             _, error = await asyncio.gather(flow(), refused())
-            after = await served.generate("x", SamplingParams(max_tokens=30), Grammar("choice", '["aye", "nay"]'))
+            after = await served.generate(
+                "x", SamplingParams(max_tokens=30), grammar=Grammar("choice", '["aye", "nay"]')
+            )
             return gaps, error, after.outputs[0]
 
     gaps, error, after = asyncio.run(run())

@@ -185,6 +185,61 @@ def test_auto_with_a_schema_is_a_call_or_the_schema(sdk: openai.OpenAI) -> None:
             jsonschema.validate(json.loads(message.content or ""), SHAPE)
 
 
+ASK = "What will the weather be in Oslo for 3 days?"
+
+
+@pytest.mark.parametrize("thinking", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_in_auto_is_of_a_declared_tool(
+    api: httpx.Client, sdk: openai.OpenAI, thinking: bool, stream: bool
+) -> None:
+    """Nothing here is strict. A bias makes the model begin a call, whatever it would rather do."""
+    (mark,) = ok(api.post("/tokenize", json={"prompt": "｜DSML｜", "add_special_tokens": False}))["tokens"]
+    tools: Any = [
+        {"type": "function", "function": {"name": name, "parameters": SHAPE}} for name in ("zab.qu", "other-1")
+    ]
+    ask: dict[str, Any] = {"model": "default", "messages": [{"role": "user", "content": ASK}], "tools": tools,
+                           "logit_bias": {str(mark): 60}, "max_tokens": 300, "parallel_tool_calls": None,
+                           "extra_body": {"chat_template_kwargs": {"thinking": thinking}}}  # fmt: skip
+    for seed in range(3):
+        if stream:
+            with sdk.chat.completions.stream(seed=seed, **ask) as events:
+                answer: Any = events.get_final_completion()
+        else:
+            answer = sdk.chat.completions.create(seed=seed, **ask)
+        calls = answer.choices[0].message.tool_calls
+        assert calls or answer.choices[0].finish_reason == "length"
+        for call in calls if answer.choices[0].finish_reason == "tool_calls" else ():
+            assert call.function.name in ("zab.qu", "other-1")
+            jsonschema.validate(json.loads(call.function.arguments), SHAPE)
+
+
+def test_calls_in_auto_can_be_free(api: httpx.Client) -> None:
+    """Then they are what the model alone makes of the prompt."""
+    tools = [{"type": "function", "function": {"name": "zab.qu", "parameters": SHAPE}}]
+    ask = {"messages": [{"role": "user", "content": ASK}], "tools": tools, "temperature": 0, "max_tokens": 200}
+    answers = [
+        ok(api.post("/v1/chat/completions", json={**ask, "return_token_ids": True, **more}))["choices"][0]["token_ids"]
+        for more in ({"tool_strict_level": "off"}, {"tool_strict_level": "parameter"})
+    ]
+    prompt = ok(api.post("/tokenize", json={"messages": ask["messages"], "tools": tools}))["tokens"]
+    free = ok(api.post("/v1/completions", json={"prompt": prompt, "temperature": 0, "max_tokens": 200, "return_token_ids": True}))  # fmt: skip
+    assert answers[0] == free["choices"][0]["token_ids"]
+    assert api.post("/v1/chat/completions", json={**ask, "tool_strict_level": "most"}).status_code == 400
+
+
+@pytest.mark.parametrize("disable", [None, True, False])
+def test_json_is_compact_by_default(api: httpx.Client, disable: bool | None) -> None:
+    """A bias towards spaces shows whether they may come."""
+    space = ok(api.post("/tokenize", json={"prompt": " ", "add_special_tokens": False}))["tokens"][0]
+    wanted = {"type": "json_schema", "json_schema": {"name": "sum", "schema": SHAPE}}
+    body = {**CHAT, "response_format": wanted, "logit_bias": {str(space): 90}, "max_tokens": 200}
+    if disable is not None:
+        body["structured_outputs"] = {"disable_any_whitespace": disable}
+    text = ok(api.post("/v1/chat/completions", json=body))["choices"][0]["message"]["content"]
+    assert (" " in text) == (disable is False)
+
+
 WRONG = [
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
     ({"response_format": {"type": "yaml"}}, "response_format.type"),

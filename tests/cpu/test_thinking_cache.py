@@ -13,7 +13,8 @@ from tests.cpu.fakes import FakeFront, fake_app, serving
 from thalweg.core.plan import PAGE
 from thalweg.core.retention import RETAIN_ALL, CacheRetention
 from thalweg.core.sampling import SamplingParams
-from thalweg.llm import LLM, RequestOutput, _TextFrontend
+from thalweg.llm import LLM, RequestOutput
+from thalweg.llm.prompts import TextFrontend
 from thalweg.text.parser import AnswerParser
 from tools.fuzz_checks import collect
 
@@ -53,14 +54,14 @@ def loaded() -> LLM:
 @pytest.fixture(scope="module", params=[None, True, False], ids=["auto", "on", "off"])
 def llm(loaded: LLM, request: pytest.FixtureRequest) -> LLM:
     """One engine; the option is the business of those who ask it."""
-    loaded.texts = _TextFrontend(MODEL, {"strip_thinking_cache": request.param}, progress=False)
+    loaded.texts = TextFrontend(MODEL, {"strip_thinking_cache": request.param}, progress=False)
     return loaded
 
 
 @pytest.mark.parametrize("thinking", [True, False])
 @pytest.mark.parametrize("pad", [0, 47, 110])  # 47: the prompt ends with its page, the tag that opens the thought last
 def test_the_second_turn_hits_what_it_can(llm: LLM, pad: int, thinking: bool) -> None:
-    assert pad != 47 or len(llm.texts.chat_ids(padded(SUM, pad), thinking=thinking)[0]) == PAGE
+    assert pad != 47 or len(llm.texts.render(padded(SUM, pad), (), {"thinking": thinking}).ids) == PAGE
     turns(llm, padded(SUM, pad), thinking, [])
 
 
@@ -76,9 +77,9 @@ def turns(llm: LLM, messages: list[dict[str, Any]], thinking: bool, tools: list[
     kept: list[tuple[int, ...]] = []  # what the cache holds
     for turn in range(3):
         result = llm.chat(messages, GREEDY, thinking=thinking, tools=tools)[0]
-        prompt, out = result.prompt_ids, tuple(result.outputs[0].ids)
+        prompt, out = tuple(result.prompt_token_ids), tuple(result.outputs[0].token_ids)
         most = max((shared(tokens, prompt) for tokens in kept), default=0)
-        assert result.cached_tokens == min(most, len(prompt) - 1) // PAGE * PAGE
+        assert result.num_cached_tokens == min(most, len(prompt) - 1) // PAGE * PAGE
         answer = message(result, thinking, tools)
         calls = answer.get("tool_calls")
         assert calls or not tools, "the bundled model calls the tool again and again"
@@ -100,11 +101,9 @@ def test_the_choice_is_told_with_its_reason(llm: LLM) -> None:
 
 
 def test_a_template_argument_of_one_request_counts_for_it_alone(llm: LLM) -> None:
-    assert llm.texts.chat_ids(SUM, thinking=True)[1].keeps_thoughts is not llm.texts.retention.strips
-    assert (
-        llm.texts.chat_ids(SUM, template_kwargs={"thinking": True})[1].keeps_thoughts is not llm.texts.retention.strips
-    )
-    assert llm.texts.chat_ids(SUM)[1] == RETAIN_ALL
+    thinks = llm.texts.render(SUM, chat_template_kwargs={"thinking": True})
+    assert thinks.retention.keeps_thoughts is not llm.texts.retention.strips
+    assert llm.texts.render(SUM).retention == RETAIN_ALL
 
 
 def test_the_server_tells_the_engine() -> None:

@@ -20,10 +20,10 @@ from thalweg.bench.tasks import RECALL_DISTANCE, Item, make_items, score
 from tools.train_tiny.checkpoint import dequantized, load_model
 from tools.train_tiny.data import prompt_of
 from tools.train_tiny.model import TinyModel
-from tools.train_tiny.shape import Shape
+from tools.train_tiny.shape import read_shape
 
 FOLDER = Path(__file__).parents[2] / "models" / "tiny"
-SHAPE = Shape()
+SHAPE = read_shape(FOLDER)
 UNQUANTIZED = ("embed_tokens", "lm_head", "norm", "mlp.gate.", "eh_proj", "weights_proj", "shared_head")
 
 

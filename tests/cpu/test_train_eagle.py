@@ -18,7 +18,7 @@ from thalweg.weights.loader import load
 from thalweg.weights.stream import Safetensors
 from tools.train_tiny import eagle
 from tools.train_tiny.data import Rows
-from tools.train_tiny.shape import Shape
+from tools.train_tiny.shape import read_shape
 
 LENGTH, STEPS = 40, 3
 
@@ -40,7 +40,7 @@ def test_unrolled_steps_are_those_of_the_engine(plan: eagle.Plan, monkeypatch: p
     rows = Rows(ids.numpy(), np.ones((1, LENGTH)), document.numpy(), np.zeros((1, LENGTH), dtype=bool))
     chosen = torch.randperm(2048, generator=generator)[: plan.vocab].sort().values
     torch.manual_seed(4)
-    trained, teacher = eagle.Head(Shape(), chosen), eagle.Teacher(plan)
+    trained, teacher = eagle.Head(read_shape(Path(MODEL)), chosen), eagle.Teacher(plan)
     with torch.no_grad():  # as they are published
         for parameter in trained.parameters():
             parameter.copy_(parameter.bfloat16())

@@ -293,7 +293,7 @@ def test_a_tuned_model_says_the_same_words_and_reads_otherwise(tmp_path: Path) -
         from thalweg.core.sampling import SamplingParams
 
         results = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=12))
-        return [list(result.outputs[0].ids) for result in results]
+        return [list(result.outputs[0].token_ids) for result in results]
 
     before = said(LLM(**plain))
     weight = torch.empty(2048, 256)

@@ -32,8 +32,11 @@ from thalweg.kernels.build_tree import triton as growing
 from thalweg.kernels.build_tree.ref import BuiltTree, TreeCandidates, TreeLevel, first_candidate
 from thalweg.kernels.draft_state import triton as drafting
 from thalweg.kernels.draft_state.ref import DraftChain, DraftedTokens, DraftRows, TokenPlaces
+from thalweg.kernels.router.triton import RouterOutput
 from thalweg.kernels.verify import triton as verify
 from thalweg.kernels.verify.ref import AcceptedPaths, Verification
+from thalweg.kernels.weight_only import case as codes_case
+from thalweg.kernels.weight_only import triton as codes
 from thalweg.models import catalog
 from thalweg.sampling.kernel_sampling import KernelSampler
 
@@ -188,8 +191,28 @@ def trees(rows: int, query: int, deepest: int) -> None:
     growing.store_best_tree(made, 4, state, state[:rows], slot_R, ints, held, found)
 
 
+def weight_only() -> None:
+    """Products of codes of every kind."""
+    generator = torch.Generator().manual_seed(1)
+    for kind in codes_case.WEIGHTS:
+        for rows in (1, 300):
+            weight = codes_case.draw_weight(generator, (256, 1024), *kind)
+            codes.linear(torch.empty(rows, 1024, dtype=torch.bfloat16), weight)
+        shapes = (4, 512, 256), (4, 256, 256)
+        stacks = codes.CodedExperts(*(codes_case.draw_weight(generator, shape, *kind) for shape in shapes))
+        for tokens in (2, 600):
+            routed = RouterOutput(torch.empty(tokens, 2), torch.zeros(tokens, 2, dtype=torch.int32))
+            x = torch.empty(tokens, 256, dtype=torch.bfloat16)
+            codes.run_experts(torch.empty_like(x), x, routed, stacks)
+
+
 def main(wanted: list[str]) -> int:
     compiled = pretend()
+    if not wanted or "weight-only" in wanted:
+        weight_only()
+        print(f"weight-only: {len(compiled.launches)} kernels so far", flush=True)
+    if wanted == ["weight-only"]:
+        return report(compiled)
     for shape in shapes.SHAPES:
         for choice in CHOICES:
             if not wanted or shape in wanted or f"{shape}:{choice}" in wanted:
@@ -199,6 +222,11 @@ def main(wanted: list[str]) -> int:
         drafts(rows, query, 7168)
         trees(rows, 4 * query, query)
     print(f"drafts: {len(compiled.launches)} kernels so far", flush=True)
+    return report(compiled)
+
+
+def report(compiled: Compiled) -> int:
+    """Prints what failed. Returns the exit status."""
     for name, error in compiled.failures.items():
         print(f"FAILED {name}\n{error}\n")
     return 1 if compiled.failures else 0

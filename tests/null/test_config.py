@@ -177,7 +177,7 @@ def test_flag_names_of_other_engines_print_one_notice_each() -> None:
         ("--schedule-policy lifo", ("--schedule-policy:", "fcfs, lpm, priority", "lifo")),
         ("--page-size 16", ("--page-size:", "64", "16")),
         ("--dtype float16", ("--dtype: must be one of bfloat16, float32; got 'float16'; use bfloat16",)),
-        ("--quantization awq", ("--quantization: not needed: ", "not AWQ")),
+        ("--quantization awq", ("--quantization: must be one of fp8, none; got 'awq'",)),
         ("--nnodes 2", ("--nnodes", "2")),
         ("--chunked-prefill-size 0", ("chunked_prefill_size", "-1")),
         ("--ssl-keyfile key.pem", ("ssl_keyfile", "--ssl-certfile")),
@@ -258,7 +258,7 @@ def test_a_list_of_numbers_may_follow_its_flag() -> None:
     ("flag", "instead"),
     [
         ("--enable-flashinfer-mla", "--attention-backend flashinfer"),
-        ("--enable-ep-moe", "not in this version"),
+        ("--enable-ep-moe", "use --ep-size"),
         ("--torch-compile-max-bs", "not needed"),
         ("--nsa-prefill-backend", "--attention-backend"),
         ("--nsa-decode-backend=fa3", "--attention-backend"),
@@ -416,4 +416,4 @@ def test_backends_in_help_are_those_of_the_catalogs() -> None:
         ("moe_runner_backend", (backends.EXPERTS,)),
         ("fp8_gemm_backend", (backends.FP8,)),
     ):
-        assert all(backend in settings()[name].help for catalog in catalogs for backend in catalog), name
+        assert all(backend in settings()[name].meanings for catalog in catalogs for backend in catalog), name

@@ -186,6 +186,23 @@ def test_reasoning_is_unconstrained_and_ends_before_the_grammar() -> None:
     assert allowed(book, 2) == {22}, "no thought: the grammar held from the start"
 
 
+def test_nothing_is_masked_before_the_trigger() -> None:
+    """Drafts behind a drafted trigger are masked."""
+    book: GrammarRegistry = GrammarRegistry(FakeCompiler, VOCAB)
+    for uid in (0, 1):
+        ticket = book.open(uid, Grammar("regex", "20", trigger_id=OPENS))
+        while ticket.state is TicketState.PENDING:
+            time.sleep(0.001)
+    plan = StepPlan(0, 3, (Row(0, 0, 0, 1, 3, True),))
+    assert book.fill(plan, {0: GrammarState(1, 0, (7, 8, 9))}) is None, "no work at all"
+    masks = book.fill(plan, {0: GrammarState(1, 0, (7, OPENS, 20))})
+    assert masks is not None and masks.rows == (2,) and ids_of(masks.bits[0]) == {20}
+    book.advance(0, (7, 8, OPENS))
+    assert allowed(book, 0) == {20}
+    book.advance(1, (7, CLOSES, 30, OPENS, 20))
+    assert allowed(book, 1) == {21}
+
+
 def allowed(book: GrammarRegistry, uid: int) -> set[int]:
     masks = book.fill(StepPlan(0, 0, (Row(uid, 0, 0, 1, 0, True),)), {uid: GrammarState(1, 0, ())})
     assert masks is not None

@@ -29,6 +29,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("engine",),
     ("launch", "server"),
     ("llm",),
+    ("",),  # the package itself, whose names are loaded at their first use
     ("bench",),
     ("cli",),
     ("__main__",),
@@ -43,7 +44,7 @@ def sources() -> list[Path]:
 
 
 def room_of(path: Path) -> str:
-    """thalweg/cache/radix.py → cache; thalweg/cli.py → cli; thalweg/__init__.py → "" (imports nothing)."""
+    """thalweg/cache/radix.py → cache; thalweg/cli.py → cli; thalweg/__init__.py → ""."""
     parts = path.relative_to(PACKAGE).parts
     return parts[0] if len(parts) > 1 else path.stem.replace("__init__", "")
 
@@ -63,7 +64,7 @@ def broken(importer: str, name: str) -> str:
     top, _, rest = name.partition(".")
     if importer in NO_TORCH and top in TORCHLIKE:
         return f"{importer} is a room without torch"
-    if top != "thalweg" or rest in ("", "__version__"):
+    if top != "thalweg" or rest == "__version__" or not rest:
         return ""
     room = rest.partition(".")[0]
     if room not in LEVEL:

@@ -43,6 +43,7 @@ class Served:
     accepted: int = 0
     steps: int = 0
     checksum: int = 0  # of the passes that were run
+    expert_moves: int = 0
 
 
 class ScriptChannel:
@@ -84,7 +85,7 @@ def serve(config: EngineConfig, script: Script, rank_context: RankContext = ALON
     loop.worker.followers.stop()
     stats = loop.stats()
     served.preemptions, served.cached, served.accepted = stats.preemptions, stats.cached_tokens, stats.accepted_tokens
-    served.steps, served.checksum = stats.steps, runner.pass_checksum
+    served.steps, served.checksum, served.expert_moves = stats.steps, runner.pass_checksum, stats.expert_moves
     return served
 
 

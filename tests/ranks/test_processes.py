@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import time
@@ -16,11 +17,12 @@ import pytest
 
 from tests.compose.matrix import MODEL, settings
 from thalweg.core.errors import EngineDead, InvalidRequest
-from thalweg.core.messages import FlushCache, StartProfile, UpdateWeights
+from thalweg.core.messages import DumpExperts, FlushCache, StartProfile, UpdateWeights
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.client import EngineClient
 from thalweg.engine.group import members_of, rank_name
 from thalweg.engine.local import LocalEngine
+from thalweg.layers.moe import ExpertStacks
 from thalweg.text.tokenizer import Tokenizer
 
 TP2: dict[str, Any] = {"tp_size": 2, "moe_dense_tp_size": 2}
@@ -214,6 +216,40 @@ def test_an_engine_in_the_callers_process(layout: dict[str, Any], want: list[int
         assert time.monotonic() - begun < LIMIT_S
     finally:
         engine.close()
+
+
+def test_experts_that_moved_are_updated_and_written_to_a_file(want: list[int], tmp_path: Path) -> None:
+    """New weights go where the experts are now; an engine that starts from the file has them there."""
+    moving = {"enable_eplb": True, "eplb_rebalance_num_iterations": 8, "ep_num_redundant_experts": 2}
+    engine = LocalEngine(config(**DP2, **moving))
+    try:
+        for _ in range(2):
+            assert generated(engine) == want
+            assert "tensors replaced" in engine.control(UpdateWeights(0, MODEL))
+        assert engine.loop.stats().expert_moves > 10
+        path = Path(engine.control(DumpExperts(0, str(tmp_path))))
+    finally:
+        engine.close()
+    record, placed = json.loads(path.read_text()), {"ep_num_redundant_experts": 2, "init_expert_location": str(path)}
+    assert any(map(any, record["logical_count"]))
+    engine = LocalEngine(config(**DP2, **placed))
+    try:
+        assert generated(engine) == want
+        layers = [module for module in engine.runner.model.modules() if isinstance(module, ExpertStacks)]
+        placements = [layer.placement for layer in layers if layer.placement is not None]
+        rows = [record["physical_to_logical_map"][placement.layer] for placement in placements]
+        assert [placement.by_slot for placement in placements] == rows
+        with pytest.raises(InvalidRequest, match="--enable-eplb"):
+            engine.control(DumpExperts(0, str(tmp_path)))
+    finally:
+        engine.close()
+
+
+def generated(engine: LocalEngine) -> list[int]:
+    uids, tokens = engine.submit(PROMPT, greedy(24)), list[int]()
+    while not engine.idle:
+        tokens += [token for delta in engine.step() if delta.uid in uids for token in delta.tokens]
+    return tokens
 
 
 def test_an_idle_engine_waits_for_no_step(want: list[int]) -> None:

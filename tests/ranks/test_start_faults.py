@@ -114,7 +114,7 @@ def test_a_killed_server_leaves_no_process(moment: str, tmp_path: Path) -> None:
         server = subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True)
     try:
         deadline = time.monotonic() + IMPORTS_S + LIMIT_S
-        want = "started: " if moment == "serving" else ""
+        want = "address " if moment == "serving" else ""
         while not (len(pids := session(server.pid)) >= 3 and want in log.read_text()):
             assert server.poll() is None and time.monotonic() < deadline, log.read_text()
             time.sleep(0.05)

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.compose.matrix import DRAFTING, MODEL, SCHEDULING, compare, settings
+from tests.compose.matrix import DRAFTING, MODEL, compare, settings
 from tests.compose.test_compose_grammar import check, crowd, plain
 from tests.compose.workload import Answer, Ask, take
 from tests.cpu.test_sharded_models import SHAPES, written
@@ -58,6 +58,8 @@ class Case:
 
 
 REQUESTS = 5  # of the load, to save time
+EPLB = {"enable_eplb": True, "eplb_rebalance_num_iterations": 8}
+REDUNDANT, ALL_TO_ALL = {"ep_num_redundant_experts": 4}, {"moe_a2a_backend": "alltoall"}
 OVERLAP, NO_RADIX = {"max_steps_in_flight": 2}, {"radix_cache": False}
 CASES = [
     Case("tp2", "penalised", "nextn-3", "json_schema", n=2),
@@ -68,8 +70,10 @@ CASES = [
     Case("tp4", "greedy", "nextn-tree"),
     Case("tp4-ep4", "seeded", n=2),
     Case("tp2-dp2-ep4", "penalised", "nextn-3", "regex"),
-    Case("tp2-dp2-ep2", "seeded", "none", "json_schema", pages=6),
+    Case("tp2-dp2-ep2", "seeded", "none", "json_schema", pages=6, fields=ALL_TO_ALL),
     Case("dp4-ep4", "greedy", "nextn-tree", n=2),
+    Case("tp2-dp2-ep4", "seeded", "nextn-3", fields=EPLB | REDUNDANT | ALL_TO_ALL),
+    Case("tp2-ep2", "greedy", fields=EPLB | REDUNDANT),
 ]
 
 
@@ -123,7 +127,6 @@ def run_case(group: ProcessGroup, case: Case, plant: str = "") -> tuple[list[Ser
         **{"chunked_prefill_size": 48, "num_pages": case.pages, "max_running_requests": 4} | DRAFTING[case.drafts],
         **case.fields,
     )
-    assert set(case.fields) <= set(SCHEDULING)
     ranks = config.dp_size
     served = group.serve(config, [script, *[()] * (ranks - 1)] if case.is_uneven else dealt(script, ranks), plant)
     answers, reference, jumped, tokenizer = answers_of(served), iter(plain(**_key(load))), 0, Tokenizer(Path(MODEL))
@@ -151,6 +154,8 @@ def test_a_group_gives_one_ranks_tokens(case: Case, groups: dict[int, ProcessGro
     assert len({rank.steps for rank in served}) == 1, "all ranks run the same steps"
     assert len({rank.checksum for rank in served}) == 1, "of the same sizes"
     assert sum(rank.preemptions for rank in served) > 0 or case.grammar == "none"
+    if case.fields.get("enable_eplb"):
+        assert all(rank.expert_moves > 20 for rank in served)
     if case.drafts != "none":
         assert sum(rank.accepted for rank in served) > 20
 

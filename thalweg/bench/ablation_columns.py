@@ -30,6 +30,9 @@ radix           radix_cache
 attention       attention_backend
 nextn           speculative_algorithm
 ep              ep_size
+eplb            enable_eplb
+a2a             moe_a2a_backend
+shared-fusion   shared_experts_fusion
 dp              dp_size
 dp-attention    enable_dp_attention
 overlap         overlap_schedule
@@ -194,6 +197,8 @@ def _parallel(setting: str, base: Resolved) -> _Parallel:
         case "enable_dp_attention":
             return _Parallel({"dp_size": 1}, {"tp_size": size, "dp_size": size})
         case "ep_size":
+            return _Parallel(on={"tp_size": size, "ep_size": size})
+        case "enable_eplb" | "moe_a2a_backend" if base.engine.ep_size == 1:
             return _Parallel(on={"tp_size": size, "ep_size": size})
     return _Parallel()
 

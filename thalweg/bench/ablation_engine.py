@@ -72,7 +72,7 @@ def cell_engine(client: str, settings: Mapping[str, Any]) -> Iterator[CellEngine
 class InProcess:
     def __init__(self, settings: Mapping[str, Any]) -> None:
         rest = dict(settings)
-        self.llm = LLM(rest.pop("model"), **rest)
+        self.llm = LLM(rest.pop("model"), use_tqdm_on_load=False, **rest)
         self.engine, self.folder = self.llm.engine, self.llm.texts.resolved.path
         self.context, self.flush_cache = self.engine.context, self.engine.flush_cache
 

@@ -62,7 +62,8 @@ class PromptFormat:
 
     def prompt(self, item: Item) -> EvalPrompt:
         """Raises InvalidRequest where the checkpoint has no chat format."""
-        text = self.encoder.encode(item.messages, list(item.tools) or None, thinking=item.thinking)
+        tools, schema = list(item.tools) or None, item.response_format
+        text = self.encoder.encode(item.messages, tools, thinking=item.thinking, response_format=schema)
         return EvalPrompt(tuple(self.tokenizer.encode(text)), item.max_new_tokens)
 
     def with_target(self, item: Item) -> Continuation:

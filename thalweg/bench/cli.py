@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from importlib import import_module
 
 COMMANDS = """
-serve                 measure a running server, any OpenAI-compatible one
+serve                 measure a running server, any OpenAI-compatible one; `bench serving` is the same
 load                  start a server and check it under 1,000 streams: answers, CPU time, memory, step rate
 offline               throughput of a whole data set in this process, without HTTP
 startup               from the command to the first token, phase by phase, cold and warm
 one-batch             time prefill and decode of fixed batches in this process, without HTTP
-kernels               every kernel by every backend that runs here, beside what the device can do
-collectives           the sum over the GPUs of this host with residual and norm, by each way there is
+kernels               every kernel by every backend that runs here, and the device's limits
+collectives           the sum over the GPUs of this host with residual and norm, by our kernel, torch and NCCL
 compare               what changed between two results beyond noise
 report                tables and plots of results
 compare-transformers  the same prompts through transformers' generate
@@ -24,6 +24,7 @@ structured            what grammars cost: the step rate of a batch with and with
 acceptance            drafts accepted by task and depth, and tokens as plain decoding's
 speculation           decode speed by number of drafts, with real or simulated acceptance
 """  # the module of a command has its name
+ALIASES = {"serving": "serve", "latency": "one-batch", "throughput": "offline"}  # of SGLang and vLLM
 USAGE = "usage: thalweg bench COMMAND [OPTIONS]\n{}\n\nthalweg bench COMMAND --help tells more"
 
 
@@ -33,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not words or words[0] in ("-h", "--help"):
         print(usage)
         return 0 if words else 2
+    words[0] = ALIASES.get(words[0], words[0])
     if words[0] not in [line.split()[0] for line in COMMANDS.strip().splitlines()]:
         print(f"thalweg bench: unknown command {words[0]!r}\n\n{usage}", file=sys.stderr)
         return 2

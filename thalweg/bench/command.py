@@ -11,7 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
-from thalweg.config.args import options_parser, parse_options
+from thalweg.config.args import OptionsParser, options_parser, parse_options
+from thalweg.config.bundled import find_bundled
 from thalweg.config.options import Options
 from thalweg.config.setting import nearest
 from thalweg.core.errors import ThalwegError, UnsupportedConfig
@@ -50,7 +51,7 @@ KINDS: dict[str, Any] = {
     "positive": partial(_checked, float, "a number above 0", lambda value: value > 0),
     "share": partial(_checked, float, "a number between 0 and 1", lambda value: 0 <= value <= 1),
     "seconds": partial(_checked, float, "a number of seconds from 0 on", lambda value: 0 <= value < math.inf),
-    "text": str, "name": str, "url": str, "file": str, "folder": str, "path": Path,
+    "model": find_bundled, "text": str, "name": str, "url": str, "file": str, "folder": str, "path": Path,
 }  # fmt: skip
 METAVARS = {"whole": "N", "count": "N", "number": "X", "positive": "X", "share": "X"}
 OUTPUT = (
@@ -96,7 +97,14 @@ def parse_engine_flags(
     parser = options_parser(prog, text, epilog, only)
     for title, table in tables.items():
         add_flags(parser, title, table, **kinds)
-    parsed = parse_options(parser, argv)
+    return parse_with_notices(parser, argv)
+
+
+def parse_with_notices(parser: OptionsParser, argv: Sequence[str]) -> tuple[Any, Options]:
+    """A command's own flags and the engine's settings, of the bundled model where none is given."""
+    parsed = parse_options(parser, argv, needs_model=True)
+    for notice in parsed.notices:
+        print(f"{parser.prog}: {notice}", file=sys.stderr)
     return parsed.args, parsed.options
 
 

@@ -105,7 +105,7 @@ def _start(options: Options, args: Any) -> tuple[Evaluation, Mapping[str, object
         server = ServerAnswerer(args.base_url, args.served_model_name or model, args.api_key, args.concurrency)
         return Evaluation(PromptFormat(folder), server, args.items, args.items_seed), {"server": args.base_url}
     wishes = {name: value for name, value in non_defaults(options).items() if name != "model"}
-    llm = LLM(model, progress=True, **wishes)
+    llm = LLM(model, **wishes)
     resolved, engine = llm.texts.resolved, EngineAnswerer(llm, Console(stderr=True).is_terminal)
     return Evaluation(PromptFormat(resolved.path), engine, args.items, args.items_seed), configuration(resolved)
 

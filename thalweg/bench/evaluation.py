@@ -28,10 +28,10 @@ from thalweg.bench.statistics import Share
 from thalweg.bench.tasks import Item, make_items, score
 from thalweg.core.errors import UnsupportedConfig
 
-SCORED = ("sums", "recall", "tools")  # answers that are right or wrong
+SCORED = ("sums", "recall", "tools", "agents")  # answers that are right or wrong
 RANDOM_RECALL = "recall-random"  # recall, with a random selection of context in place of the indexer's
 CHOICE = "recall-choice"  # the right one of four words, by log-probability
-TASKS = ("sums", "recall", RANDOM_RECALL, CHOICE, "tools", "dialogue")
+TASKS = ("sums", "recall", RANDOM_RECALL, CHOICE, "tools", "agents", "dialogue")
 MOST_ITEMS = 1000
 KEPT_WRONG = 20  # wrong answers of a row
 

@@ -10,16 +10,14 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
-from rich.console import Console
-
-from thalweg.bench.command import ENGINE_FLAGS, OUTPUT, PartialRun, add_flags, command
+from thalweg.bench.command import ENGINE_FLAGS, OUTPUT, PartialRun, add_flags, command, parse_with_notices
 from thalweg.bench.dataset_flags import add_dataset_flags, check_dataset, load_prompts
 from thalweg.bench.datasets import OrdinaryTokens, ids_of, vocabulary_of
 from thalweg.bench.display import block, progress_bar
 from thalweg.bench.errors import DatasetError
 from thalweg.bench.in_process import Generation, configuration, detokenized
 from thalweg.bench.results import save
-from thalweg.config.args import options_parser, parse_options
+from thalweg.config.args import options_parser
 from thalweg.config.tree import non_defaults
 from thalweg.core.sampling import SamplingParams
 from thalweg.llm import LLM
@@ -120,14 +118,11 @@ def main(argv: list[str]) -> int:
     parser = options_parser("thalweg bench offline", text, only=ENGINE_FLAGS)
     add_dataset_flags(parser, "Data set")
     add_flags(parser, "Measurement", FLAGS)
-    parsed = parse_options(parser, argv)
-    args: Any = parsed.args
+    args, options = parse_with_notices(parser, argv)
     check_dataset(parser, args)
     if args.dataset_name == "conversations" or args.gsp_num_turns > 1:
         raise DatasetError("later turns wait for answers: measure conversations with `thalweg bench serve`")
-    llm = LLM(
-        progress=Console(stderr=True).is_terminal, **non_defaults(parsed.options) | {"allow_simulated_acceptance": True}
-    )
+    llm = LLM(**non_defaults(options) | {"allow_simulated_acceptance": True})
     vocabulary = vocabulary_of(llm.texts.resolved.path)
     passes = [
         requests(args, vocabulary, args.seed + 1000 * number, not args.disable_ignore_eos)

@@ -34,7 +34,6 @@ from thalweg.bench.in_process import (
 from thalweg.bench.results import save
 from thalweg.bench.step_profile import ProfiledStep
 from thalweg.config.options import Options
-from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.messages import StartProfile, StopProfile
 from thalweg.engine.local import LocalEngine
 from thalweg.launch.planning import roofline
@@ -250,8 +249,6 @@ def run(argv: list[str]) -> list[RooflineRun]:
     args, options = parse_engine_flags(
         argv, "thalweg roofline", text, {"This command": FLAGS}, ENGINE_FLAGS[:4], EPILOG
     )
-    if args.trace is None and not options.model.model:
-        raise UnsupportedConfig("give a model to run, or --trace FILE with a profile of one; see --help")
     common, settings, measured = of_model(args, options) if args.trace is None else ({}, {}, of_trace(args.trace))
     runs = list[RooflineRun]()
     with PartialRun() as partial:

@@ -43,6 +43,7 @@ from thalweg.bench.server_info import Counters, ServerInfo, accept_length, cache
 from thalweg.bench.server_process import raise_file_limit
 from thalweg.config.machine import Machine
 from thalweg.config.machines import hardware, hardware_of
+from thalweg.launch.hub import cached_folder
 
 REFUSED = 3  # refused connections in a row: the server is gone, and the rest of the load would only count that
 LATE_MS = 20.0  # of the send delay (p99): users would have felt something else than what was measured
@@ -84,13 +85,14 @@ REQUEST_FLAGS = """
 --cache-report         switch      no effect: always reported
 --tokenize-prompt      switch      no effect: prompts go as token ids wherever the API takes them
 --apply-chat-template  switch      no effect: a chat backend has the server do it
+--ignore-eos           switch      no effect: lengths are kept unless --disable-ignore-eos is given
 --disable-ignore-eos   switch      let the model end early; lengths are then upper limits
 --disable-stream       switch      whole answers: the time to the first token is then the whole latency
 --extra-request-body   json={}     fields of every request
 """
 RESULT_FLAGS = f"""
 {OUTPUT}
---output-details  switch   put every request's times, lengths, text and error into the result
+--output-details --save-detailed  switch   put every request's times, lengths, text and error into the result
 --profile         switch   have the server profile the load (/start_profile, /stop_profile)
 --profile-output-dir  folder  where the server writes the profile; default: its own choice
 --profile-steps   whole=0  end the profile after so many steps; 0: with the load
@@ -165,15 +167,16 @@ def points(args: argparse.Namespace) -> list[SweepPoint]:
 
 
 def _folders(args: argparse.Namespace, info: Mapping[str, object], file: str) -> list[Path]:
-    """The folders with this file: --tokenizer, a --model that is a folder, those that a server on this machine
-    names.
+    """The folders with this file: of --tokenizer, of --model, of those that a server on this machine names; each a
+    folder, or a model in the hub's cache.
     """
     names = args.tokenizer, args.model, info.get("tokenizer_path"), info.get("model_path")
-    return [Path(str(name)) for name in names if name and (Path(str(name)) / file).is_file()]
+    folders = [cached_folder(str(name)) for name in names if name]
+    return [folder for folder in folders if (folder / file).is_file()]
 
 
 def _vocabulary(args: argparse.Namespace, info: Mapping[str, object]) -> OrdinaryTokens | None:
-    folders = [Path(args.tokenizer)] if args.tokenizer else _folders(args, info, "tokenizer.json")
+    folders = [cached_folder(args.tokenizer)] if args.tokenizer else _folders(args, info, "tokenizer.json")
     return vocabulary_of(folders[0]) if folders else None
 
 

@@ -25,7 +25,7 @@ from thalweg.bench.server_process import ServerProcess
 PHASE = re.compile(r"([a-z][\w -]*?) (\d+(?:\.\d+)?) s[,;]")
 TEXT = "Once upon a time"
 FLAGS = f"""
---model --model-path  folder=models/tiny  of the checkpoint
+--model --model-path  model=models/tiny  folder of the checkpoint
 --cold                whole=1             cold starts, first
 --warm                whole=3             warm starts, after them
 --start-timeout       seconds=1800        of one start

@@ -36,7 +36,7 @@ SCHEMA = """
 }}"""
 GRAMMARS = (NO_GRAMMAR, Grammar("json_schema", SCHEMA))
 FLAGS = f"""
---model --model-path  folder=models/tiny  of the checkpoint
+--model --model-path  model=models/tiny  folder of the checkpoint
 --batch               count=32            sequences at a time
 --steps               count=60            decode steps of a round
 --rounds              count=5             of both in turn; the median counts

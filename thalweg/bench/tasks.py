@@ -6,6 +6,7 @@ whatever the seed.
 - `sums`: the sum of two numbers of 2 or 3 digits, thinking on; the last number after `</think>` must be the sum.
 - `recall`: the partner of one word out of about 200 pairs, at least `RECALL_DISTANCE` tokens back.
 - `tools`: one or two tool calls in DSML; names, arguments and JSON types must be equal.
+- `agents`: the next turn of a conversation with made-up tools: calls, the answer to results, or JSON for a schema.
 - `dialogue`: the next speech of a play or novel; measured by perplexity, `score` refuses it.
 """
 
@@ -20,6 +21,7 @@ from importlib import resources
 from random import Random
 from typing import Literal
 
+from thalweg.bench.agent_tasks import Maker, ToolConversation
 from thalweg.bench.task_pools import PEOPLE, RECALL_KEYS, RECALL_VALUES, TOOL_KINDS, Draws, JsonValue, ToolKind
 
 Split = Literal["train", "held_out"]
@@ -45,6 +47,7 @@ class Item:
     max_new_tokens: int  # ample for the target under the bundled tokenizer
     tools: tuple[Message, ...] = ()
     thinking: bool = False
+    response_format: Message | None = None  # the schema that the prompt shows
 
 
 def split_of(identity: str) -> Split:
@@ -290,6 +293,41 @@ def _score_calls(answer: str, text: str) -> bool:
     return calls is not None and json.dumps(calls, sort_keys=True) == json.dumps(json.loads(answer), sort_keys=True)
 
 
+# --- agents ----------------------------------------------------------------------------------------------------------
+
+
+def agent_identity(talk: ToolConversation) -> str:
+    """The identity of a conversation, which all its turns share."""
+    return f"agents {json.dumps([talk.messages, talk.tools, talk.response_format])}"
+
+
+def make_agent_turn(rng: Random) -> Item:
+    """One turn of the assistant, after all that came before it."""
+    maker = Maker(rng)
+    talk = maker.shaped() if rng.random() < 0.2 else maker.draw()
+    turns = [i for i, message in enumerate(talk.messages) if message["role"] == "assistant"][talk.given :]
+    place = rng.choice(turns)
+    message = talk.messages[place]
+    functions = [call["function"] for call in message.get("tool_calls", ())]
+    calls = [(function["name"], json.loads(function["arguments"])) for function in functions]
+    answer = [{"name": name, "arguments": arguments} for name, arguments in calls] or message["content"]
+    return Item(
+        task="agents",
+        messages=tuple(talk.messages[:place]),
+        tools=talk.tools,
+        response_format=talk.response_format,
+        target=dsml_block(calls) if calls else message["content"],
+        answer=json.dumps(answer, ensure_ascii=False),
+        identity=agent_identity(talk),
+        max_new_tokens=512,
+    )
+
+
+def _score_turn(answer: str, text: str) -> bool:
+    wanted = json.loads(answer)
+    return text.strip() == wanted if isinstance(wanted, str) else _score_calls(answer, text)
+
+
 # --- dialogue --------------------------------------------------------------------------------------------------------
 
 
@@ -332,10 +370,16 @@ def _score_problem(answer: str, text: str) -> bool:
     return plain_number(text.partition("\n\n\n")[0]) == answer
 
 
-MAKERS: Mapping[str, Callable[[Random], Item]] = {"sums": make_sum, "recall": make_recall, "tools": make_tool_call}
+MAKERS: Mapping[str, Callable[[Random], Item]] = {
+    "sums": make_sum,
+    "recall": make_recall,
+    "tools": make_tool_call,
+    "agents": make_agent_turn,
+}
 SCORERS: Mapping[str, Callable[[str, str], bool]] = {
     "sums": _score_number,
     "gsm8k": _score_problem,
     "recall": _score_word,
     "tools": _score_calls,
+    "agents": _score_turn,
 }

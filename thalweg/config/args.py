@@ -6,12 +6,21 @@ from __future__ import annotations
 
 import argparse
 import os
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, Sequence
 
-from thalweg.config.foreign import CONFIG, FLAG, NO_EFFECT_FLAGS, OTHER_VALUES, instead_of, translate_speculative_config
+from thalweg.config.bundled import NAME, NOTICE, find_bundled
+from thalweg.config.foreign import (
+    CONFIG,
+    FLAG,
+    NO_EFFECT_FLAGS,
+    instead_of,
+    translate_speculative_config,
+    without_effect,
+)
 from thalweg.config.options import Options
 from thalweg.config.setting import COMMAND_LINE, Setting, nearest
 from thalweg.config.tree import flat, options_from, read_yaml, secrets_of, sections, settings, spellings
@@ -34,13 +43,23 @@ SWITCH: dict[str, Any] = {"action": "store_const", "const": True}
 METAVARS = {int: "N", float: "X", str: "TEXT"}
 
 
+class HelpLayout(argparse.RawDescriptionHelpFormatter):
+    """Keeps the lines of the epilog, and a choice of a flag on a line of its own."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        lines = (
+            textwrap.wrap(line, width, subsequent_indent="  " * bool(i)) for i, line in enumerate(text.split("\n"))
+        )
+        return [part for line in lines for part in line]
+
+
 class OptionsParser(argparse.ArgumentParser):
-    """argparse that keeps the lines of its epilog, and raises UnsupportedConfig instead of leaving the process."""
+    """argparse that raises UnsupportedConfig instead of leaving the process."""
 
     def __init__(self, prog: str, description: str, epilog: str, usage: str) -> None:
-        layout = argparse.RawDescriptionHelpFormatter
-        super().__init__(prog, usage, description, epilog, formatter_class=layout, allow_abbrev=False)
+        super().__init__(prog, usage, description, epilog, formatter_class=HelpLayout, allow_abbrev=False)
         self.own = self.add_argument_group("This command")  # first in the help
+        self.takes_words = False  # after the model
 
     def error(self, message: str) -> NoReturn:
         raise UnsupportedConfig(message)
@@ -65,11 +84,17 @@ class ParsedOptions:
     options: Options
     notices: tuple[str, ...]  # one line for each spelling that has another name here
     args: argparse.Namespace  # with the values of the command's own flags
+    words: tuple[str, ...] = ()  # that follow the model
 
 
-def options_parser(prog: str, description: str, epilog: str = "", only: Sequence[str] = ()) -> OptionsParser:
-    """A parser with the flags of the sections in `only` (default: all), grouped; a command adds its own to it."""
-    parser = OptionsParser(prog, description, epilog, f"{prog} [MODEL] [--flag value ...]")
+def options_parser(
+    prog: str, description: str, epilog: str = "", only: Sequence[str] = (), words: str = ""
+) -> OptionsParser:
+    """A parser with the flags of the sections in `only` (default: all), grouped; a command adds its own to it. words:
+    the name of what may follow the model ("": nothing).
+    """
+    parser = OptionsParser(prog, description, epilog, f"{prog} [MODEL]{words and f' [{words}]'} [--flag value ...]")
+    parser.takes_words = bool(words)
     parser.add_argument("positional_model", nargs="?", metavar="MODEL", help=argparse.SUPPRESS)
     for name, kind in sections().items():
         if only and name not in only:
@@ -77,7 +102,7 @@ def options_parser(prog: str, description: str, epilog: str = "", only: Sequence
         group = parser.add_argument_group(TITLES[name], (kind.__doc__ or "").partition(".")[0])
         for one in settings().values():
             if one.section == name:
-                _add(group, one)
+                add_setting(group, one)
         if name == "model":
             text = "settings in YAML, flat or in sections; flags on the command line win"
             group.add_argument("--config", metavar="FILE", type=Path, help=text)
@@ -89,21 +114,28 @@ def options_parser(prog: str, description: str, epilog: str = "", only: Sequence
     return parser
 
 
-def parse_options(parser: OptionsParser, argv: Sequence[str]) -> ParsedOptions:
-    """Reads a command line; a YAML file given with --config lies below the flags. Raises UnsupportedConfig naming the
-    flag.
+def parse_options(parser: OptionsParser, argv: Sequence[str], needs_model: bool = False) -> ParsedOptions:
+    """Reads a command line; a YAML file given with --config lies below the flags. needs_model: take the bundled one
+    where none is given. Raises UnsupportedConfig naming the flag.
     """
     args, unknown = parser.parse_known_args(list(_one_value_each([_dashes(arg) for arg in argv])))
+    words = tuple(arg for arg in unknown if parser.takes_words and not arg.startswith("--"))
     for arg in unknown:
-        _refuse(arg, parser)
+        if arg not in words:
+            _refuse(arg, parser)
     values = {name.removeprefix(PREFIX): value for name, value in vars(args).items() if name.startswith(PREFIX)}
     given = {name: value for name, value in values.items() if value is not None}
     notices = tuple(_notices(given))
-    if args.positional_model is not None:
+    own = vars(args)
+    if own.get("positional_model") is not None:
         given["model-path"] = args.positional_model
-    below = read_yaml(args.config) if args.config is not None else {}
+    below = read_yaml(args.config) if own.get("config") is not None else {}
     above = flat({name: value for name, value in given.items() if name not in NO_EFFECT_FLAGS}, COMMAND_LINE)
-    return ParsedOptions(options_from(below | secrets_of(os.environ) | above), notices, args)
+    values = below | secrets_of(os.environ) | above
+    if needs_model and not (values.get("model") or own.get("base_url") or own.get("trace")):
+        values["model"], notices = NAME, (*notices, NOTICE)
+    values |= {"model": find_bundled(values["model"])} if "model" in values else {}
+    return ParsedOptions(options_from(values), notices, args, words)
 
 
 def _refuse(arg: str, parser: OptionsParser) -> NoReturn:
@@ -121,12 +153,7 @@ def _notices(given: dict[str, Any]) -> Iterator[str]:
     """Raises UnsupportedConfig for another value of a flag that has one alone."""
     for name, value in given.items():
         if name in NO_EFFECT_FLAGS:
-            flag, _, allowed = name.partition(" ")
-            reason = NO_EFFECT_FLAGS[name]
-            if allowed and value not in (allowed, allowed.removesuffix(".0")):
-                instead = OTHER_VALUES.get(name, reason)
-                raise UnsupportedConfig(f"--{flag}: {allowed} is all it may be, got {value}: {instead}")
-            yield f"--{flag} changes nothing: {reason}"
+            yield without_effect(name, value)
         elif name == CONFIG:
             yield from translate_speculative_config(value).notices
         else:
@@ -161,7 +188,7 @@ def _dashes(arg: str) -> str:
     return name.replace("_", "-") + equals + value
 
 
-def _add(group: argparse._ArgumentGroup, one: Setting) -> None:
+def add_setting(group: argparse._ArgumentGroup, one: Setting) -> None:
     """One setting's flags. Shown are its own name and the aliases; other engines' spellings are known but not
     listed.
     """
@@ -170,7 +197,8 @@ def _add(group: argparse._ArgumentGroup, one: Setting) -> None:
         choices = "{" + ",".join(map(str, one.choices)) + "}" if one.choices else METAVARS[one.kind]
         taken = {"action": "append" if one.many else _Store, "metavar": one.metavar or choices}
     default = f" (default: {one.shown_default})" if one.shown_default else ""
-    text = (one.help.rstrip(".") + default if default else one.help).replace("%", "%%")
+    meanings = "".join(f"\n{name}: {meaning}" for name, meaning in one.meanings.items())
+    text = ((one.help.rstrip(".") + default if default else one.help) + meanings).replace("%", "%%")
     others = [(f"--{name}", value, is_foreign) for name, value, is_foreign in one.spellings()]
     aliases = [flag for flag, value, is_foreign in others if value is ... and not is_foreign]
 

@@ -194,12 +194,14 @@ PREFILL: dict[str, KernelBackend[AttentionCapabilities]] = {
 _GEMM_REFERENCE = GemmCapabilities(
     attention=("reference",),
     chip=("", "older", *GPUS),
-    weights=("plain", "fp8_gemm"),
+    weights=("plain", "fp8_gemm", "weight_only"),
     installed=YES,
     deterministic=BOTH,
 )
 _GEMM_TRITON = replace(_GEMM_REFERENCE, attention=("kernels",), chip=GPUS)
-_GEMM_HOPPER = replace(_GEMM_TRITON, chip=("hopper",), deterministic=NO)  # tested there only
+_GEMM_HOPPER = replace(  # tested there only
+    _GEMM_TRITON, chip=("hopper",), deterministic=NO, weights=("plain", "fp8_gemm")
+)
 _FP8_HOPPER = replace(_GEMM_HOPPER, weights=("fp8_gemm",))
 _CHECK_EXPERTS, _CHECK_FP8 = "kernels.experts.ext:check", "kernels.gemm.fp8:check"
 

@@ -51,6 +51,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Backend of the experts."""
     fp8_gemm_backend: str = "triton"
     """Backend of matrix products with FP8 weights."""
+    shared_experts_fusion: bool | None = None
+    """Whether shared experts are computed with the routed ones; None: where both are stored alike."""
     mla: bool = True
     """Whether an MLA model caches latents; else it caches decompressed keys and values."""
     deterministic_inference: bool = False
@@ -78,6 +80,20 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     enable_dp_attention: bool = False
     ep_size: int = 1
     """Groups of processes that the experts are divided over."""
+    moe_a2a_backend: str = "none"
+    """How tokens get to the ranks of their experts."""
+    deepep_mode: str = "auto"
+    ep_num_redundant_experts: int = 0
+    """Slots for experts of each layer beyond one for each."""
+    init_expert_location: str = "trivial"
+    """A file with the experts of each slot, or "trivial"."""
+    enable_eplb: bool = False
+    """Whether experts move while requests run."""
+    eplb_algorithm: str = "deepseek"
+    eplb_rebalance_num_iterations: int = 1000
+    eplb_rebalance_layers_per_chunk: int = 0
+    """Layers whose experts move before one step; 0: some experts of one layer."""
+    eplb_min_rebalancing_utilization_threshold: float = 1.0
     moe_dense_tp_size: int = 1
     """Processes that share the width of dense MLPs: those of one attention, or 1."""
 
@@ -137,6 +153,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     # ---- process and logs ----
     show_progress: bool = True
     """Whether loading shows a progress bar."""
+    log_start: bool = True
+    """Whether start-up logs its phases."""
     log_level: str = "info"
     log_format: str = "text"
     crash_dump_folder: str = ""
@@ -199,6 +217,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             decode=self.decode_attention_backend,
             prefill=self.prefill_attention_backend,
             moe=self.moe_runner_backend,
+            fusion=self.shared_experts_fusion,
             fp8_gemm=self.fp8_gemm_backend,
             kv="" if self.kv_cache_dtype == self.dtype else self.kv_cache_dtype,
             latent=self.mla,

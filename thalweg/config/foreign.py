@@ -25,8 +25,6 @@ UNSUPPORTED_FLAGS = text_table("""
 tokenizer-path tokenizer: put the tokenizer's files into the checkpoint's folder
 download-dir: set the variable HF_HOME
 json-model-override-args hf-overrides: edit config.json in the folder
-quantization: not needed: it is read from config.json; supported are FP8 of 128 × 128 blocks, bf16 and float32, not
-    AWQ or GPTQ
 generation-config: use --sampling-defaults
 default-chat-template-kwargs: give chat_template_kwargs in requests
 max-prefill-tokens schedule-conservativeness: use --chunked-prefill-size; admission reserves what a request can need
@@ -55,7 +53,11 @@ speculative-ngram-min-match-window-size speculative-ngram-max-match-window-size 
     speculative-ngram-branch-length: not needed: the longest earlier match of the last 2 to 5 tokens is used
 speculative-ngram-min-bfs-breadth speculative-ngram-max-bfs-breadth speculative-ngram-match-type
     speculative-ngram-capacity: not needed: what is looked up is one chain, in the sequence itself
-enable-eplb moe-a2a-backend enable-expert-parallel: not in this version; --ep-size divides experts
+enable-expert-parallel: use --ep-size, the number of groups that the experts are divided over
+enable-two-batch-overlap tbo-token-distribution-threshold enable-dbo: not in this version: half batches read the
+    experts' weights twice, which costs more than hidden communication saves on one host
+enable-single-batch-overlap: not in this version: a layer's communication is too short on one host to hide much behind
+    the shared experts
 enable-lora lora-paths lora-modules: not in this version
 compilation-config: use --cuda-graph-mode for its cudagraph_mode in lower case
 enable-flashinfer-mla: use --attention-backend flashinfer
@@ -64,8 +66,12 @@ nsa-prefill-backend nsa-decode-backend nsa-prefill nsa-decode dsa-prefill-backen
     --attention-backend, which chooses the kernels of both
 enable-nsa-prefill-context-parallel nsa-prefill-cp-mode enable-nsa-prefill-cp-cache-layer-split: not in this
     version: one device
-enable-ep-moe enable-deepep-moe enable-flashinfer-cutlass-moe deepep-mode enable-two-batch-overlap: not in
-    this version
+enable-ep-moe: use --ep-size
+enable-deepep-moe: use --ep-size and --moe-a2a-backend deepep
+enable-flashinfer-cutlass-moe: not in this version
+ep-dispatch-algorithm ep-static-dispatch: not needed: a token chooses among the copies of an expert by all its experts
+expert-distribution-recorder-mode expert-distribution-recorder-buffer-size: use --enable-eplb, which counts, and POST
+    /dump_expert_distribution_record
 disable-flashinfer disable-flashinfer-sampling: use --attention-backend triton; sampling has kernels of its own
 torch-compile-max-bs torch-compile enable-torch-compile: not needed: captured steps are faster than what
     torch.compile makes
@@ -113,6 +119,18 @@ OTHER_VALUES = dict.fromkeys(
     ("speculative-accept-threshold-single 1.0", "speculative-accept-threshold-acc 1.0"),
     "below 1 it changes how answers are distributed; --speculative-acceptance relaxed is the lossy rule there is",
 )
+
+
+def without_effect(flag: str, value: object) -> str:
+    """Why a flag of NO_EFFECT_FLAGS changes nothing. value: as it was given.
+
+    Raises UnsupportedConfig for a value that would change something.
+    """
+    name, _, allowed = flag.partition(" ")
+    if allowed and str(value) not in (allowed, allowed.removesuffix(".0")):
+        instead = OTHER_VALUES.get(flag, NO_EFFECT_FLAGS[flag])
+        raise UnsupportedConfig(f"--{name}: {allowed} is all it may be, got {value}: {instead}")
+    return f"--{name} changes nothing: {NO_EFFECT_FLAGS[flag]}"
 
 
 # ---- vLLM's --speculative-config ----

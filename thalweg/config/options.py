@@ -15,15 +15,59 @@ from thalweg.config.setting import Section, setting
 from thalweg.config.speculative import SpeculativeOptions
 from thalweg.core.errors import UnsupportedConfig
 
-DTYPES = ("bfloat16", "float32")
-KV_DTYPES = (*DTYPES, "fp8_e4m3", "fp8")  # the last two are the same
-GRAPH_MODES = ("full", "full_decode_only", "full_and_piecewise", "piecewise", "none")
-POLICIES = ("fcfs", "lpm", "priority")
+DTYPES = {"bfloat16": "2 bytes a number", "float32": "4 bytes a number"}
+KV_DTYPES = {**DTYPES, "fp8_e4m3": "1 byte a number, with scales", "fp8": "the same as fp8_e4m3"}
+QUANTIZATIONS = {"fp8": "FP8 in blocks of 128 x 128 with a scale each", "none": "bfloat16, float16 or float32"}
+GRAPH_MODES = {
+    "full": "decode and small mixed steps",
+    "full_decode_only": "decode steps",
+    "full_and_piecewise": "decode steps whole, and others in pieces",
+    "piecewise": "steps in pieces only",
+    "none": "nothing",
+}
+POLICIES = {"fcfs": "by arrival", "lpm": "longest cached prefix first", "priority": "by their priority"}
+BACKENDS = {
+    "triton": "Triton kernels, which Thalweg brings",
+    "triton+flashmla": "FlashMLA for many rows, Triton for few rows and for trees",
+    "flashmla": "FlashMLA, for MLA models on Hopper",
+    "fa3": "FlashAttention 3, for prompts on Hopper",
+    "flashinfer": "FlashInfer, never chosen automatically",
+    "triton+deep_gemm": "Triton for few tokens, DeepGEMM for many",
+    "deep_gemm": "DeepGEMM, on Hopper",
+    "cublas": "cuBLAS with scales, on Hopper",
+    "torch": "PyTorch on a GPU, for sparse attention",
+    "reference": "plain PyTorch, on a CPU or to check others",
+}
+REASONING_PARSERS = {
+    "deepseek-r1": "the answer begins in the thought",
+    "deepseek-v3": "a thought only where the request asks for one",
+    "qwen3": "a thought where the text begins with <think>",
+    "glm45": "the same, for GLM",
+    "none": "thoughts stay in the text",
+}
+TOOL_CALL_PARSERS = {
+    "deepseekv3": "DeepSeek V3 and R1",
+    "deepseekv31": "DeepSeek V3.1",
+    "deepseekv32": "DeepSeek V3.2 (DSML)",
+    "qwen25": "Qwen and Hermes: JSON in <tool_call>",
+    "glm45": "GLM-4.5 and later",
+    "kimi_k2": "Kimi-K2",
+    "llama3": "Llama 3: JSON as the whole answer",
+    "none": "calls stay in the text",
+}
+A2A_BACKENDS = {
+    "none": "the same as allgather",
+    "allgather": "each device gets the tokens of all data-parallel ranks",
+    "alltoall": "each device gets the tokens that need it",
+    "deepep": "the library DeepEP",
+}
+DEEPEP_MODES = {"normal": "DeepEP's kernels for many tokens", "low_latency": "DeepEP's kernels for few tokens"}
+EPLB_ALGORITHMS = {"deepseek": "each on its own", "deepseek_hierarchical": "groups of them"}
 _DEVICES = {"least": 1, "off": 1, "on": 2}  # of each number of devices
 
 
-def _names(*catalogs: Mapping[str, object]) -> str:
-    return ", ".join(dict.fromkeys(name for catalog in catalogs for name in catalog))
+def _meanings(*catalogs: Mapping[str, object]) -> dict[str | int, str]:
+    return {name: BACKENDS[name] for catalog in catalogs for name in catalog}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,17 +94,24 @@ class ModelOptions(Section):
         least=2,
         auto="the model's own, less if memory holds less",
     )
+    quantization: str | None = setting(
+        None,
+        "format of the weights as config.json states it. Weights are never converted: another value is refused",
+        choices=QUANTIZATIONS,
+        auto="as config.json states",
+    )
     chat_template: str | None = setting(
         None,
         "how conversations become prompts: a Jinja file, or the name of an encoder",
         auto="the checkpoint's own, else ours",
     )
     reasoning_parser: str | None = setting(
-        None, "parser of thoughts: deepseek-r1, deepseek-v3, qwen3, glm45, none", auto="by the chat template"
+        None, "parser of thoughts", meanings=REASONING_PARSERS, auto="by the chat template"
     )
     tool_call_parser: str | None = setting(
         None,
-        "parser of tool calls: deepseekv3, deepseekv31, deepseekv32, qwen25, glm45, kimi_k2, llama3, none",
+        "parser of tool calls",
+        meanings=TOOL_CALL_PARSERS,
         auto="by the chat template",
     )
 
@@ -69,7 +120,12 @@ class ModelOptions(Section):
 class LoadOptions(Section):
     """Device, types and loading of the weights."""
 
-    device: str | None = setting(None, "where the model runs", choices=("cpu", "cuda"), auto="a GPU where there is one")
+    device: str | None = setting(
+        None,
+        "where the model runs",
+        choices={"cpu": "on the processor", "cuda": "on NVIDIA GPUs"},
+        auto="a GPU where there is one",
+    )
     dtype: str | None = setting(
         None,
         "type of weights and activations that are not quantized",
@@ -77,7 +133,9 @@ class LoadOptions(Section):
         auto="by device and memory",
     )
     load_format: str = setting(
-        "auto", "auto: safetensors files; dummy: random weights, only config.json is read", choices=("auto", "dummy")
+        "auto",
+        "source of the weights",
+        choices={"auto": "safetensors files", "dummy": "random numbers; only config.json is read"},
     )
     threads: int | None = setting(None, "threads of the CPU's compute pool", least=1, most=1024, auto="cores - 1")
     cache_dir: str | None = setting(
@@ -96,14 +154,16 @@ class LoadOptions(Section):
     )
     attention_backend: str | None = setting(
         None,
-        f"attention backend, where it serves the model: {_names(DECODE, PREFILL)}",
+        "attention backend, where it can serve the model",
+        meanings=_meanings(DECODE, PREFILL),
         auto="the fastest that fits",
         off="reference",
         on="triton",
     )
     moe_runner_backend: str | None = setting(
         None,
-        f"backend of the experts; names joined by + are chosen by the number of tokens: {_names(EXPERTS)}",
+        "backend of the experts",
+        meanings=_meanings(EXPERTS),
         foreign=("moe-backend",),
         auto="the fastest that fits",
         off="triton",
@@ -111,11 +171,19 @@ class LoadOptions(Section):
     )
     fp8_gemm_backend: str | None = setting(
         None,
-        f"backend of FP8 products; names joined by + are chosen by the number of tokens: {_names(FP8)}",
+        "backend of FP8 products",
+        meanings=_meanings(FP8),
         foreign=("fp8-gemm-runner-backend",),
         auto="the fastest that fits",
         off="triton",
         on="deep_gemm",
+    )
+    shared_experts_fusion: bool | None = setting(
+        None,
+        "compute shared experts with the routed ones, in the same kernels",
+        aliases=("disable-shared-experts-fusion=false", "enforce-shared-experts-fusion=true"),
+        auto="where a checkpoint stores both alike",
+        off=False,
     )
     mla: bool = setting(
         True,
@@ -129,8 +197,7 @@ class LoadOptions(Section):
     )
     cuda_graph_mode: str | None = setting(
         None,
-        "steps that CUDA graphs capture. full: decode and small mixed steps; full_decode_only: decode steps;"
-        " full_and_piecewise: decode steps, and others in pieces; piecewise: pieces only; none: nothing",
+        "steps that CUDA graphs capture",
         choices=GRAPH_MODES,
         aliases=("disable-cuda-graph=none",),
         foreign=("enforce-eager=none", "enable-piecewise-cuda-graph=full_and_piecewise"),
@@ -217,7 +284,7 @@ class ScheduleOptions(Section):
     )
     schedule_policy: str = setting(
         "fcfs",
-        "order of waiting requests. fcfs: by arrival; lpm: longest cached prefix first; priority: by their priority",
+        "order of waiting requests",
         foreign=("scheduling-policy",),
         choices=POLICIES,
         off="fcfs",
@@ -251,9 +318,8 @@ class SamplingOptions(Section):
     )
     sampling_defaults: str = setting(
         "model",
-        "temperature, top_p, top_k, min_p and repetition_penalty of requests that set none: the model's recommendation,"
-        " or OpenAI's",
-        choices=("model", "openai"),
+        "temperature, top_p, top_k, min_p and repetition_penalty of requests that set none",
+        choices={"model": "as its generation_config.json recommends", "openai": "1, 1, and the others off"},
     )
 
 
@@ -292,6 +358,44 @@ class ParallelOptions(Section):
         aliases=("ep",),
         foreign=("expert-parallel-size",),
         **_DEVICES,
+    )
+    moe_a2a_backend: str = setting(
+        "none",
+        "how tokens get to the devices of their experts",
+        choices=A2A_BACKENDS,
+        off="none",
+        on="alltoall",
+    )
+    deepep_mode: str | None = setting(
+        None,
+        "kernels of --moe-a2a-backend deepep",
+        choices=DEEPEP_MODES,
+        auto="low_latency for steps of up to 128 tokens a device",
+    )
+    ep_num_redundant_experts: int = setting(
+        0, "copies of experts in each layer, for those that most tokens choose", least=0
+    )
+    init_expert_location: str = setting(
+        "trivial",
+        "experts of each device at the start. trivial: in their order; a .json or .pt file: its"
+        " physical_to_logical_map, or one made of its logical_count",
+        metavar="trivial|FILE",
+    )
+    enable_eplb: bool = setting(
+        False, "experts move between devices while requests run, by how many tokens choose each", off=False
+    )
+    eplb_algorithm: str | None = setting(
+        None,
+        "which experts move together",
+        choices=EPLB_ALGORITHMS,
+        auto="deepseek_hierarchical where the router chooses groups",
+    )
+    eplb_rebalance_num_iterations: int = setting(1000, "steps between two looks at the counts", least=1)
+    eplb_rebalance_layers_per_chunk: int | None = setting(
+        None, "layers whose experts move before one step", least=1, auto="4 experts of each device, of one layer"
+    )
+    eplb_min_rebalancing_utilization_threshold: float = setting(
+        1.0, "nothing moves if the mean load of a device is above this share of the largest", least=0.0, most=1.0
     )
     moe_dense_tp_size: int | None = setting(
         None,

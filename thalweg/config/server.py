@@ -60,25 +60,39 @@ class ServerOptions(Section):
         foreign=("allowed-origins",),
     )
     request_id_header: str = setting("X-Request-Id", "header that may bring a request's id and always carries it back")
+    tool_strict_level: str = setting(
+        "parameter",
+        "what a call that the model makes by itself is held to. parameter: a declared tool and its schema; off:"
+        " nothing. A request may say so too",
+        choices=("off", "parameter"),
+    )
+    constrained_json_disable_any_whitespace: bool = setting(
+        True, "JSON of structured output has no whitespace between its parts, so that it ends soon"
+    )
     playground: bool = setting(True, "serve the chat page at /")
     metrics: bool = setting(True, "serve Prometheus metrics at /metrics", aliases=("enable-metrics=true",))
     metrics_names: tuple[str, ...] = setting(
         (),
-        "other engines' names under which the metrics are given too, for their dashboards; may be given twice. Default:"
-        " only ours",
-        choices=("sglang", "vllm"),
+        "other engines' names under which the metrics are given too; may be given twice. Default: only ours",
+        choices={"sglang": "for SGLang's dashboards", "vllm": "for vLLM's dashboards"},
     )
     log_level: str = setting(
         "info",
         "least severe message that is logged",
-        choices=("critical", "error", "warning", "info", "debug"),
+        choices={
+            "critical": "the server ends",
+            "error": "a request or the engine failed",
+            "warning": "something works less well than it could",
+            "info": "starts, stops, and with --log-requests each request",
+            "debug": "everything",
+        },
         foreign=("uvicorn-log-level",),
     )
     log_format: str = setting(
         "text",
-        "how log lines look: for people, or a JSON object each",
+        "how log lines look",
         foreign=("log-requests-format",),
-        choices=("text", "json"),
+        choices={"text": "for people", "json": "an object each, for machines"},
     )
     log_requests: bool = setting(
         False,
@@ -87,9 +101,13 @@ class ServerOptions(Section):
     )
     log_requests_level: int = setting(
         0,
-        "what that line also has. 1: sampling parameters; 2: the first 2,048 characters of prompts and outputs"
-        " too; 3: all of them",
-        choices=(0, 1, 2, 3),
+        "what that line also has",
+        choices={
+            0: "nothing more",
+            1: "sampling parameters",
+            2: "these, and the first 2,048 characters of prompts and outputs",
+            3: "these, and all of prompts and outputs",
+        },
     )
     otlp_traces_endpoint: str | None = setting(
         None,
@@ -120,9 +138,11 @@ class ServerOptions(Section):
     )
     watchdog_action: str = setting(
         "report",
-        "what is done with an engine that makes no step in that time. report: log it, record its last steps, say it at"
-        " /health; restart: kill it too and start a new one",
-        choices=("report", "restart"),
+        "what is done with an engine that makes no step in that time",
+        choices={
+            "report": "log it, record its last steps, say it at /health",
+            "restart": "the same, then kill it and start a new one",
+        },
     )
     restart_timeout: float = setting(
         1800.0,

@@ -10,7 +10,7 @@ import difflib
 import math
 import typing
 from dataclasses import dataclass
-from typing import Any, Iterable, Iterator
+from typing import Any, Iterable, Iterator, Mapping
 
 from thalweg.core.errors import UnsupportedConfig
 
@@ -28,6 +28,9 @@ class Setting:
     aliases: tuple[str, ...] = ()  # other spellings, without dashes; "name=value" is a flag that sets this value
     foreign: tuple[str, ...] = ()  # the same of other engines: a notice says what the flag is called here
     choices: tuple[str | int, ...] = ()
+    meanings: Mapping[str | int, str] = dataclasses.field(
+        default_factory=dict
+    )  # of the choices, or of well-known values
     least: float | None = None  # inclusive bounds of every number in it
     most: float | None = None
     metavar: str = ""  # the value's name in the help
@@ -125,7 +128,11 @@ class Setting:
 
 
 def setting(default: Any, help: str, **fields: Any) -> Any:
-    """A dataclass field that is a setting. fields: of `Setting`."""
+    """A dataclass field that is a setting. fields: of `Setting`; `choices` may be a mapping that has their meanings
+    too.
+    """
+    if isinstance(choices := fields.get("choices"), Mapping):
+        fields |= {"choices": tuple(choices), "meanings": choices}
     return dataclasses.field(default=default, metadata={"setting": Setting(help=help, **fields)})
 
 

@@ -10,9 +10,12 @@ from thalweg.core.tree import MAX_TREE_NODES
 
 MAX_STEPS = 8  # drafts of a chain: a layer trained for one step is seldom right after the fourth
 MAX_BRANCHES = 10  # children of a token in a tree
-RULES = ("gumbel-max", "rejection-sampling", "relaxed")
+RULES = {
+    "gumbel-max": "drafts equal to the token that the model samples: tokens are those of plain decoding, seed for seed",
+    "rejection-sampling": "with probability min(1, p/q): the same distribution, but other tokens for a seed",
+    "relaxed": "LOSSY: also drafts nearly as likely as the best token",
+}
 RELAXED_TOPK, RELAXED_DELTA = 10, 0.6  # from TensorRT-LLM's guide for DeepSeek-R1
-_SUMMARIES = "; ".join(f"{name}: {entry.summary}" for name, entry in DRAFTERS.items())
 _STEPS = ", ".join(f"{name} {entry.steps}" for name, entry in DRAFTERS.items())
 
 
@@ -22,9 +25,9 @@ class SpeculativeOptions(Section):
 
     speculative_algorithm: str | None = setting(
         None,
-        f"what drafts tokens. {_SUMMARIES}; NONE: nothing",
+        "what drafts tokens",
         foreign=("speculative-algo",),
-        choices=(*DRAFTERS, NO_DRAFTER),
+        choices={name: entry.summary for name, entry in DRAFTERS.items()} | {NO_DRAFTER: "nothing"},
         auto="what the drafter's folder holds, NEXTN where a number of drafts is given, else NONE",
         off=NO_DRAFTER,
         on="NEXTN",
@@ -60,15 +63,13 @@ class SpeculativeOptions(Section):
     )
     speculative_tree: str | None = setting(
         None,
-        "dynamic: a tree grows where drafts are likely (EAGLE-2); static: it has the same shape in every step",
-        choices=("dynamic", "static"),
+        "shape of a draft tree",
+        choices={"dynamic": "it grows where drafts are likely (EAGLE-2)", "static": "the same in every step"},
         auto="dynamic",
     )
     speculative_acceptance: str | None = setting(
         None,
-        "which drafts are accepted. gumbel-max: those equal to the token that the model samples, so tokens are those of"
-        " plain decoding, seed for seed; rejection-sampling: with probability min(1, p/q), the same distribution but"
-        " other tokens for a seed; relaxed: LOSSY, also drafts nearly as likely as the best token",
+        "which drafts are accepted",
         choices=RULES,
         auto="gumbel-max",
     )

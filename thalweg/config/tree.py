@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import functools
+import logging
 import re
 import typing
 from pathlib import Path
 from typing import Any, Mapping
 
-from thalweg.config.foreign import CONFIG, translate_speculative_config
+from thalweg.config.foreign import (
+    CONFIG,
+    NO_EFFECT_FLAGS,
+    instead_of,
+    translate_speculative_config,
+    without_effect,
+)
 from thalweg.config.options import Options
 from thalweg.config.setting import COMMAND_LINE, Setting, nearest, settings_of
 from thalweg.core.errors import UnsupportedConfig
+
+log = logging.getLogger("thalweg.config")
 
 
 @functools.cache
@@ -46,6 +55,25 @@ def options_of(**values: Any) -> Options:
     Raises UnsupportedConfig for an unknown name (with the nearest known one), a wrong type or a value out of bounds.
     """
     return options_from(flat(values))
+
+
+def keyword_options(**values: Any) -> Options:
+    """`options_of` for Python code written for vLLM or SGLang: it also takes their arguments that change nothing here,
+    and those without an equal if they are off. None is the default.
+
+    Raises UnsupportedConfig as `options_of` does, and with what to do instead of an argument that is on.
+    """
+    unchanging = {flag.partition(" ")[0].replace("-", "_"): flag for flag in NO_EFFECT_FLAGS}
+    kept = {}
+    for name, value in values.items():
+        instead = instead_of(name.replace("_", "-"))
+        if name in unchanging and value is not None:
+            log.info("%s", without_effect(unchanging[name], value).removeprefix("--"))
+        elif instead and value:
+            raise UnsupportedConfig(f"{name}: {instead}")
+        elif not instead and value is not None:
+            kept[name] = value
+    return options_of(**kept)
 
 
 def options_from(values: Mapping[str, Any]) -> Options:

@@ -21,7 +21,7 @@ class ThalwegError(Exception):
     """The root: `except ThalwegError` catches what Thalweg raises on purpose and nothing else."""
 
 
-class InvalidRequest(ThalwegError):
+class InvalidRequest(ThalwegError, ValueError):
     """A request that cannot be served."""
 
     def __init__(self, field: str, message: str) -> None:

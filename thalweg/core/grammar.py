@@ -31,6 +31,8 @@ class Grammar(msgspec.Struct, frozen=True):
     think_end_id: int = -1  # ends a thought; -1: there are no thoughts
     thinking_budget: int = -1  # tokens of the thought after which `think_end_id` is forced; -1: no limit
     field: str = "grammar"  # name in error messages to the user
+    trigger_id: int = -1  # the output is free up to this token, in a thought too, and then follows; -1: from the start
+    any_whitespace: bool = False  # JSON may have a space or a new line between its parts
     strict: bool = False  # refuse a schema that is not enforced in full
     # Of a grammar that was built from schemas: the keywords in them that it does not enforce, each as
     # `FIELD#/POINTER how it is treated`, FIELD in the user's request and POINTER the keyword's place in the schema.
@@ -52,8 +54,8 @@ class Grammar(msgspec.Struct, frozen=True):
         """
         if self.is_set and self.kind not in KINDS:
             raise InvalidRequest(self.field, f"kind {self.kind!r} is unknown; there is {', '.join(KINDS)}")
-        if not all(-1 <= token < vocab for token in (self.think_start_id, self.think_end_id)):
-            raise InvalidRequest(self.field, f"the token ids of a thought are outside the vocabulary of {vocab}")
+        if not all(-1 <= token < vocab for token in (self.think_start_id, self.think_end_id, self.trigger_id)):
+            raise InvalidRequest(self.field, f"the token ids of its marks are outside the vocabulary of {vocab}")
         if self.thinking_budget >= 0 > self.think_end_id:
             raise InvalidRequest("thinking_budget", "needs the token that ends a thought, think_end_id")
         if self.is_set and params.ignore_eos:

@@ -17,6 +17,7 @@ class KernelConfig(msgspec.Struct, frozen=True, kw_only=True):
     decode: str = "reference"
     prefill: str = "reference"
     moe: str = "triton"  # backend of the experts
+    fusion: bool | None = None  # of shared experts with routed ones; None: where both are stored alike
     fp8_gemm: str = "triton"  # backend of products with FP8 weights
     kv: str = ""  # type of the KV cache, a key of `memory.planes.CODECS`; "": the model's dtype
     latent: bool = True  # an MLA model caches latents; False: it caches decompressed keys and values

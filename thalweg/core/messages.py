@@ -75,6 +75,13 @@ class StopProfile(msgspec.Struct, tag=True, frozen=True):
     id: int
 
 
+class DumpExperts(msgspec.Struct, tag=True, frozen=True):
+    """Writes where experts are, and how many tokens chose each. The `ControlReply` with the same id names the file."""
+
+    id: int
+    folder: str
+
+
 class Drain(msgspec.Struct, tag=True, frozen=True):
     """No new work will come: finish what runs, then exit."""
 
@@ -136,6 +143,10 @@ class Stats(msgspec.Struct):
     broken: int = 0  # requests that ended because the model computed NaN
     slow_steps: int = 0  # steps with decode rows that took longer than the target between tokens
     late_first_tokens: int = 0  # first tokens after their target
+    # with moving experts, of each layer with experts: the largest load of a rank over the mean, by the last counts
+    expert_imbalance: tuple[float, ...] = ()
+    expert_moves: int = 0  # experts copied to another slot
+    expert_rebalances: int = 0  # times that experts got new places
 
     @property
     def acceptance(self) -> AcceptanceCounts:
@@ -145,7 +156,8 @@ class Stats(msgspec.Struct):
         )
 
 
-LARGEST = "steps", "step_seconds"  # of ranks that run the same steps
+# of ranks that run the same steps
+LARGEST = "steps", "step_seconds", "expert_imbalance", "expert_moves", "expert_rebalances"
 
 
 def merged_stats(of_ranks: Sequence[Stats]) -> Stats:
@@ -155,10 +167,12 @@ def merged_stats(of_ranks: Sequence[Stats]) -> Stats:
     merged: dict[str, Any] = {}
     for name in Stats.__struct_fields__:
         values = [getattr(stats, name) for stats in of_ranks]
-        if isinstance(values[0], tuple):
+        if name in LARGEST:
+            merged[name] = max(values)
+        elif isinstance(values[0], tuple):
             merged[name] = tuple(map(sum, zip_longest(*values, fillvalue=0)))
         else:
-            merged[name] = max(values) if name in LARGEST else sum(values)
+            merged[name] = sum(values)
     return Stats(**merged)
 
 
@@ -222,7 +236,7 @@ class Fatal(msgspec.Struct, tag=True, frozen=True):
     at: float = 0.0  # time.monotonic() of the error: of several processes, the first that failed is the cause
 
 
-Control = UpdateWeights | StartProfile | StopProfile  # carried out between two steps, with none in flight
+Control = UpdateWeights | StartProfile | StopProfile | DumpExperts  # carried out between two steps, with none in flight
 ToEngine = Submit | Abort | FlushCache | Control | Drain
 FromEngine = StepUpdate | Rejected | ControlReply | EngineReady | Fatal
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # what decoding such messages raises

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+import enum
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -39,11 +42,58 @@ RANGES_IN_WORDS = {
     "seed": "an integer of 64 bits",
 }
 GREEDY_BELOW = 1e-5  # dividing by a smaller temperature would overflow float32
+OTHER_NAMES = {  # of SGLang and of older versions of vLLM
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "sampling_seed": "seed",
+    "no_stop_trim": "include_stop_str_in_output",
+    **dict.fromkeys(
+        ("guided_decoding", "json_schema", "regex", "ebnf", "choice", "structural_tag"), "structured_outputs"
+    ),
+}
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Sampling parameters of one sequence. Log-probabilities are the model's own: before temperature, penalties, bias
-    and truncation.
+class RequestOutputKind(enum.Enum):
+    """What a stream of `AsyncLLM` yields."""
+
+    CUMULATIVE = 0  # everything so far, each time
+    DELTA = 1  # what is new
+    FINAL_ONLY = 2  # one output, at the end
+
+
+class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """vLLM's `structured_outputs`; one of them."""
+
+    json: Any = None  # a JSON schema: an object, or its text
+    regex: str | None = None
+    choice: list[str] | None = None  # the output is one of these texts
+    grammar: str | None = None  # EBNF or Lark
+    json_object: bool | None = None  # any JSON object
+    structural_tag: Any = None  # an object, or its text
+    disable_any_whitespace: bool | None = None  # JSON without whitespace between its parts, or with it
+
+
+class _NamesNearest(type(msgspec.Struct)):  # type: ignore[misc]
+    """A wrong keyword argument raises a TypeError with the nearest right one."""
+
+    if not TYPE_CHECKING:  # the class's own signature counts
+
+        def __call__(cls, *args: Any, **values: Any) -> Any:
+            for name in values:
+                if name not in cls.__struct_fields__:
+                    near = difflib.get_close_matches(name, cls.__struct_fields__, 1)
+                    guess = OTHER_NAMES.get(name) or "".join(near)
+                    instead = f"did you mean {guess}?" if guess else f"there is {', '.join(cls.__struct_fields__)}"
+                    raise TypeError(f"{cls.__name__} has no parameter {name!r}; {instead}")
+            return super().__call__(*args, **values)
+
+
+class SamplingParams(msgspec.Struct, metaclass=_NamesNearest, frozen=True, kw_only=True, omit_defaults=True):
+    """Sampling parameters of a request, by vLLM's names. Log-probabilities are the model's own: before temperature,
+    penalties, bias and truncation.
+
+    Lists become tuples, a single stop string a tuple of one, and a mapping of biases pairs. A wrong name is a
+    TypeError. Types and ranges are checked with the request, which raises InvalidRequest.
     """
 
     temperature: float = 1.0  # below GREEDY_BELOW is greedy
@@ -63,11 +113,48 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     stop_regex: tuple[str, ...] = ()  # the text ends with the first match; matched by the front
     stop_token_ids: tuple[int, ...] = ()  # matched on the device
     ignore_eos: bool = False
-    include_stop: bool = False  # the text keeps the stop string or token that ended it
+    include_stop_str_in_output: bool = False  # the text keeps the stop string or token that ended it
     skip_special_tokens: bool = True
     n: int = 1
     logprobs: int | None = None  # None: off; k: the chosen token and the k most likely ones
     prompt_logprobs: int | None = None  # the same for the prompt's tokens
+    structured_outputs: StructuredOutputsParams | None = None  # in Python; the engine receives it as a `Grammar`
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE  # of `AsyncLLM`
+
+    if TYPE_CHECKING:  # what is taken is wider than what is kept
+
+        def __init__(
+            self,
+            *,
+            temperature: float = 1.0,
+            top_k: int = 0,
+            top_p: float = 1.0,
+            min_p: float = 0.0,
+            repetition_penalty: float = 1.0,
+            frequency_penalty: float = 0.0,
+            presence_penalty: float = 0.0,
+            logit_bias: Mapping[int, float] | Iterable[tuple[int, float]] | None = (),
+            seed: int | None = None,
+            max_tokens: int | None = None,
+            min_tokens: int = 0,
+            stop: str | Iterable[str] | None = (),
+            stop_regex: str | Iterable[str] | None = (),
+            stop_token_ids: Iterable[int] | None = (),
+            ignore_eos: bool = False,
+            include_stop_str_in_output: bool = False,
+            skip_special_tokens: bool = True,
+            n: int = 1,
+            logprobs: int | None = None,
+            prompt_logprobs: int | None = None,
+            structured_outputs: StructuredOutputsParams | None = None,
+            output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE,
+        ) -> None: ...
+
+    def __post_init__(self) -> None:
+        for name in ("stop", "stop_regex", "stop_token_ids", "logit_bias"):
+            value = getattr(self, name)
+            if not isinstance(value, tuple):
+                msgspec.structs.force_setattr(self, name, _as_tuple(value))
 
     @property
     def is_greedy(self) -> bool:
@@ -113,19 +200,23 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 def typed_params(given: SamplingParams) -> SamplingParams:
-    """The same with checked types, of parameters that Python code made: a single stop string and a mapping of biases
-    are taken, too. Raises InvalidRequest that names the field.
-    """
+    """The same with checked types, of parameters that Python code made. Raises InvalidRequest that names the field."""
     values = msgspec.structs.asdict(given)
-    bias = values["logit_bias"]
-    for name in ("stop", "stop_regex"):
-        values[name] = (values[name],) if isinstance(values[name], str) else values[name]
-    values["logit_bias"] = tuple(bias.items()) if isinstance(bias, Mapping) else bias
+    kind = values.pop("output_kind")
+    if not isinstance(kind, RequestOutputKind):
+        raise InvalidRequest("output_kind", f"must be a RequestOutputKind, got {kind!r}")
     try:
-        return msgspec.convert(values, SamplingParams)
+        return msgspec.structs.replace(msgspec.convert(values, SamplingParams), output_kind=kind)
     except msgspec.ValidationError as error:
         what, _, where = str(error).partition(" - at `$.")
         raise InvalidRequest(where.rstrip("`").split("[")[0], what[:1].lower() + what[1:]) from None
+
+
+def _as_tuple(value: Any) -> Any:
+    """What is no collection stays as it is, for `typed_params` to refuse."""
+    if value is None or isinstance(value, str):
+        return () if value is None else (value,)
+    return tuple(value.items() if isinstance(value, Mapping) else value) if isinstance(value, Iterable) else value
 
 
 def _between(field: str, value: float, low: float, high: float) -> None:

@@ -7,6 +7,7 @@ Without a profile the worker calls its runner directly.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -18,13 +19,14 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from thalweg.core.agreement import AgreedStep
 from thalweg.core.errors import CheckpointError, InvalidRequest
 from thalweg.core.grammar import GrammarMasks
-from thalweg.core.messages import StartProfile, StopProfile, UpdateWeights
+from thalweg.core.messages import DumpExperts, StartProfile, StopProfile, UpdateWeights
 from thalweg.core.plan import StepPlan
 from thalweg.engine.recording import file_stamp, make_folder
 from thalweg.engine.worker import Worker
 from thalweg.models.catalog import read_facts
 from thalweg.models.token_by_token import TokenByToken
 from thalweg.parallel.axis import gather_texts
+from thalweg.parallel.balancer import ExpertBalancer
 from thalweg.runner.runner import ForwardResult, Runner
 from thalweg.sampling.sample import Sampled
 from thalweg.spec.drafter import DraftOutput
@@ -139,6 +141,26 @@ class AdminOperations:
         except (OSError, RuntimeError) as error:
             raise InvalidRequest("output_dir", f"{path} could not be written: {error}") from error
         return str(path)
+
+    def dump_experts(self, wish: DumpExperts) -> str:
+        """Writes a file that `--init-expert-location` reads and returns its path. Raises InvalidRequest if experts are
+        not counted, or it cannot be written.
+        """
+        self.worker.followers.control(wish)
+        balancer, factory = self.worker.runner.balancer, self.model.factory
+        if not isinstance(balancer, ExpertBalancer):
+            raise InvalidRequest("", "experts are not counted: start the engine with --enable-eplb")
+        record, path = balancer.record(self.model.facts.layers), Path(wish.folder) / f"experts-{file_stamp()}.json"
+        world, problem = factory.layout.world, ""
+        if world.rank == 0 and not (problem := make_folder(path.parent)):
+            try:
+                path.write_text(json.dumps(record))
+            except OSError as error:
+                problem = f"{path} could not be written: {error.strerror}"
+        problem, _, written = gather_texts(world, f"{problem}\n{path}", factory.device)[0].partition("\n")
+        if problem:
+            raise InvalidRequest("output_dir", problem)
+        return written
 
 
 def _module(model: object) -> nn.Module:

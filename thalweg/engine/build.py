@@ -7,6 +7,7 @@ import gc
 import logging
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Callable, NamedTuple, TypeVar
 
@@ -46,6 +47,7 @@ from thalweg.engine.calibration_memory import (
     with_pages,
 )
 from thalweg.engine.calibration_warmup import warm_up
+from thalweg.engine.collectives import with_sum_and_norm
 from thalweg.engine.compile_ahead import CompileAhead, NothingAhead, compile_ahead
 from thalweg.engine.coordination import OWN_PLAN, Coordinator, DataParallelSteps, TensorParallelSteps
 from thalweg.engine.follower import Follower, PlanSender
@@ -56,6 +58,7 @@ from thalweg.engine.recording import StepRecorder
 from thalweg.engine.worker import NO_FOLLOWERS, InlineStream, ThreadStream, Worker
 from thalweg.kernels.tuned import TUNED
 from thalweg.layers.factory import LayerFactory
+from thalweg.layers.moe import ExpertStacks
 from thalweg.layers.reference import ReferenceLayers
 from thalweg.memory.planes import Planes
 from thalweg.models import catalog
@@ -63,7 +66,9 @@ from thalweg.models.catalog import published_dtype, read_facts
 from thalweg.models.interface import Model
 from thalweg.models.token_by_token import TokenByToken
 from thalweg.models.traced import TracedModel, traced
-from thalweg.parallel.layout import SINGLE_RANK, Layout
+from thalweg.parallel.balancer import BalancePolicy, ExpertBalancer
+from thalweg.parallel.expert_file import ExpertSizes, read_expert_location
+from thalweg.parallel.layout import SINGLE_RANK, ExpertLayout, Layout
 from thalweg.parallel.plan_channel import PlanReader
 from thalweg.parallel.step_records import StepExchange
 from thalweg.quant.catalog import Declared, Schemes
@@ -127,7 +132,8 @@ def build(config: EngineConfig, channel: Channel, rank_context: RankContext = AL
     config, facts, runner = prepare(config, rank_context, times)
     loop = build_loop(config, facts, runner, channel, rank_context)
     loop.scheduler.counters.drafter_failures += config.drafter_left_out
-    log.info("started: %s", times)
+    if config.log_start:
+        log.info("started: %s", times)
     return Rank(loop, runner, facts, config)
 
 
@@ -163,6 +169,8 @@ def prepare(
             lambda wish: build_runner(wish, facts, times, ahead, rank_context), config
         )
     runner.drafting.drop_deferred()
+    if config.enable_eplb:
+        runner.balancer = _balancer(config, facts, runner)
     is_as_wished = config.kernels == wished.kernels and not config.drafter_left_out  # else another start may need more
     if config.device == "cuda" and config.warmup and is_as_wished:
         caches.mark_warm(wished)
@@ -209,12 +217,45 @@ def without_drafter(config: EngineConfig, why: str) -> EngineConfig:
     )
 
 
+def expert_sizes(config: EngineConfig, facts: ModelFacts) -> ExpertSizes:
+    """Of a model with experts."""
+    assert facts.moe is not None, "experts are divided"
+    groups = facts.moe.groups if config.eplb_algorithm == "deepseek_hierarchical" else 1
+    experts = facts.moe.experts
+    return ExpertSizes(facts.layers, experts, experts + config.ep_num_redundant_experts, config.ep_size, groups)
+
+
+def with_experts(layout: Layout, config: EngineConfig, facts: ModelFacts) -> Layout:
+    """The layout with the places of experts. Raises UnsupportedConfig for a file that does not fit."""
+    if config.ep_size == 1 or facts.moe is None:
+        return layout
+    by_slot = read_expert_location(config.init_expert_location, expert_sizes(config, facts))
+    experts = ExpertLayout(
+        config.ep_num_redundant_experts, by_slot, config.enable_eplb, config.moe_a2a_backend, config.deepep_mode
+    )
+    return replace(layout, experts=experts)
+
+
+def _balancer(config: EngineConfig, facts: ModelFacts, runner: Runner) -> ExpertBalancer:
+    model = runner.model.model if isinstance(runner.model, TokenByToken) else runner.model
+    assert isinstance(model, torch.nn.Module), "a model is a module"
+    layers = [module for module in model.modules() if isinstance(module, ExpertStacks)]
+    policy = BalancePolicy(
+        config.eplb_rebalance_num_iterations,
+        config.eplb_rebalance_layers_per_chunk,
+        config.eplb_min_rebalancing_utilization_threshold,
+        expert_sizes(config, facts).groups,
+    )
+    return ExpertBalancer(layers, model.factory.layout, policy)
+
+
 def assemble(
     config: EngineConfig, facts: ModelFacts, device: torch.device, layout: Layout = SINGLE_RANK
 ) -> tuple[LayerFactory, Model, Drafter]:
     """A model and its drafter without weights. Raises CheckpointError."""
     is_random = config.load_format == "dummy"
     schemes = None if is_random else schemes_in(Path(config.model_path), facts.quantization_config)
+    layout = with_experts(layout, config, facts)
     factory = layer_factory(facts, str(device), config.kernels, config.dtype, schemes, layout)
     model = catalog.assemble(facts, factory)
     draft_sampling = draft_sampling_for(config.speculative_acceptance, config.num_drafts, facts.vocab, device)
@@ -271,6 +312,7 @@ def _build_on_gpu(
     UnsupportedConfig.
     """
     torch.cuda.synchronize(device)
+    config = with_sum_and_norm(config, model, device)
     specs = *model.planes(), *drafter.planes()
     context = provisional_context(config, specs, device, model.factory.layout.world)
     first = _with_acceptance_rule(runner_without_cache(config, model, drafter, context, device), config)
@@ -364,8 +406,10 @@ def _max_drafts(config: EngineConfig) -> int:
 
 @contextlib.contextmanager
 def _progress_bar(text: str, is_shown: bool) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar on stderr. Yields the function that advances it: (done, total)."""
-    with Progress(*BAR_COLUMNS, console=Console(stderr=True), disable=not is_shown) as bar:
+    """A progress bar on stderr where that is a terminal. Yields the function that advances it: (done, total)."""
+    console = Console(stderr=True)
+    is_shown &= console.is_interactive
+    with Progress(*BAR_COLUMNS, console=console, disable=not is_shown, transient=True) as bar:
         task = bar.add_task(text, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
@@ -477,7 +521,8 @@ def build_loop(
     worker = Worker(runner, _stream(config), grammars, followers)
     recorder = StepRecorder(config, scheduler.requests) if config.crash_dump_folder else None
     admin, coordinator = AdminOperations(runner, worker), _coordinator(worker, rank_context)
-    return Loop(channel, scheduler, worker, config.max_steps_in_flight, recorder, admin, coordinator)
+    experts = runner.balancer.stats
+    return Loop(channel, scheduler, worker, config.max_steps_in_flight, recorder, admin, coordinator, experts)
 
 
 def _coordinator(worker: Worker, rank_context: RankContext) -> Coordinator:

@@ -31,7 +31,16 @@ ROOMS = (
 )  # whose code decides what runs
 # fields that no kernel depends on
 INDEPENDENT = (
-    *("model_path", "load_format", "weight_updates", "cache_dir", "random_seed", "report", "show_progress"),
+    *(
+        "model_path",
+        "load_format",
+        "weight_updates",
+        "cache_dir",
+        "random_seed",
+        "report",
+        "show_progress",
+        "log_start",
+    ),
     *(
         "max_queued_requests",
         "log_level",

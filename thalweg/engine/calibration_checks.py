@@ -64,7 +64,7 @@ def with_compiler(config: EngineConfig, trials: Sequence[toolchain.ProbeResult])
 
 def self_checks(kernels: KernelConfig, facts: ModelFacts, device: torch.device) -> list[SelfCheck]:
     """The self-checks of the libraries that this configuration uses, as the catalogs name them."""
-    is_fp8 = quantized(facts.quantization_config) is not None
+    is_fp8 = any(scheme.operation == "fp8_gemm" for scheme in quantized(facts.quantization_config))
     is_mla, uses_latents = facts.mla is not None, facts.mla is not None and kernels.latent
     decode, prefill = DECODE[kernels.decode], PREFILL[kernels.prefill]
     entries = {

@@ -26,6 +26,7 @@ class _Sequence:
     grammar: Grammar
     compiled: Future[GrammarMatcher] | None  # None: only the thought is constrained
     is_thinking: bool  # the grammar holds after the end of the thought
+    before_trigger: bool  # nothing but a thought's length is constrained until the trigger
     has_output: bool = False
     thinking_tokens: int = 0
     matcher: GrammarMatcher | None = None  # None until the first mask
@@ -37,7 +38,7 @@ class _Sequence:
     @property
     def is_free(self) -> bool:
         """Whether every token may follow."""
-        return self.compiled is None and not self.must_stop_thinking
+        return (self.compiled is None or self.before_trigger) and not self.must_stop_thinking
 
     @property
     def stays_free(self) -> bool:
@@ -54,14 +55,16 @@ class _Sequence:
     def accept(self, token: int) -> bool:
         """Appends a token. Returns False if the grammar forbids it."""
         is_first, self.has_output = not self.has_output, True
-        if self.is_thinking:
-            if self.must_stop_thinking and token != self.grammar.think_end_id:
-                return False
+        if self.must_stop_thinking and token != self.grammar.think_end_id:
+            return False
+        if self.before_trigger and token == self.grammar.trigger_id:
+            self.before_trigger = self.is_thinking = False
+        elif self.is_thinking:
             self.is_thinking = token != self.grammar.think_end_id
             self.thinking_tokens += self.is_thinking
         elif is_first and token == self.grammar.think_start_id:
             self.is_thinking = True
-        elif self.compiled is not None:
+        elif self.compiled is not None and not self.before_trigger:
             return self.get_matcher().accept([token])
         return True
 
@@ -82,10 +85,12 @@ class GrammarRegistry:
 
     def open(self, uid: int, grammar: Grammar) -> Ticket:
         if not grammar.is_set:
-            self._sequences[uid] = _Sequence(grammar, None, grammar.starts_in_thought)
+            self._sequences[uid] = _Sequence(grammar, None, grammar.starts_in_thought, False)
             return Ticket(0, TicketState.OK)
-        compiled: Future[GrammarMatcher] = self._compiled(Grammar(grammar.kind, grammar.source))
-        self._sequences[uid] = _Sequence(grammar, compiled, grammar.starts_in_thought)
+        compiled: Future[GrammarMatcher] = self._compiled(
+            Grammar(grammar.kind, grammar.source, any_whitespace=grammar.any_whitespace)
+        )
+        self._sequences[uid] = _Sequence(grammar, compiled, grammar.starts_in_thought, grammar.trigger_id >= 0)
         ticket = Ticket(0)
         compiled.add_done_callback(lambda done: _settle(ticket, done))
         return ticket
@@ -113,7 +118,7 @@ class GrammarRegistry:
 
     def fill(self, plan: StepPlan, states: Mapping[int, GrammarState]) -> GrammarMasks | None:
         """The masks of rows with a grammar, one for each sampled position that it constrains. A sequence that has ended
-        has no state and needs no mask. None if no position is constrained.
+        has no state and needs no mask, nor does one before its trigger. None if no position is constrained.
         """
         sampled = [row.uid for row in plan.rows if row.samples]
         masks = [

@@ -8,7 +8,10 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Protocol, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
 
 from thalweg.core.agreement import AgreedStep
 from thalweg.core.errors import InvalidRequest
@@ -16,6 +19,7 @@ from thalweg.core.messages import (
     Abort,
     Control,
     ControlReply,
+    DumpExperts,
     FromEngine,
     Rejected,
     StartProfile,
@@ -63,12 +67,15 @@ class Loop:
         recorder: StepRecorder | None = None,
         admin: AdminOperations | None = None,
         coordinator: Coordinator = OWN_PLAN,
+        expert_stats: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
+        """expert_stats: fields of `Stats` about experts that move."""
         assert 1 <= depth <= scheduler.stages + 1, (
             f"depth {depth} with {scheduler.stages} stages: masks would miss their commit"
         )
         self.channel, self.scheduler, self.worker, self.depth = channel, scheduler, worker, depth
         self.recorder, self.admin, self.coordinator = recorder, admin, coordinator
+        self.expert_stats = expert_stats
         self.controls: deque[Control] = deque()  # that wait until all data-parallel ranks have them
         self.epoch = 0  # of the weights
         self.may_prefill = True  # of the next plan, as the data-parallel ranks agreed
@@ -174,7 +181,7 @@ class Loop:
             self.channel.send(StepUpdate(deltas, now, stats, events))
 
     def stats(self) -> Stats:
-        return self.scheduler.stats(self.busy_seconds)
+        return msgspec.structs.replace(self.scheduler.stats(self.busy_seconds), **self.expert_stats())
 
     # ---- control messages: between two steps, with none in flight
     def _control(self, message: Control) -> Replies:
@@ -191,6 +198,8 @@ class Loop:
                 case StopProfile():
                     self.profile_end = NEVER
                     result = self.admin.stop_profile()
+                case DumpExperts():
+                    result = self.admin.dump_experts(message)
         except InvalidRequest as error:
             return [ControlReply(message.id, error=error.message, field=error.field)]
         return [ControlReply(message.id, result)]

@@ -53,7 +53,7 @@ class Assembler:
         self.index, self.params, self.prompt_tokens = index, params, len(prompt)
         self.request_id, self.is_sibling = request_id, is_sibling
         self.detokenizer = tokenizer.detokenizer(params.skip_special_tokens)
-        self.stops = StopMatcher(params.stop, include_stop=params.include_stop)
+        self.stops = StopMatcher(params.stop, include_stop=params.include_stop_str_in_output)
         self.regexes = RegexStops(params.stop_regex) if params.stop_regex else None
         self.eos = frozenset(tokenizer.eos_ids)
         self.completion_tokens = self.cached_tokens = self.preempted = 0
@@ -98,7 +98,7 @@ class Assembler:
     def _match_stops(self, delta: TokenDelta) -> tuple[str, int, str | None]:
         """The new text, the number of tokens that it takes, and the stop string that was matched."""
         visible = delta.tokens
-        if delta.stop_id >= 0 and not self.params.include_stop:
+        if delta.stop_id >= 0 and not self.params.include_stop_str_in_output:
             visible = visible[:-1]
         parts = []
         for i, token in enumerate(visible):

@@ -9,10 +9,12 @@ from importlib import import_module
 from thalweg.kernels.case import Operation, no_sizes
 from thalweg.kernels.experts.case import FP8 as EXPERTS_FP8
 from thalweg.kernels.gemm.case import FP8 as GEMM_FP8
+from thalweg.kernels.weight_only.case import EXPERTS as WEIGHT_ONLY_EXPERTS
 
 FOLDERS = (
     "all_reduce", "batch_invariant_gemm", "expand_latents", "experts", "fp8_block", "gemm", "gqa", "indexer", "mla",
     "moe_align", "norm", "quantize", "rope", "router", "silu_mul", "temperature", "topk_topp", "verify",
+    "weight_only",
 )  # fmt: skip
 
 
@@ -24,4 +26,5 @@ def _operation(folder: str) -> Operation:
 OPERATIONS = {folder: _operation(folder) for folder in FOLDERS} | {
     "experts_fp8": EXPERTS_FP8,
     "gemm_fp8": GEMM_FP8,
+    "weight_only_experts": WEIGHT_ONLY_EXPERTS,
 }

@@ -12,6 +12,9 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from thalweg.config.bundled import NAME as BUNDLED
+from thalweg.config.bundled import find_bundled
+from thalweg.config.setting import nearest
 from thalweg.core.errors import CheckpointError
 from thalweg.weights.index import INDEX, read_weight_map
 
@@ -34,7 +37,7 @@ def locate(model: str, revision: str | None = None, token: str | None = None) ->
     """The folder of `model`, with its configuration and tokenizer but perhaps without weights. Raises
     CheckpointError.
     """
-    folder = Path(model).expanduser()
+    folder = Path(find_bundled(model)).expanduser()
     if folder.is_dir():
         if revision is not None:
             raise CheckpointError(
@@ -46,11 +49,46 @@ def locate(model: str, revision: str | None = None, token: str | None = None) ->
             f"{model} is a file: give the folder of the checkpoint, with config.json and *.safetensors in it"
         )
     if not NAME.match(model):
-        raise CheckpointError(f"{model}: no such folder, and not an org/name of the model hub: check the path")
+        raise CheckpointError(
+            f"{model}: no such folder, and not an org/name of the model hub: check the path{did_you_mean(model)}"
+        )
     found = _fetch(model, revision, token, TEXTS)
     if not (found / "config.json").is_file():
         raise CheckpointError(f"{model} on the hub has no config.json: it is not a model in the Hugging Face layout")
     return Checkpoint(found, model, found.name)
+
+
+def pull(repo: str, revision: str | None = None, token: str | None = None) -> Path:
+    """Downloads a model into the hub's cache, and returns its folder there. Raises CheckpointError."""
+    if Path(repo).is_dir():
+        raise CheckpointError(f"{repo} is a folder here: there is nothing to download")
+    checkpoint = locate(repo, revision, token)
+    fetch_weights(checkpoint, token)
+    return checkpoint.folder
+
+
+def cached_folder(model: str) -> Path:
+    """The folder of a model in the hub's cache, or `model` itself as a path. Nothing is downloaded."""
+    folder = Path(find_bundled(model)).expanduser()
+    if folder.is_dir() or not NAME.match(model):
+        return folder
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(model, "config.json")
+    return Path(found).parent if isinstance(found, str) else folder
+
+
+def did_you_mean(model: str) -> str:
+    """A question that names the model most like this one: the bundled one, a folder beside it, or one in the hub's
+    cache; "" where none is.
+    """
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    beside = Path(model).expanduser().parent
+    known = [BUNDLED, *(str(path.parent) for path in beside.glob("*/config.json"))]
+    known += [path.name.removeprefix("models--").replace("--", "/") for path in Path(HF_HUB_CACHE).glob("models--*")]
+    guess = nearest(model.rstrip("/"), [name for name in known if name != model])
+    return f"; did you mean {guess}?" if guess else ""
 
 
 def fetch_weights(checkpoint: Checkpoint, token: str | None = None) -> None:
@@ -97,7 +135,7 @@ def _fetch(repo: str, revision: str | None, token: str | None, patterns: tuple[s
     except errors.RepositoryNotFoundError as error:
         raise CheckpointError(
             f"{repo}: no such folder, and the model hub has no such model, or it is private: check the name, and give"
-            " --hf-token or HF_TOKEN if it needs one"
+            f" --hf-token or HF_TOKEN if it needs one{did_you_mean(repo)}"
         ) from error
     except errors.RevisionNotFoundError as error:
         raise CheckpointError(
@@ -106,7 +144,7 @@ def _fetch(repo: str, revision: str | None, token: str | None, patterns: tuple[s
     except errors.LocalEntryNotFoundError as error:
         raise CheckpointError(
             f"{at}: no such folder; the model hub cannot be reached, and its local cache lacks files of this model."
-            " Check the path, or the network (HF_ENDPOINT, HF_HUB_OFFLINE)"
+            f" Check the path, or the network (HF_ENDPOINT, HF_HUB_OFFLINE){did_you_mean(repo)}"
         ) from error
     except errors.HfHubHTTPError as error:
         raise CheckpointError(f"the hub refused {at}: {error}") from error

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TypeVar
 
+import msgspec
+
 from thalweg.config import backends
 from thalweg.config.backends import KernelBackend
 from thalweg.config.machine import Machine
@@ -14,7 +16,7 @@ from thalweg.core.capabilities import Capabilities, Required, Selected, select
 from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.kernels import DECISION_NAMES, KernelConfig
 from thalweg.launch.decisions import Decisions
-from thalweg.quant.catalog import quantized
+from thalweg.quant.catalog import quantized, scheme_of_experts
 
 C = TypeVar("C", bound=Capabilities)
 
@@ -57,7 +59,21 @@ def resolve_kernels(
     for role, backend in selected.items():
         decisions.add(DECISION_NAMES[role], backend.name, backend.source, backend.reason)
     chosen = {role: backend.name for role, backend in selected.items()}
-    return KernelConfig(**chosen, kv=kv, latent=load.mla, deterministic=is_deterministic)
+    fusion = _shared_fusion(load.shared_experts_fusion, facts, decode.name == REFERENCE, decisions)
+    other = KernelConfig(kv=kv, latent=load.mla, deterministic=is_deterministic, fusion=fusion)
+    return msgspec.structs.replace(other, **chosen)
+
+
+def _shared_fusion(wish: bool | None, facts: ModelFacts, is_reference: bool, decisions: Decisions) -> bool | None:
+    """Raises UnsupportedConfig for what cannot be enforced, whatever the checkpoint stores."""
+    has_shared = facts.moe is not None and facts.moe.shared > 0
+    if wish and (is_reference or not has_shared):
+        why = "the plain kernels of --attention-backend reference have none" if has_shared else "no shared experts"
+        raise UnsupportedConfig(f"shared_experts_fusion: {why}; leave --enforce-shared-experts-fusion out")
+    if is_reference or not has_shared:
+        return None
+    decisions.choose("shared_experts_fusion", wish, True, "where a checkpoint stores both alike")
+    return wish
 
 
 def resolve_gemms(
@@ -66,7 +82,7 @@ def resolve_gemms(
     """Backends of experts and quantized products, by field of `KernelConfig`, as far as the model has them. A backend
     that the user named is checked in any case. attention: the decode backend. Raises UnsupportedConfig.
     """
-    load, scheme = options.load, quantized(facts.quantization_config)
+    load, scheme = options.load, scheme_of_experts(facts.quantization_config, facts.layers)
     is_reference = attention == REFERENCE  # it decodes weights of every scheme
     required: dict[str, str | int | bool] = {
         "attention": REFERENCE if is_reference else "kernels",
@@ -74,12 +90,13 @@ def resolve_gemms(
         "deterministic": load.deterministic_inference,
         "installed": True,
     }
-    operation = "plain" if scheme is None else scheme.operation
-    of_experts = operation if scheme is not None and scheme.has_expert_kernels and not is_reference else "plain"
+    is_fp8 = any(scheme.operation == "fp8_gemm" for scheme in quantized(facts.quantization_config))
+    is_plain = scheme is None or is_reference or not scheme.has_expert_kernels
+    of_experts = "plain" if scheme is None or is_plain else scheme.operation
     selected: dict[str, Selected] = {}
     for role, is_needed, weights, asked, catalog in (
         ("moe", facts.moe is not None, of_experts, load.moe_runner_backend, backends.EXPERTS),
-        ("fp8_gemm", operation == "fp8_gemm", operation, load.fp8_gemm_backend, backends.FP8),
+        ("fp8_gemm", is_fp8, "fp8_gemm" if is_fp8 else "plain", load.fp8_gemm_backend, backends.FP8),
     ):
         if is_needed or asked is not None:
             supported, needed = _on(catalog, machine), {**required, "weights": weights}

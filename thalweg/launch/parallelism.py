@@ -11,6 +11,7 @@ from thalweg.config.options import ParallelOptions
 from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.report import AUTO, USER, Decision
 from thalweg.launch.decisions import Decisions
+from thalweg.launch.experts import resolve_experts
 
 
 def unsupported_parallelism(parallel: ParallelOptions) -> str:
@@ -32,7 +33,8 @@ def resolve_parallelism(
             raise UnsupportedConfig(f"dp_size: {dp} does not divide --tp-size {tp}; use --dp-size {_or(_divisors(tp))}")
     config = decisions.config()
     _check_heads(facts, config.attention_tp, config.attention_dp)
-    _resolve_experts(parallel, facts, config.attention_tp, decisions)
+    _resolve_widths(parallel, facts, config.attention_tp, decisions)
+    resolve_experts(parallel, facts, device, decisions)
     if device == "cuda" and config.processes > len(machine.gpus):
         copies = f" ({config.copies} copies of {tp})" if config.copies > 1 else ""
         raise UnsupportedConfig(
@@ -70,10 +72,11 @@ def _check_heads(facts: ModelFacts, tp: int, dp: int) -> None:
         )
 
 
-def _resolve_experts(parallel: ParallelOptions, facts: ModelFacts, attention_tp: int, decisions: Decisions) -> None:
+def _resolve_widths(parallel: ParallelOptions, facts: ModelFacts, attention_tp: int, decisions: Decisions) -> None:
     tp, ep, moe = parallel.tp_size, parallel.ep_size, facts.moe
-    legal = [size for size in _divisors(tp) if size == 1 or moe is not None and moe.experts % size == 0]
-    experts = "no experts" if moe is None else f"{moe.experts} experts on {tp} ranks"
+    slots = 0 if moe is None else moe.experts + parallel.ep_num_redundant_experts
+    legal = [size for size in _divisors(tp) if size == 1 or moe is not None and slots % size == 0]
+    experts = "no experts" if moe is None else f"{slots} experts on {tp} ranks"
     if ep not in legal:
         raise UnsupportedConfig(f"ep_size: {experts} cannot be divided into {ep} groups; use --ep-size {_or(legal)}")
     decisions.fields["ep_size"] = ep

@@ -90,6 +90,7 @@ def resolve(
     facts, here = read_facts(checkpoint.folder), machine or Machine.here()
     resources, decisions = _fit(options, facts, here, checkpoint, drafter)
     tuned_kernels = tuned.resolve_tuned(options, here, resources.config.device, decisions)
+    _check_quantization(model.quantization, facts, decisions)
     tokenizer = Tokenizer(checkpoint.folder) if weights or has_tokenizer(checkpoint.folder) else None
     chat = _chat(options, checkpoint.folder, tokenizer, decisions)
     uses_models = options.sampling.sampling_defaults == "model"
@@ -151,6 +152,17 @@ def _fit(
     decisions.fields["drafter_left_out"] = True
     log.error(LEFT_OUT, reason)
     return resources, decisions
+
+
+def _check_quantization(asked: str | None, facts: ModelFacts, decisions: Decisions) -> None:
+    """Records the format of the weights. Raises UnsupportedConfig where the user named another."""
+    stored = str(facts.quantization_config.get("quant_method", "none"))
+    if asked not in (None, stored):
+        raise UnsupportedConfig(
+            f"quantization: {asked} was asked for, and config.json of the checkpoint says {stored}. Weights are not"
+            " converted: leave --quantization out, or serve a checkpoint that has this format"
+        )
+    decisions.choose("quantization", asked, stored, "quantization_config in config.json")
 
 
 def _chat(options: Options, folder: Path, tokenizer: Tokenizer | None, decisions: Decisions) -> ChatFormat:

@@ -85,7 +85,8 @@ def resolve_resources(
     choose("threads", options.load.threads, max(1, (machine.cores - 1) // processes), reason)
     drafting = decisions.config()
     kernels = resolve_kernels(options, facts, machine, device, decisions, drafting.tree.is_tree)
-    decisions.fields |= {"mla": kernels.latent, "kv_cache_dtype": kernels.kv}
+    kept = {"mla": kernels.latent, "kv_cache_dtype": kernels.kv, "shared_experts_fusion": kernels.fusion}
+    decisions.fields |= kept
     sizes = _resolve_dtype(options, device, free, measure, decisions)
     kv = kernels.kv or decisions.fields["dtype"]
     decisions.record("kv_cache_dtype", kv, bool(kernels.kv), "as dtype")

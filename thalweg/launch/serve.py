@@ -16,7 +16,7 @@ import shlex
 import signal
 import socket
 import ssl
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import Any
 
@@ -27,6 +27,7 @@ from thalweg.config.options import ListenOptions, Options
 from thalweg.config.server import ServerOptions
 from thalweg.core import logs
 from thalweg.core.errors import EngineDead, UnsupportedConfig
+from thalweg.core.report import Decision
 from thalweg.engine.child import EngineProcess
 from thalweg.engine.client import EngineClient
 from thalweg.launch.report import as_json, show, wide_console
@@ -41,9 +42,12 @@ LAST_WORDS = 5  # seconds that answers get to leave their sockets after the engi
 MakeServer = Callable[[EngineClient, ServerOptions, Resolved], dict[str, Any]]
 
 
-def serve(config: Options, make_server: MakeServer, first: EngineProcess | None = None) -> int:
+def serve(
+    config: Options, make_server: MakeServer, first: EngineProcess | None = None, is_verbose: bool = False
+) -> int:
     """Serves until a signal says stop; returns the exit status. make_server: settings of uvicorn: `app`, the ASGI
-    application of a front, and `http`, what speaks HTTP on a socket. first: a process for the first engine.
+    application of a front, and `http`, what speaks HTTP on a socket. first: a process for the first engine. is_verbose:
+    whether to print every setting and the phases of the start.
 
     Raises UnsupportedConfig when the port is taken or a setting cannot be honoured, CheckpointError, and EngineDead
     when the engine cannot start, or cannot be started again after it has ended.
@@ -56,11 +60,14 @@ def serve(config: Options, make_server: MakeServer, first: EngineProcess | None 
     _allow_files(config.server.max_connections + OTHER_FILES)
     with listen(config.listen) as sock:
         tls = _tls(config.listen)
-        resolved = resolve(config, progress=config.server.log_format == "text")
-        if config.server.log_format == "json":
+        is_text = config.server.log_format == "text"
+        resolved = resolve(config, progress=is_text)
+        if not is_text:
             log.info("resolved", extra=logs.fields(resolved=as_json(resolved)))
-        else:
+        elif is_verbose:
             show(as_json(resolved), wide_console())
+        else:
+            resolved = dataclasses.replace(resolved, engine=resolved.engine.started((), log_start=False))
         return asyncio.run(_run(config, resolved, sock, tls, make_server, first))
 
 
@@ -143,21 +150,22 @@ async def _run_engine(
     """
     try:
         await front.start()
-        _announce(config, resolved, sock)
+        _announce(config, resolved, sock, front)
         await front.ended()
     except EngineDead:
         server.should_exit = True
         raise
 
 
-def _announce(config: Options, resolved: Resolved, sock: socket.socket) -> None:
+def _announce(config: Options, resolved: Resolved, sock: socket.socket, front: EngineClient) -> None:
     gc.collect()
     gc.freeze()  # modules and tables stay: a full collection over them was seen to stop every stream for 0.4 s
     url = _url(config.listen, sock.getsockname()[1])
     if config.server.log_format == "json":
         log.info("ready", extra=logs.fields(url=url, model=resolved.names[0]))
     else:
-        print(_welcome(config, resolved, url), flush=True)
+        settings = front.ready.report.current() if front.ready else {}
+        print(_welcome(config, resolved, url, settings), flush=True)
 
 
 def _url(listen: ListenOptions, port: int) -> str:
@@ -167,12 +175,20 @@ def _url(listen: ListenOptions, port: int) -> str:
     return f"http{'s' if listen.ssl_certfile else ''}://{host}:{port}"
 
 
-def _welcome(config: Options, resolved: Resolved, url: str) -> str:
-    lines = [f"\nThalweg serves {resolved.names[0]} at {url}"]
-    if config.server.playground:
-        lines.append(f"  playground  {url}/")
-    lines.append(f"  try         {_curl(config, resolved, url)}\n")
-    return "\n".join(lines)
+def _welcome(config: Options, resolved: Resolved, url: str, settings: Mapping[str, Decision]) -> str:
+    """The six lines that a start prints. settings: those of the engine that runs, by name."""
+    engine, device = resolved.engine, settings["device"]
+    size = f"{resolved.sizes.parameters:,} parameters, {engine.dtype}"
+    page = f"{url}/ in a browser is a chat page; " if config.server.playground else ""
+    lines = {
+        "model": f"{resolved.names[0]} ({resolved.architecture}, {size}) from {resolved.path}",
+        "runs on": f"{device.value} ({device.reason}), KV cache of {settings['max_total_tokens'].value:,} tokens",
+        "address": url,
+        "curl": _curl(config, resolved, url),
+        "docs": f"docs/README.md; {url}/openapi.json has every field",
+        "try": f"{page}-v or {url}/resolved shows every setting with its reason",
+    }
+    return "\n".join(f"{name:<9}{text}" for name, text in lines.items())
 
 
 def _curl(config: Options, resolved: Resolved, url: str) -> str:

@@ -23,7 +23,8 @@ def measure(facts: ModelFacts, config: EngineConfig) -> Sizes:
     UnsupportedConfig where the layers cannot be divided so.
     """
     layout = ParallelLayout(config.tp_size, config.attention_dp, config.ep_size)
-    planned = PlannedModel(facts, config.dtype, config.decode_attention_backend == "reference", config.kernels)
+    is_reference, redundant = config.decode_attention_backend == "reference", config.ep_num_redundant_experts
+    planned = PlannedModel(facts, config.dtype, is_reference, config.kernels, redundant)
     model = catalog.assemble(facts, planned.factory(layout))
     sampling = draft_sampling_for(config.speculative_acceptance, config.num_drafts, facts.vocab, META)
     folder, tree = config.speculative_draft_model_path, config.tree

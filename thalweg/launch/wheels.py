@@ -15,6 +15,7 @@ class Wheel:
 
     title: str
     name: str  # of the distribution
+    module: str  # that Thalweg imports
     use: str
     pins: tuple[tuple[str, str], ...]  # (torch versions, requirement), the first that fits counts
     cuda: int = 0  # CUDA major that its binary needs; 0: it needs no GPU
@@ -36,15 +37,24 @@ WHEELS = (
     Wheel(
         "flash-mla",
         "sgl-flash-mla",
+        "flash_mla",
         "MLA decode and sparse attention on Hopper",
         ((">=2.10,<2.16", "sgl-flash-mla==1.0.0"),),
         cuda=13,
         loose_below="2.14.1",
     ),
-    Wheel("fa3", "fa3-fwd", "prefill attention on Hopper", ((">=2.11,<2.16", "fa3-fwd==0.0.3"),), cuda=13),
+    Wheel(
+        "fa3",
+        "fa3-fwd",
+        "fa3_fwd_interface",
+        "prefill attention on Hopper",
+        ((">=2.11,<2.16", "fa3-fwd==0.0.3"),),
+        cuda=13,
+    ),
     Wheel(
         "deep-gemm",
         DEEP_GEMM,
+        "deep_gemm",
         "FP8 products on Hopper",
         (
             (">=2.11,<2.13", "sgl-deep-gemm==0.1.5.post1"),
@@ -54,8 +64,17 @@ WHEELS = (
         cuda=13,
     ),
     Wheel(
+        "flashinfer",
+        "flashinfer-python",
+        "flashinfer",
+        "attention on Hopper, only by --attention-backend flashinfer",
+        ((">=2.11", "flashinfer-python"),),
+        cuda=13,
+    ),
+    Wheel(
         "opentelemetry",
         "opentelemetry-exporter-otlp-proto-http",
+        "opentelemetry",
         "traces: --otlp-traces-endpoint",
         ((">=2.11", "thalweg[otel]"),),
     ),

@@ -19,6 +19,7 @@ from thalweg.layers.interface import FeedForward, GroupedAttention, LatentAttent
 from thalweg.layers.linear import LinearLayer, Mlp, PackedShard, taken
 from thalweg.memory.planes import FP8, PlaneSpec, kv_cache_dtype, vector_plane
 from thalweg.parallel.axis import Axis, share_of, width_of
+from thalweg.parallel.experts import ExpertPlacement
 from thalweg.parallel.layout import SINGLE_RANK, Layout
 from thalweg.quant.catalog import Schemes
 from thalweg.quant.scheme import Quantized, Take, TensorSpec
@@ -80,11 +81,17 @@ class LayerFactory(ABC):
     def feed_forward(self, facts: ModelFacts, layer: int, name: str, has_bias: bool = False) -> FeedForward:
         """The mixture of experts of this layer, or the MLP of one without."""
         if facts.moe is not None and facts.moe.in_layer(layer):
-            return self.moe(name, facts.moe, facts.hidden)
+            return self.moe(layer, name, facts.moe, facts.hidden)
         return self.mlp(name, facts.hidden, facts.intermediate, has_bias)
 
     @abstractmethod
-    def moe(self, name: str, moe: MoeFacts, hidden: int) -> FeedForward: ...
+    def moe(self, layer: int, name: str, moe: MoeFacts, hidden: int) -> FeedForward: ...
+
+    def placement(self, layer: int, moe: MoeFacts, stacked: int = 0) -> ExpertPlacement | None:
+        """Where the experts of a layer are; None with all on one rank. stacked: shared experts that have slots, too."""
+        if self.layout.is_single:
+            return None
+        return ExpertPlacement(moe.experts, stacked, self.layout, self.device, layer, self.kernels.deterministic)
 
     @abstractmethod
     def metadata(self, facts: ModelFacts, workspace: WorkspaceNeed) -> MetadataBuilder: ...

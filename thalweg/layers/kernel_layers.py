@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -11,6 +11,7 @@ from thalweg.attention.context import AttentionMetadataBuilder, WorkspaceNeed
 from thalweg.config.backends import DECODE, PREFILL
 from thalweg.config.entry_point import load_entry
 from thalweg.config.model import ModelFacts, MoeFacts
+from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.kernels import TORCH
 from thalweg.kernels.gqa.backends import GqaShape
 from thalweg.kernels.mla.backends import MlaDecodeKernel, MlaShape
@@ -84,12 +85,14 @@ class KernelLayers(LayerFactory):
         scheme: Scheme = self.schemes.of(weight)
         if not isinstance(scheme, Quantized):
             return None
+        if scheme.note and (note := f"{scheme.name}: {scheme.note}") not in self.notes:
+            self.notes.append(note)
         if scheme.holds(take, weight.shape, is_reordered):
             return scheme
         if not is_reordered:
             self.notes.append(
-                f"{weight.name} is dequantized: its blocks of {scheme.block} are cut, or are not what the kernels"
-                " multiply by"
+                f"{weight.name} is dequantized: its {scheme.name} blocks of {scheme.block} are cut, or are not what the"
+                " kernels multiply by"
             )
         return None
 
@@ -113,10 +116,15 @@ class KernelLayers(LayerFactory):
         kernel: MlaDecodeKernel = load_entry(DECODE[self.kernels.decode].mla)(shape)
         return kernel
 
-    def moe(self, name: str, moe: MoeFacts, hidden: int) -> KernelMoe:
+    def moe(self, layer: int, name: str, moe: MoeFacts, hidden: int) -> KernelMoe:
         routed, shared = self._expert_schemes(name, moe, hidden)
-        is_stacked = moe.shared > 0 and (routed and routed.name) == (shared and shared.name)
-        return KernelMoe(self, name, moe, hidden, routed, is_stacked)
+        is_stacked, wish = moe.shared > 0 and _memory(routed) == _memory(shared), self.kernels.fusion
+        if wish and moe.shared and not is_stacked:
+            raise UnsupportedConfig(
+                f"shared_experts_fusion: {name} stores routed experts as {_name(routed)} and shared ones as"
+                f" {_name(shared)}, which no stack holds together; leave --enforce-shared-experts-fusion out"
+            )
+        return KernelMoe(self, layer, name, moe, hidden, routed, is_stacked and wish is not False)
 
     def _expert_schemes(self, name: str, moe: MoeFacts, hidden: int) -> tuple[Quantized | None, Quantized | None]:
         """In which memory holds routed and shared experts. One expert that cannot be held as it is stored keeps all
@@ -163,11 +171,18 @@ class KernelLayers(LayerFactory):
         return WIDTH, WIDTH
 
 
+def _name(scheme: Quantized | None) -> str:
+    return "plain numbers" if scheme is None else scheme.name
+
+
 def _common(schemes: Sequence[Quantized | None]) -> Quantized | None:
     """The scheme that all have; None where they differ."""
     first = schemes[0]
-    is_common = all(scheme is not None and first is not None and scheme.name == first.name for scheme in schemes)
-    return first if is_common else None
+    return first if all(_memory(scheme) == _memory(first) for scheme in schemes) else None
+
+
+def _memory(scheme: Quantized | None) -> Hashable:
+    return None if scheme is None else scheme.memory
 
 
 def _groups(parts: Sequence[PackedShard], held: Sequence[Quantized | None]) -> list[list[int]]:
@@ -177,7 +192,7 @@ def _groups(parts: Sequence[PackedShard], held: Sequence[Quantized | None]) -> l
         for group in groups:
             first = held[group[0]]
             rows = sum(parts[j].width for j in group)
-            if (scheme and scheme.name) == (first and first.name) and (scheme is None or rows % scheme.block[0] == 0):
+            if _memory(scheme) == _memory(first) and (scheme is None or rows % scheme.block[0] == 0):
                 group.append(i)
                 break
         else:

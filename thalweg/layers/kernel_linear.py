@@ -11,7 +11,7 @@ from thalweg.kernels.batch_invariant_gemm import triton as batch_invariant_gemm
 from thalweg.kernels.gemm import triton as gemm
 from thalweg.kernels.gemm.epilogue import PLAIN, Epilogue
 from thalweg.kernels.norm import triton as norm
-from thalweg.kernels.norm.triton import LazyNorm
+from thalweg.kernels.norm.triton import LazyNorm, Rows
 from thalweg.kernels.silu_mul import triton as silu_mul
 from thalweg.kernels.small_batch_gemm import triton as small_batch_gemm
 from thalweg.layers.factory import LayerFactory
@@ -35,7 +35,7 @@ class KernelNorm(RMSNorm):
         return LazyNorm(x_TH, self.weight, self.eps)
 
 
-Matmul = Callable[[Tensor | LazyNorm, Tensor, Epilogue], Tensor]  # (x, weight, epilogue) → x Wᵀ + …
+Matmul = Callable[[Rows, Tensor, Epilogue], Tensor]  # (x, weight, epilogue) → x Wᵀ + …
 
 
 def matmul(deterministic: bool) -> Matmul:
@@ -43,11 +43,11 @@ def matmul(deterministic: bool) -> Matmul:
     return _batch_invariant if deterministic else _fastest
 
 
-def _batch_invariant(x: Tensor | LazyNorm, w: Tensor, epilogue: Epilogue = PLAIN) -> Tensor:
+def _batch_invariant(x: Rows, w: Tensor, epilogue: Epilogue = PLAIN) -> Tensor:
     return batch_invariant_gemm.linear(norm.rows_of(x), w, epilogue)
 
 
-def _fastest(x: Tensor | LazyNorm, w: Tensor, epilogue: Epilogue = PLAIN) -> Tensor:
+def _fastest(x: Rows, w: Tensor, epilogue: Epilogue = PLAIN) -> Tensor:
     """Own kernels for few rows, and where a weight fills the machine for some more; cuBLAS beyond."""
     bias, residual, out, dtype = epilogue
     if bias is None and residual is None and small_batch_gemm.linear_fits(len(x), w):
@@ -76,13 +76,13 @@ class KernelLinear(LinearLayer):
         self.weight = parameter(sum(widths), inputs, dtype=layers.dtype, device=layers.device)
         self.bias = parameter(sum(widths), dtype=layers.dtype, device=layers.device) if has_bias else None
 
-    def forward(self, x: Tensor | LazyNorm) -> Tensor:
+    def forward(self, x: Rows) -> Tensor:
         return self.matmul(x, self.weight, Epilogue(self.bias))
 
-    def add_(self, h: Tensor, x: Tensor | LazyNorm) -> Tensor:
+    def add_(self, h: Tensor, x: Rows) -> Tensor:
         return self.matmul(x, self.weight, Epilogue(self.bias, h))
 
-    def swiglu(self, x: Tensor | LazyNorm) -> Tensor:
+    def swiglu(self, x: Rows) -> Tensor:
         if self.matmul is _fastest and gemm.can_fuse_swiglu(len(x), *self.weight.shape):
             return gemm.swiglu(x, self.weight, self.bias)
         if self.matmul is _fastest and self.bias is None and small_batch_gemm.swiglu_fits(len(x), self.weight):
@@ -97,16 +97,16 @@ class QuantizedLinear(LinearLayer):
         self, layers: LayerFactory, scheme: Quantized, widths: Sequence[int], inputs: int, is_partial: bool = False
     ) -> None:
         super().__init__(widths, is_partial)
-        self.product = scheme.product(layers.kernels)
+        self.product, self.reads_codes = scheme.product(layers.kernels), scheme.quantizes_activations
         self._held = quantized_parameters(self, "weight", scheme, (sum(widths), inputs), layers.device)
 
-    def forward(self, x: Tensor | LazyNorm) -> Tensor:
+    def forward(self, x: Rows) -> Tensor:
         return self.product(x, self._held)
 
-    def add_(self, h: Tensor, x: Tensor | LazyNorm) -> Tensor:
+    def add_(self, h: Tensor, x: Rows) -> Tensor:
         return self.product(x, self._held, residual_MN=h)
 
-    def swiglu(self, x: Tensor | LazyNorm) -> Tensor:
+    def swiglu(self, x: Rows) -> Tensor:
         return silu_mul.silu_mul(self.forward(x))
 
 
@@ -127,18 +127,18 @@ class MixedLinear(LinearLayer):
         super().__init__([linears[linear].widths[part] for linear, part in order])
         self.linears, self._linears, self.order = nn.ModuleList(linears), list(linears), list(order)
 
-    def split(self, x: Tensor | LazyNorm) -> tuple[Tensor, ...]:
+    def split(self, x: Rows) -> tuple[Tensor, ...]:
         rows = norm.rows_of(x)  # once for all products
         results = [linear.split(rows) for linear in self._linears]
         return tuple(results[linear][part] for linear, part in self.order)
 
-    def forward(self, x: Tensor | LazyNorm) -> Tensor:
+    def forward(self, x: Rows) -> Tensor:
         return torch.cat(self.split(x), 1)
 
-    def add_(self, h: Tensor, x: Tensor | LazyNorm) -> Tensor:
+    def add_(self, h: Tensor, x: Rows) -> Tensor:
         return h.add_(self.forward(x))
 
-    def swiglu(self, x: Tensor | LazyNorm) -> Tensor:
+    def swiglu(self, x: Rows) -> Tensor:
         return silu_mul.silu_mul(self.forward(x))
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,17 +22,17 @@ from thalweg.layers.residual import rows_of
 from thalweg.parallel.axis import width_of
 from thalweg.parallel.experts import ExpertPlacement
 from thalweg.quant.scheme import Quantized
+from thalweg.weights.table import WeightTable
 
 
 class MoeBlock(Module):
     """Σ_k w_k · expert_k(x) + shared(x); the shared experts are one MLP, without a gate."""
 
-    def __init__(self, layers: LayerFactory, name: str, moe: MoeFacts, hidden: int) -> None:
+    def __init__(self, layers: LayerFactory, layer: int, name: str, moe: MoeFacts, hidden: int) -> None:
         super().__init__()
-        layout = layers.layout
         self.router = Router(layers, f"{name}.gate", moe, hidden)
-        self.placement = None if layout.is_single else ExpertPlacement(moe.experts, 0, layout, layers.device)
-        self.experts = Experts(layers, f"{name}.experts", moe, hidden)
+        self.placement = layers.placement(layer, moe)
+        self.experts = Experts(layers, f"{name}.experts", moe, hidden, self.placement)
         self.shared = layers.shared_experts(name, moe, hidden) if moe.shared else None
 
     def add_to(self, h: ResidualStream, x: Activation, real_T: Tensor | None = None) -> None:
@@ -52,10 +54,8 @@ class MoeBlock(Module):
         assert placement is not None, "one rank adds to the stream itself"
         weights_TK, ids_TK = self.router.forward(x_TH)
         if real_T is not None:
-            ids_TK = ids_TK.masked_fill(~real_T.unsqueeze(1), placement.slot_RE.shape[1])
-        x_TH, weights_TK, ids_TK = placement.dispatch(x_TH, weights_TK, ids_TK)
-        ids_TK = placement.local_ids(ids_TK, len(x_TH) // placement.layout.dp.size)
-        return placement.combine(self.experts.partial(x_TH, weights_TK, ids_TK))
+            ids_TK = ids_TK.masked_fill(~real_T.unsqueeze(1), placement.experts)
+        return placement.compute(ids_TK, weights_TK, [x_TH], self.experts.partial)
 
 
 class RouterWeights(Module):
@@ -90,20 +90,41 @@ class Router(RouterWeights):
         return ref.choose_experts(logits, self.bias, self.rule)
 
 
-class Experts(Module):
+class ExpertStacks(Module):
+    """The stacks of a layer's experts on one rank: parameters whose first dim is the slot. Experts may move."""
+
+    placement: ExpertPlacement | None
+    declare: Callable[[], None]  # which published tensors fill which slot
+
+    def slot_tensors(self, slot: int) -> list[Tensor]:
+        """What a slot holds."""
+        return [parameter.data[slot] for parameter in self.parameters(recurse=False)]
+
+    def place(self, by_slot: Sequence[int]) -> None:
+        """Experts have moved: the router sends tokens there, and published weights go there from now on."""
+        assert self.placement is not None, "experts move between ranks"
+        self.placement.place(by_slot)
+        self.weights = WeightTable()
+        self.declare()
+
+
+class Experts(ExpertStacks):
     """w13: gate rows, then up rows of each expert here [E, 2 I, H]; w2: [E, H, I]. An expert's two weights are
     neighbours in memory.
     """
 
-    def __init__(self, layers: LayerFactory, name: str, moe: MoeFacts, hidden: int) -> None:
+    def __init__(
+        self, layers: LayerFactory, name: str, moe: MoeFacts, hidden: int, placement: ExpertPlacement | None
+    ) -> None:
         super().__init__()
-        layout, device = layers.layout, layers.device
-        count, inner = moe.experts // layout.ep.size, len(width_of(moe.intermediate, layout.moe_tp))
+        layout, device, self.placement = layers.layout, layers.device, placement
+        count, inner = len(experts_here(placement, moe)), len(width_of(moe.intermediate, layout.moe_tp))
         memory = torch.empty(count, 3 * inner * hidden, dtype=layers.dtype, device=device)
         w13, w2 = torch.split(memory, [2 * inner * hidden, inner * hidden], 1)
         self.w13 = torch.nn.Parameter(w13.view(count, 2 * inner, hidden), requires_grad=False)
         self.w2 = torch.nn.Parameter(w2.view(count, hidden, inner), requires_grad=False)
-        load_experts(self, layers, name, moe, hidden)
+        self.declare = partial(load_experts, self, layers, name, moe, hidden)
+        self.declare()
         # views on the parameters, which are loaded in place
         gate_up, down = ([weight.t() for weight in stack] for stack in (self.w13.data, self.w2.data))
         prefetched = [] if prefetch_for(memory[0]) is no_prefetch else list(memory)
@@ -119,8 +140,8 @@ class Experts(Module):
         """out (float32) += Σ_k weights · expert(x), in place."""
         self._run(out_TH, x_TH, ids_TK, weights_TK, *self._operands)
 
-    def partial(self, x_TH: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:
-        """float32 [T, H]: Σ_k weights · expert(x) of the experts here; an id of E is none."""
+    def partial(self, ids_TK: Tensor, weights_TK: Tensor, x_TH: Tensor) -> Tensor:
+        """float32 [T, H]: Σ_k weights · expert(x) of the slots here; an id of their number is none."""
         out_TH = x_TH.new_zeros(x_TH.shape, dtype=torch.float32)
         token_N, k_N = (ids_TK < len(self.w13)).nonzero(as_tuple=True)
         if len(token_N):
@@ -131,16 +152,20 @@ class Experts(Module):
         return out_TH
 
 
+def experts_here(placement: ExpertPlacement | None, moe: MoeFacts) -> Sequence[int]:
+    """The routed expert of each slot of this rank."""
+    return range(moe.experts) if placement is None else placement.here
+
+
 def load_experts(
-    experts: Module, layers: LayerFactory, name: str, moe: MoeFacts, hidden: int, held: Quantized | None = None
+    experts: ExpertStacks, layers: LayerFactory, name: str, moe: MoeFacts, hidden: int, held: Quantized | None = None
 ) -> None:
-    """The published tensors of the routed experts on this rank fill w13 and w2, in the order of their numbers."""
+    """The published tensors of the routed experts on this rank fill the slots of w13 and w2."""
     layout, inter = layers.layout, moe.intermediate
     width = width_of(inter, layout.moe_tp)
     cut = width if layout.moe_tp.size > 1 else None
-    count = moe.experts // layout.ep.size
-    for i in range(count):
-        load_expert(experts, f"{name}.{layout.ep.rank * count + i}", i, (inter, hidden), layers.published, cut, held)
+    for slot, expert in enumerate(experts_here(experts.placement, moe)):
+        load_expert(experts, f"{name}.{expert}", slot, (inter, hidden), layers.published, cut, held)
     if layout.ep.size > 1:
         experts.weights.skips.append(rf"{re.escape(name)}\.\d+\..*")
 

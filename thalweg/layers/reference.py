@@ -43,8 +43,8 @@ class ReferenceLayers(LayerFactory):
         kind = Mla if self.kernels.latent else Mha
         return kind(self, facts, layer, name, is_indexed, self.selection)
 
-    def moe(self, name: str, moe: MoeFacts, hidden: int) -> MoeBlock:
-        return MoeBlock(self, name, moe, hidden)
+    def moe(self, layer: int, name: str, moe: MoeFacts, hidden: int) -> MoeBlock:
+        return MoeBlock(self, layer, name, moe, hidden)
 
     def metadata(self, facts: ModelFacts, workspace: WorkspaceNeed) -> AttentionMetadataBuilder:
         return AttentionMetadataBuilder(rotary.table(facts.rope, facts.context, self.device), workspace)

@@ -74,11 +74,14 @@ class ShardedStream:
         self.pending_TH = partial_TH if self.pending_TH is None else self.pending_TH + partial_TH
 
     def normed(self, norm: Norm) -> Activation:
-        return norm.lazy(self.value())
+        kernel = self.axis.sum_and_norm
+        if self.pending_TH is None or kernel is None or not kernel.takes(lazy := norm.lazy(self.x_TH)):
+            return norm.lazy(self.value())
+        (self.x_TH, normed), self.pending_TH = kernel(self.pending_TH, lazy), None
+        return normed
 
     def value(self) -> Tensor:
         if self.pending_TH is not None:
-            # summed in float32 in rank order, rounded once: equal bits on all ranks
-            self.x_TH.copy_(self.x_TH.float() + self.axis.all_reduce(self.pending_TH))
+            self.axis.add_(self.x_TH, self.pending_TH)
             self.pending_TH = None
         return self.x_TH

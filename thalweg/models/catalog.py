@@ -19,7 +19,9 @@ from thalweg.models.decoder import Decoder, MakeLayer
 from thalweg.models.interface import Model
 from thalweg.models.nextn import NextN
 from thalweg.models.stages import PipelineStage
-from thalweg.quant.catalog import scheme_of
+from thalweg.quant.catalog import format_of
+from thalweg.quant.files import with_quantization
+from thalweg.weights.stream import first_quantized
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +63,20 @@ FAMILIES: dict[str, Family] = {
 }
 
 
+class UnsupportedFormat(CheckpointError):
+    """How a checkpoint's weights are stored is not supported."""
+
+
 def read_facts(folder: Path) -> ModelFacts:
     """Reads `folder`/config.json. Raises CheckpointError when it is missing, no JSON object, nonsense, or of an
     architecture that is not in `FAMILIES`.
     """
-    return read_config_facts(read_config(folder, "a model"), str(folder / "config.json"))
+    config, where = with_quantization(read_config(folder, "a model"), folder), str(folder / "config.json")
+    try:
+        return read_config_facts(config, where)
+    except UnsupportedFormat as error:
+        name = first_quantized(folder)
+        raise CheckpointError(f"{error}{name and f'. Its first quantized tensor is {name}'}") from None
 
 
 def read_config_facts(config: Mapping[str, Any], where: str) -> ModelFacts:
@@ -76,7 +87,10 @@ def read_config_facts(config: Mapping[str, Any], where: str) -> ModelFacts:
     facts = facts_of(config, where, family.fields, family.defaults)
     own = {name: config.get(name, family.defaults.get(name)) for name in family.own_fields}
     facts = structs.replace(facts, family_fields=own)
-    scheme_of(facts.quantization_config, where)  # raises for a format that is not supported
+    try:
+        format_of(facts.quantization_config, where)
+    except CheckpointError as error:
+        raise UnsupportedFormat(str(error)) from None
     return facts
 
 

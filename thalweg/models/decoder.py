@@ -20,7 +20,7 @@ from thalweg.config.model import ModelFacts
 from thalweg.layers.factory import LayerFactory
 from thalweg.layers.interface import ResidualStream, Vocabulary
 from thalweg.layers.module import Module
-from thalweg.layers.residual import stream
+from thalweg.layers.residual import rows_of, stream
 from thalweg.memory.planes import Planes, PlaneSpec
 from thalweg.models.interface import DecoderLayer
 from thalweg.models.stages import PipelineStage
@@ -123,7 +123,7 @@ class Decoder(Module):
             return StageValue(h.value(), selections, tuple(watched))
         if self.stage.layers in self.watched:
             watched.append(settled_copy(h))
-        hidden_TH: Tensor = self.norm.forward(h.value())
+        hidden_TH = rows_of(h.normed(self.norm))
         return torch.cat([hidden_TH, *self._in_order(watched)], 1) if watched else hidden_TH
 
     def _in_order(self, watched: list[Tensor]) -> list[Tensor]:

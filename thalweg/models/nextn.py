@@ -11,6 +11,7 @@ from thalweg.attention.selection import SelectedContexts
 from thalweg.batch.batch import Batch
 from thalweg.core.errors import CheckpointError
 from thalweg.layers.interface import ResidualStream
+from thalweg.layers.residual import rows_of
 from thalweg.memory.planes import Planes, PlaneSpec
 from thalweg.models.decoder import Decoder
 from thalweg.models.deepseek import DeepseekLayer
@@ -60,8 +61,7 @@ class NextN(DraftHead):
         h = self._joined(ids_T, hidden_TH)
         nothing: SelectedContexts = (None,) * len(metadata.groups)
         self.layer(h, metadata, nothing)
-        normed_TH: Tensor = self.norm.forward(h.value())
-        return normed_TH
+        return rows_of(h.normed(self.norm))
 
     def write_kv(self, ids_T: Tensor, hidden_TH: Tensor, batch: Batch, planes: Planes) -> None:
         """Writes the KV that `forward` would write, with projections only: no attention, no MLP."""

@@ -5,12 +5,16 @@ An axis of size 1 is the identity. Every reduction adds in rank order, in float3
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from thalweg.core.errors import UnsupportedConfig
+
+if TYPE_CHECKING:
+    from thalweg.parallel.sum_and_norm import SumAndNorm  # needs Triton
 
 BLOCK = 128  # rows or columns that stay together where a width is cut: tiles of products and FP8 blocks are as wide
 
@@ -27,8 +31,15 @@ class Axis(Protocol):
     def rank(self) -> int:
         """This process's position in the group, from 0."""
 
+    @property
+    def sum_and_norm(self) -> SumAndNorm | None:
+        """What adds and norms few rows in one launch, where GPUs have it."""
+
     def all_reduce(self, partial: Tensor) -> Tensor:
         """The sum over all ranks in float32."""
+
+    def add_(self, x: Tensor, partial: Tensor) -> None:
+        """x += the sum over all ranks, in float32 and rounded once. x has the same bits on all ranks, also then."""
 
     def all_gather(self, x: Tensor) -> Tensor:
         """[size, *x.shape]: the tensors of all ranks, in rank order."""
@@ -38,21 +49,39 @@ class Axis(Protocol):
         this rank.
         """
 
+    def all_to_all(self, x: Tensor) -> Tensor:
+        """x [size, ...]: entry r is for rank r. Returns what all ranks have for this one, in rank order."""
+
+    def transfer(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
+        """Sends tensors to ranks and fills others from ranks. Those of a pair of ranks arrive in the order in which
+        they were sent. No rank sends to itself.
+        """
+
 
 class SingleRank:
     """The axis of size 1."""
 
     size = 1
     rank = 0
+    sum_and_norm = None
 
     def all_reduce(self, partial: Tensor) -> Tensor:
         return partial.float()
+
+    def add_(self, x: Tensor, partial: Tensor) -> None:
+        x.copy_(x.float() + partial.float())
 
     def all_gather(self, x: Tensor) -> Tensor:
         return x.unsqueeze(0)
 
     def reduce_scatter(self, partial: Tensor) -> Tensor:
         return partial[0].float()
+
+    def all_to_all(self, x: Tensor) -> Tensor:
+        return x
+
+    def transfer(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
+        assert not sends and not receives, "there is no other rank"
 
 
 SINGLE = SingleRank()

@@ -1,57 +1,128 @@
-"""Which rank computes which expert, and how tokens get there and back.
+"""Which rank computes which expert, and where a token's experts are.
 
-A physical slot holds the weights of one expert on one rank. The table maps (home rank of the token, logical expert) to
-a slot, so that copies of an expert share its tokens. A shared expert has a copy on every rank, which computes the
-tokens of that home rank.
+A slot holds the weights of one expert on one rank. A table says in which slots an expert is; copies of it share its
+tokens. A token chooses among them by the experts that it goes to, so what it gets does not depend on the batch that it
+is in. The table is on the device, at a fixed address: captured steps follow when experts move.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from thalweg.parallel.axis import share_of
+from thalweg.parallel.dispatch import dispatcher
 from thalweg.parallel.layout import Layout
+
+MIXERS = 0x9E3779B1, 0x85EBCA6B  # odd, with bits all over: neighbouring ids give unlike products
+Compute = Callable[..., Tensor]
 
 
 class ExpertPlacement:
-    """The table of one layer, on the device. Logical experts experts ... experts + shared - 1 are the shared ones."""
+    """The experts of one layer. Logical experts `experts` ... `experts + shared - 1` are the shared ones, which have a
+    slot on every rank behind the routed ones and never move.
+    """
 
-    def __init__(self, experts: int, shared: int, layout: Layout, device: torch.device) -> None:
-        self.layout = layout
-        here = share_of(experts, layout.ep, "experts")
-        self.here = here  # routed experts whose weights this rank holds
-        self.slots = len(here) + shared  # on this rank
-        self.first_slot = layout.ep.rank * self.slots
-        ranks = torch.arange(layout.ep.size, device=device).unsqueeze(1)
-        routed = torch.arange(experts, device=device).unsqueeze(0).expand(layout.ep.size, -1)
-        own_shared = ranks * self.slots + len(here) + torch.arange(shared, device=device)
-        self.slot_RE = torch.cat([routed // len(here) * self.slots + routed % len(here), own_shared], 1)
+    def __init__(
+        self, experts: int, shared: int, layout: Layout, device: torch.device, layer: int, deterministic: bool = False
+    ) -> None:
+        self.layout, self.experts, self.layer = layout, experts, layer
+        self.by_slot = expert_of_slots(experts, layout, layer)  # the routed expert of each slot, rank by rank
+        ranks, own = layout.ep.size, layout.ep.rank
+        self.slots = len(self.by_slot) // ranks  # of routed experts on this rank
+        self.stride = self.slots + shared  # slots of a rank
+        self.dispatcher, is_moving = dispatcher(layout), layout.experts.is_moving
+        # a sum over ranks groups a token's experts by rank, which changes its bits when one moves
+        self.sums_pairs = deterministic and is_moving
+        copies = max(layout.experts.redundant + 1, ranks if shared else 1)
+        self.slot_EC = torch.zeros(experts + shared, copies, dtype=torch.int64, device=device)
+        self.count_E = torch.ones(experts + shared, dtype=torch.int64, device=device)
+        # tokens that chose each routed expert since the last reset; the last number counts all else
+        self.load_E = torch.zeros(experts + 1 if is_moving else 0, dtype=torch.int64, device=device)
+        for number in range(shared):
+            slots = [rank * self.stride + self.slots + number for rank in range(ranks)]
+            self._write(experts + number, [slots[own : own + 1] if self.dispatcher.is_local else slots])
+        self.place(self.by_slot)
 
-    def local_ids(self, ids_TK: Tensor, tokens_a_rank: int) -> Tensor:
-        """The slots on this rank of the chosen logical experts, `slots` where the expert is elsewhere or the id is
-        none.
+    @property
+    def here(self) -> list[int]:
+        """The routed expert of each slot of this rank."""
+        first = self.layout.ep.rank * self.slots
+        return self.by_slot[first : first + self.slots]
 
-        ids_TK: of the tokens of all data-parallel ranks, `tokens_a_rank` of each in rank order; ids beyond the logical
-        experts are none.
+    def place(self, by_slot: Sequence[int]) -> None:
+        """Changes the table; weights are moved before."""
+        slots: list[list[int]] = [[] for _ in range(self.experts)]
+        for slot, expert in enumerate(by_slot):
+            rank, place = divmod(slot, self.slots)
+            slots[expert].append(rank * self.stride + place)
+        self.by_slot = list(by_slot)
+        self._write(0, slots)
+
+    def _write(self, first: int, slots: Sequence[Sequence[int]]) -> None:
+        device, copies = self.slot_EC.device, self.slot_EC.shape[1]
+        if device.type == "meta":
+            return
+        some = slice(first, first + len(slots))
+        rows = torch.tensor([[*of_expert, *[0] * (copies - len(of_expert))] for of_expert in slots])
+        self.slot_EC[some].copy_(rows)
+        self.count_E[some].copy_(torch.tensor([len(of_expert) for of_expert in slots]))
+
+    def compute(self, ids_TK: Tensor, weights_TK: Tensor, rows: Sequence[Tensor], compute: Compute) -> Tensor:
+        """Σ_k weights · expert(x) → float32 [T, H], still to be summed over tensor-parallel ranks.
+
+        ids: logical experts; one beyond them is none. rows: tensors [T, ...] that go with the tokens. compute(ids [N,
+        K], weights, *rows): the sum over the slots of this rank, [N, H]; an id of `stride` is none.
         """
-        layout, logical = self.layout, self.slot_RE.shape[1]
-        token_T = torch.arange(len(ids_TK), device=ids_TK.device)
-        # tensor-parallel ranks have the same tokens: each is the home of every tp-th
-        home_T = token_T // tokens_a_rank * layout.tp.size + token_T % tokens_a_rank % layout.tp.size
-        home_T = home_T // layout.moe_tp.size
-        is_expert_TK = ids_TK < logical
-        slot_TK = self.slot_RE[home_T.unsqueeze(1), (ids_TK * is_expert_TK).long()] - self.first_slot
-        is_here_TK = is_expert_TK & (slot_TK >= 0) & (slot_TK < self.slots)
-        return torch.where(is_here_TK, slot_TK, self.slots).to(ids_TK.dtype)
+        if len(self.load_E):
+            chosen = ids_TK.flatten().long().clamp(max=self.experts)
+            self.load_E.index_add_(0, chosen, torch.ones_like(chosen))
+        slot_TK = self._choose(ids_TK.long())
+        if self.sums_pairs:
+            return self._compute_pairs(ids_TK, slot_TK, weights_TK, rows, compute)
+        return self._dispatched(slot_TK, weights_TK, rows, compute, ids_TK.dtype)
 
-    def dispatch(self, *of_tokens: Tensor) -> tuple[Tensor, ...]:
-        """Tensors [T, ...] of this rank's tokens → those of all data-parallel ranks, [dp * T, ...]."""
-        return tuple(self.layout.dp.all_gather(x).flatten(0, 1) for x in of_tokens)
+    def _dispatched(
+        self, slot_TK: Tensor, weights_TK: Tensor, rows: Sequence[Tensor], compute: Compute, dtype: torch.dtype
+    ) -> Tensor:
+        slot_NK, received, combine = self.dispatcher.dispatch(slot_TK.int(), self.stride, weights_TK, rows)
+        local_NK = slot_NK - self.layout.ep.rank * self.stride
+        is_here_NK = (slot_NK >= 0) & (local_NK >= 0) & (local_NK < self.stride)
+        return combine(compute(torch.where(is_here_NK, local_NK, self.stride).to(dtype), *received))
 
-    def combine(self, partial_TH: Tensor) -> Tensor:
-        """[dp * T, H], this rank's part of the sum for all tokens → float32 [T, H] for its own tokens, still to be
-        summed over tensor-parallel ranks.
-        """
-        dp = self.layout.dp
-        return dp.reduce_scatter(partial_TH.view(dp.size, -1, *partial_TH.shape[1:]))
+    def _compute_pairs(
+        self, ids_TK: Tensor, slot_TK: Tensor, weights_TK: Tensor, rows: Sequence[Tensor], compute: Compute
+    ) -> Tensor:
+        """As `compute`; a token's experts are summed in the order of their numbers, wherever they are."""
+        tp, (tokens, columns), order_TK = self.layout.tp, ids_TK.shape, ids_TK.argsort(1)
+        slot_P1, weights_P1 = (x.gather(1, order_TK).view(-1, 1) for x in (slot_TK, weights_TK))
+        rows_P = [x.repeat_interleave(columns, 0) for x in rows]
+        pair_PH = tp.all_reduce(self._dispatched(slot_P1, weights_P1, rows_P, compute, ids_TK.dtype))
+        pair_TKH = pair_PH.view(tokens, columns, -1)
+        total_TH = pair_TKH[:, 0].clone()
+        for k in range(1, columns):
+            total_TH += pair_TKH[:, k]
+        return total_TH if tp.rank == 0 else torch.zeros_like(total_TH)
+
+    def _choose(self, ids_TK: Tensor) -> Tensor:
+        """The slot of each chosen expert; -1 of none. All of a token's experts decide, in whatever order."""
+        is_expert_TK = ids_TK < len(self.count_E)
+        ids_TK = ids_TK * is_expert_TK
+        if self.slot_EC.shape[1] == 1:
+            return self.slot_EC[ids_TK, 0].masked_fill(~is_expert_TK, -1)
+        token_T1 = ((ids_TK + 1) * MIXERS[0] & 0xFFFFFFFF).sum(1, keepdim=True)
+        copy_TK = (token_T1 * MIXERS[1] >> 16 & 0xFFFF) % self.count_E[ids_TK]
+        return self.slot_EC[ids_TK, copy_TK].masked_fill(~is_expert_TK, -1)
+
+
+def expert_of_slots(experts: int, layout: Layout, layer: int) -> list[int]:
+    """The routed expert of each slot of a layer, in order of the ranks. Raises UnsupportedConfig if ranks cannot have
+    equally many.
+    """
+    slots = experts + layout.experts.redundant
+    share_of(slots, layout.ep, "experts")
+    if layer < len(layout.experts.by_slot):
+        return list(layout.experts.by_slot[layer])
+    return [slot % experts for slot in range(slots)]

@@ -9,6 +9,17 @@ from thalweg.parallel.axis import SINGLE, Axis
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertLayout:
+    """Where routed experts are, and how tokens get there."""
+
+    redundant: int = 0  # slots beyond one for each expert
+    by_slot: tuple[tuple[int, ...], ...] = ()  # of each layer, the expert of each slot; further layers: in order
+    is_moving: bool = False  # experts move while requests run, by how many tokens choose each
+    backend: str = "none"  # as --moe-a2a-backend
+    deepep_mode: str = "auto"
+
+
+@dataclass(frozen=True, slots=True)
 class Layout:
     """The axes of one rank. On a single rank every axis is `SINGLE`.
 
@@ -23,6 +34,7 @@ class Layout:
     ep: Axis = SINGLE  # shares experts
     moe_tp: Axis = SINGLE  # shares the width of each expert
     world: Axis = SINGLE  # all ranks of the model
+    experts: ExpertLayout = ExpertLayout()
     is_single: bool = field(init=False)  # one rank computes everything
 
     def __post_init__(self) -> None:

@@ -47,7 +47,8 @@ def axis_ranks(sizes: MeshSizes, rank: int) -> dict[str, tuple[int, ...]]:
 def layout_of(sizes: MeshSizes, rank: int, axis: MakeAxis) -> Layout:
     """The layout of one process."""
     axes = {name: axis(ranks) if len(ranks) > 1 else SINGLE for name, ranks in axis_ranks(sizes, rank).items()}
-    return Layout(**axes, dense=axes["tp"] if sizes.dense > 1 else SINGLE)
+    dense = axes["tp"] if sizes.dense > 1 else SINGLE
+    return Layout(axes["tp"], axes["dp"], dense, axes["ep"], axes["moe_tp"], axes["world"])
 
 
 def build_mesh(sizes: MeshSizes, device: torch.device) -> Layout:

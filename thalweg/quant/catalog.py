@@ -13,30 +13,55 @@ from typing import Any, Protocol
 import torch
 
 from thalweg.core.errors import CheckpointError
-from thalweg.quant.fp8_block import Fp8Block
+from thalweg.quant import awq, compressed_tensors, gptq, modelopt, quark, scaled, w4afp8
+from thalweg.quant.matching import Format
+from thalweg.quant.pairs import fused_mxfp4
 from thalweg.quant.scheme import UNQUANTIZED, Quantized, Scheme, TensorSpec
 
-METHODS: dict[str, Callable[[Mapping[str, Any], str], Scheme]] = {
-    "fp8": Fp8Block.of_config,
+Reader = Callable[[Mapping[str, Any], str], Scheme | Format]  # of a quantization_config, which is named so in errors
+METHODS: dict[str, Reader] = {
+    "fp8": scaled.fp8_format,
+    "compressed-tensors": compressed_tensors.of_config,
+    "awq": awq.Awq.of_config,
+    "gptq": gptq.Gptq.of_config,
+    "w4afp8": w4afp8.of_config,
+    "modelopt": modelopt.of_config,
+    "modelopt_fp4": modelopt.of_config,
+    "modelopt_mixed": modelopt.of_config,
+    "quark": quark.of_config,
+    "mxfp4": fused_mxfp4,
+    "blockwise_int8": scaled.int8_format,
+    "w8a8_int8": scaled.int8_format,
 }
 PLAIN_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 # weights that DeepSeek publishes in bf16 whatever the rest is
 NEVER_QUANTIZED = re.compile(r"embed_tokens|lm_head|shared_head|norm|mlp\.gate\.|weights_proj|eh_proj")
 
 
-def scheme_of(config: Mapping[str, Any], where: str = "config.json") -> Scheme:
-    """The scheme that a quantization_config declares for quantized weights; empty is none. Raises CheckpointError for
-    an unknown method.
+# names of tensors that only quantized weights have, by which another format is recognized
+CODE_SUFFIXES = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv", "weight.absmax", "scale")
+
+
+def format_of(config: Mapping[str, Any], where: str = "config.json") -> Format:
+    """The scheme of each module by a quantization_config; empty is none. Raises CheckpointError for an unknown method,
+    naming it.
     """
     if not config:
-        return UNQUANTIZED
+        return Format((), UNQUANTIZED)
     method = config.get("quant_method")
     if not isinstance(method, str) or method not in METHODS:
         raise CheckpointError(
             f"{where}: quantization_config.quant_method {method!r} is not supported; there is {', '.join(METHODS)}."
             " Take the unquantized checkpoint, or one in a format named here"
         )
-    return METHODS[method](config, where)
+    read = METHODS[method](config, where)
+    return read if isinstance(read, Format) else Format((), read)
+
+
+def is_of_quantized(tensor: TensorSpec) -> bool:
+    """Whether only quantized weights have such a tensor."""
+    is_code = tensor.dtype not in PLAIN_DTYPES and tensor.name.endswith("weight")
+    return is_code or any(tensor.name.endswith("." + suffix) for suffix in CODE_SUFFIXES)
 
 
 class Schemes(Protocol):
@@ -50,40 +75,49 @@ class Declared:
     """By quantization_config alone."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        self.scheme = scheme_of(config)
-        lists = (config.get("modules_to_not_convert"), config.get("ignored_layers"))
-        self._excluded = tuple(str(module) for modules in lists for module in modules or ())
+        self.format = format_of(config)
 
     def of(self, weight: TensorSpec) -> Scheme:
         module = weight.name.rpartition(".")[0]
-        excluded = any(
-            module == one or module.startswith(one + ".") or f".{one}." in f".{module}." for one in self._excluded
-        )
-        return UNQUANTIZED if excluded or NEVER_QUANTIZED.search(weight.name) else self.scheme
+        return UNQUANTIZED if NEVER_QUANTIZED.search(weight.name) else self.format.scheme(module)
 
 
 class Stored:
     """By the headers of a checkpoint: a weight with a plain dtype is not quantized, whatever config.json says."""
 
     def __init__(self, found: Mapping[str, TensorSpec], config: Mapping[str, Any]) -> None:
-        self.found, self.scheme = found, scheme_of(config)
+        self.found, self.format = found, format_of(config)
 
     def of(self, weight: TensorSpec) -> Scheme:
-        held, scheme = self.found.get(weight.name), self.scheme
+        held, module = self.found.get(weight.name), weight.name.removesuffix(".weight")
+        scheme = self.format.scheme(module)
         is_plain = held is not None and held.dtype in PLAIN_DTYPES
         if is_plain or not weight.dtype.is_floating_point or (held is None and len(weight.shape) != 2):
-            scheme = UNQUANTIZED
-        elif held is not None and scheme is UNQUANTIZED:
+            if held is not None:
+                UNQUANTIZED.check(weight, self.found)
+            return UNQUANTIZED
+        if scheme is not UNQUANTIZED and scheme.is_stored(weight, self.found):
+            return scheme.resolve(weight, self.found)
+        if held is not None and scheme is UNQUANTIZED:
             raise CheckpointError(
                 f"{weight.name} is {held.dtype}, and config.json has no quantization_config that says how it is scaled"
             )
-        if held is None and scheme.stored(weight)[0].name not in self.found:  # missing, says the loader
-            return UNQUANTIZED
-        scheme.check(weight, self.found)
-        return scheme
+        own = {spec.name for spec in scheme.stored(weight)}
+        other = [name for suffix in CODE_SUFFIXES if (name := f"{module}.{suffix}") in self.found and name not in own]
+        if other:
+            raise CheckpointError(
+                f"{other[0]}: config.json says that {weight.name} is {scheme.name}, which has no such tensor: the"
+                " configuration is of another checkpoint; download both again"
+            )
+        return UNQUANTIZED  # missing, says the loader
 
 
-def quantized(config: Mapping[str, Any]) -> Quantized | None:
-    """The scheme that a quantization_config declares, if there is one."""
-    scheme = scheme_of(config)
+def quantized(config: Mapping[str, Any]) -> tuple[Quantized, ...]:
+    """The schemes that a quantization_config gives to some modules."""
+    return tuple(scheme for scheme in format_of(config).schemes() if isinstance(scheme, Quantized))
+
+
+def scheme_of_experts(config: Mapping[str, Any], layers: int) -> Quantized | None:
+    """The scheme of most routed experts: those of a layer in the middle."""
+    scheme = format_of(config).scheme(f"model.layers.{layers // 2}.mlp.experts.0.up_proj")
     return scheme if isinstance(scheme, Quantized) else None

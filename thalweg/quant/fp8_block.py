@@ -15,7 +15,17 @@ from torch import Tensor
 from thalweg.core.errors import CheckpointError
 from thalweg.core.kernels import KernelConfig
 from thalweg.kernels.fp8_block.ref import dequantize
-from thalweg.quant.scheme import Index, LinearProduct, ParameterShapes, Quantized, Read, StoredSlice, Take, TensorSpec
+from thalweg.quant.scheme import (
+    Index,
+    LinearProduct,
+    ParameterShapes,
+    Quantized,
+    Read,
+    Take,
+    TensorSpec,
+    both,
+    outward,
+)
 
 SUFFIX = "_scale_inv"
 KERNEL_BLOCK = (128, 128)  # what the kernels multiply by; other blocks are dequantized
@@ -23,7 +33,7 @@ SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float8_e8m0fnu)
 
 
 class Fp8Block(Quantized):
-    """block: rows and columns that share a multiplier."""
+    """block: rows and columns that share a multiplier. suffix: of its name, behind the weight's."""
 
     name = "fp8_block"
     operation = "fp8_gemm"
@@ -31,8 +41,8 @@ class Fp8Block(Quantized):
     has_expert_kernels = True
     code_spread = 64.0  # the largest code is 448
 
-    def __init__(self, block: tuple[int, int]) -> None:
-        self.block = block
+    def __init__(self, block: tuple[int, int], suffix: str = SUFFIX) -> None:
+        self.block, self.suffix = block, suffix
 
     @staticmethod
     def of_config(config: Mapping[str, Any], where: str) -> Fp8Block:
@@ -48,15 +58,27 @@ class Fp8Block(Quantized):
 
     def stored(self, weight: TensorSpec) -> tuple[TensorSpec, ...]:
         codes = TensorSpec(weight.name, weight.shape, torch.float8_e4m3fn)
-        return codes, TensorSpec(weight.name + SUFFIX, self._blocks(weight.shape), torch.float32)
+        return codes, TensorSpec(weight.name + self.suffix, self._blocks(weight.shape), torch.float32)
+
+    def beside(self, weight: TensorSpec) -> tuple[str, ...]:
+        return (f"{weight.name.removesuffix('.weight')}.input_scale",)
+
+    def resolve(self, weight: TensorSpec, found: Mapping[str, TensorSpec]) -> Fp8Block:
+        """Multipliers have either of two names."""
+        other = "_scale" if self.suffix == SUFFIX else SUFFIX
+        is_other = weight.name + self.suffix not in found and weight.name + other in found
+        scheme = Fp8Block(self.block, other) if is_other else self
+        scheme.check(weight, found)
+        return scheme
 
     def check(self, weight: TensorSpec, found: Mapping[str, TensorSpec]) -> None:
-        if (dtype := found[weight.name].dtype) != torch.float8_e4m3fn:
+        held = found[weight.name]
+        if held.dtype != torch.float8_e4m3fn:
             raise CheckpointError(
-                f"{weight.name} is {dtype}; quantized weights of this checkpoint are {torch.float8_e4m3fn}"
+                f"{weight.name} is {held.dtype}; quantized weights of this checkpoint are {torch.float8_e4m3fn}"
             )
-        if len(weight.shape) != 2:
-            raise CheckpointError(f"{weight.name} is FP8, and only a matrix can be: {weight.shape}")
+        if len(weight.shape) != 2 or len(held.shape) != 2:
+            raise CheckpointError(f"{weight.name} is FP8, and only a matrix can be: {held.shape}")
         codes, wanted = self.stored(weight)
         scale = found.get(wanted.name)
         if scale is None:
@@ -67,27 +89,24 @@ class Fp8Block(Quantized):
                 f" which needs float32 {wanted.shape}"
             )
 
-    def reads(self, weight: str, take: Take) -> tuple[Read, ...]:
-        return Read(weight, take), Read(weight + SUFFIX)
+    def reads(self, weight: TensorSpec, take: Take) -> tuple[Read, ...]:
+        blocks = tuple(outward(part, size) for part, size in zip(both(take), self.block, strict=True))
+        return Read(weight.name, take), Read(weight.name + self.suffix, blocks if take else ())
 
-    def decode(self, weight: str, tensors: Sequence[Tensor], take: Take) -> Tensor:
+    def decode(self, weight: TensorSpec, tensors: Sequence[Tensor], take: Take) -> Tensor:
         codes_NK, scale = tensors
-        first = [part.start or 0 for part in take] + [0] * (2 - len(take))
-        ends = [start + size for start, size in zip(first, codes_NK.shape, strict=True)]
+        first = [(part.start or 0) % step for part, step in zip(both(take), self.block, strict=True)]
+        padded = codes_NK.float()
+        if any(first):
+            padded = torch.nn.functional.pad(padded, (first[1], 0, first[0], 0))
         if scale.dim() != 2 or any(
-            size * step < end for size, step, end in zip(scale.shape, self.block, ends, strict=True)
+            size * step < end for size, step, end in zip(scale.shape, self.block, padded.shape, strict=True)
         ):
             raise CheckpointError(
-                f"{weight}{SUFFIX}: scales {tuple(scale.shape)} do not cover {weight} up to {tuple(ends)} in blocks of"
-                f" {self.block}"
+                f"{weight.name}{self.suffix}: scales {tuple(scale.shape)} do not cover {weight.name} up to"
+                f" {tuple(padded.shape)} in blocks of {self.block}"
             )
-        near = [start // step for start, step in zip(first, self.block, strict=True)]
-        inner = [start % step for start, step in zip(first, self.block, strict=True)]
-        padded = codes_NK.float()
-        if any(inner):
-            padded = torch.nn.functional.pad(padded, (inner[1], 0, inner[0], 0))
-        scales = scale[near[0] : -(-ends[0] // self.block[0]), near[1] : -(-ends[1] // self.block[1])]
-        return dequantize(padded, scales, self.block, torch.float32)[inner[0] :, inner[1] :]
+        return dequantize(padded, scale, self.block, torch.float32)[first[0] :, first[1] :]
 
     def holds(self, take: Take, shape: tuple[int, ...], is_reordered: bool) -> bool:
         whole_blocks = all(
@@ -103,15 +122,16 @@ class Fp8Block(Quantized):
             "_scale": ((*lead, *self._blocks((rows, columns))), torch.float32),
         }
 
-    def pieces(self, weight: str, take: Take, into: Index) -> tuple[StoredSlice, ...]:
-        blocks = tuple(self._in_blocks(weight, part, size) for part, size in zip(take, self.block, strict=False))
+    def pack(self, weight: TensorSpec, tensors: Sequence[Tensor], take: Take) -> dict[str, Tensor]:
+        for part, size in zip(both(take), self.block, strict=True):
+            if (part.start or 0) % size:
+                raise CheckpointError(f"{weight.name}: a slice begins at {part.start}, inside a block of {size}")
+        return {"": tensors[0], "_scale": tensors[1]}
+
+    def places(self, into: Index) -> dict[str, Index]:
         lead = [part for part in into if isinstance(part, int)]
         slices = [part for part in into if isinstance(part, slice)]
-        cut = [self._in_blocks(weight, part, size) for part, size in zip(slices, self.block, strict=False)]
-        scale_into: Index = (*lead, *cut)
-        return StoredSlice(Read(weight, take), "", into), StoredSlice(
-            Read(weight + SUFFIX, blocks), "_scale", scale_into
-        )
+        return {"": into, "_scale": (*lead, *map(outward, slices, self.block))}
 
     def product(self, kernels: KernelConfig) -> LinearProduct:
         from thalweg.kernels.gemm.epilogue import Epilogue
@@ -128,11 +148,3 @@ class Fp8Block(Quantized):
 
     def _blocks(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(-(-size // step) for size, step in zip(shape, self.block, strict=True))
-
-    def _in_blocks(self, weight: str, part: slice, size: int) -> slice:
-        """The same rows or columns, counted in blocks."""
-        if part.start is None and part.stop is None:
-            return part
-        if (part.start or 0) % size:
-            raise CheckpointError(f"{weight}: a slice begins at {part.start}, inside a block of {size}")
-        return slice((part.start or 0) // size, -(-part.stop // size))

@@ -9,6 +9,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -62,6 +63,25 @@ class CapturedSteps:
         return next((graph for graph in self.graphs if graph.fits(step)), None)
 
 
+class Balancer(Protocol):
+    """Moves experts between ranks."""
+
+    def before_step(self) -> None: ...
+
+    def stats(self) -> dict[str, Any]:
+        """Fields of `core.messages.Stats`."""
+
+
+class NoBalancer:
+    """Experts stay where they are."""
+
+    def before_step(self) -> None:
+        return
+
+    def stats(self) -> dict[str, Any]:
+        return {}
+
+
 class Runner:
     """One model on one device, with its planes and slots, which the drafter shares."""
 
@@ -79,6 +99,7 @@ class Runner:
         self.sampler: Sampler = sharded(sampler_on(planes.device), model.shards)
         self.compact_kv = kv_mover(planes, model.planes() if slots.tree.is_tree else ())
         self.graphs = CapturedSteps()
+        self.balancer: Balancer = NoBalancer()
         self.pass_checksum = 0  # of all passes with several ranks, see `RankStep`
 
     def disable_graphs(self) -> None:
@@ -97,6 +118,7 @@ class Runner:
         agreed = None if agreed is not None and agreed.ranks == 1 else agreed
         if not (plan.rows if agreed is None else agreed.tokens):
             return None
+        self.balancer.before_step()
         if agreed is not None or not self.drafting.is_off:
             self.drafting.prepare(plan, agreed)
         self.slots.bind(plan.binds)

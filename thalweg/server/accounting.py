@@ -5,6 +5,7 @@ Nothing here is updated for each token: `metrics.RequestTimer` writes its sums a
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -18,7 +19,7 @@ GENERATION = {  # routes that generate, with their names in OpenTelemetry's conv
     "/v1/completions": "text_completion",
     "/generate": "text_completion",
 }
-PROBES = frozenset({"/health", "/ready", "/metrics"})
+PROBES = frozenset({"/health", "/ready", "/ping", "/metrics"})
 
 
 @dataclass(slots=True)
@@ -53,6 +54,7 @@ class RequestAccounting:
     finishes: list[str] = field(default_factory=list)  # in the order in which the choices ended
     outputs: dict[int, list[str]] = field(default_factory=dict)  # logged text by choice
     trace: str = ""  # trace id
+    work: asyncio.Task[None] | None = None  # goes on after the response: the request ends with it
 
     @property
     def queued(self) -> float | None:

@@ -1,5 +1,5 @@
-"""Routes that do not generate: models, tokens, aborts, cache, health, metrics; new weights and profiles of a running
-engine, under SGLang's names.
+"""Routes that do not generate: tokens, aborts, cache, metrics; new weights and profiles of a running engine, under
+SGLang's names.
 """
 
 from __future__ import annotations
@@ -8,19 +8,17 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import Any, TypedDict
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from thalweg import __version__
 from thalweg.core.errors import InvalidRequest
-from thalweg.core.messages import EngineReady, StartProfile, Stats, StopProfile, UpdateWeights
-from thalweg.engine.client import EngineState
+from thalweg.core.messages import DumpExperts, EngineReady, StartProfile, Stats, StopProfile, UpdateWeights
 from thalweg.server.api_keys import ApiKey
 from thalweg.server.chat import render_text
-from thalweg.server.context import AppContext, reply
+from thalweg.server.context import AppContext
 from thalweg.server.errors import ApiError
 from thalweg.server.generation import prompt_fields
 from thalweg.server.metrics import hit_rate, token_usage
@@ -28,6 +26,7 @@ from thalweg.server.prometheus import MetricsSnapshot, prometheus_text
 from thalweg.server.protocol import (
     AbortRequest,
     DetokenizeRequest,
+    DumpExpertsRequest,
     StartProfileRequest,
     TokenizeRequest,
     UpdateWeightsRequest,
@@ -36,21 +35,17 @@ from thalweg.server.protocol import (
 MANY_TOKENS = 8192  # more are decoded on a thread
 PREFIXES = ("chatcmpl-", "cmpl-", "msg_")
 MAX_TOKENIZED = 1 << 18  # tokens of one request to /tokenize or /detokenize
+_DEFAULTS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "frequency_penalty",
+    "presence_penalty",
+    "max_tokens",
+)
 DRAFTER_FAILED = "it failed and was switched off; the log says how"
-
-
-class ModelCard(msgspec.Struct):
-    id: str
-    created: int
-    root: str
-    max_model_len: int | None
-    object: Literal["model"] = "model"
-    owned_by: str = "thalweg"
-
-
-class ModelList(msgspec.Struct):
-    data: list[ModelCard]
-    object: Literal["list"] = "list"
 
 
 class TokenizeResponse(TypedDict):
@@ -72,12 +67,6 @@ class AbortResponse(TypedDict):
 
 class FlushResponse(TypedDict):
     flushed: bool
-
-
-class ServerState(msgspec.Struct, omit_defaults=True):
-    status: EngineState
-    reason: str
-    ranks: dict[str, str] = {}  # the state of each process by its name, if there are several
 
 
 class InternalState(TypedDict):
@@ -109,23 +98,14 @@ class ServerInfoResponse(TypedDict):
     weight_version: str
     weights_lost: str
     strip_thinking_cache: bool
+    default_sampling_params: dict[str, float | None]  # of requests that leave them out: see generation_config.json
+    reasoning_parser: str | None
+    tool_call_parser: str | None
     speculative_acceptance: dict[str, Any] | None
     slots: int | None
     requests: int
     uptime_seconds: float
     internal_states: list[InternalState]
-
-
-async def models(ctx: AppContext, request: Request) -> ModelList:
-    return ModelList([_card(ctx, name) for name in ctx.names])
-
-
-async def model(ctx: AppContext, request: Request) -> ModelCard:
-    return _card(ctx, ctx.served_name(request.path_params["name"]))
-
-
-def _card(ctx: AppContext, name: str) -> ModelCard:
-    return ModelCard(name, int(ctx.started), ctx.path, ctx.context_len)
 
 
 async def tokenize(ctx: AppContext, request: Request, body: TokenizeRequest) -> TokenizeResponse:
@@ -181,26 +161,6 @@ async def flush_cache(ctx: AppContext, request: Request) -> FlushResponse:
     """Empties the prefix cache. Running requests keep their pages."""
     await ctx.front.flush_cache()
     return {"flushed": True}
-
-
-async def health(ctx: AppContext, request: Request) -> Response:
-    """200 while the engine lives, drains, or is being restarted; 503 with the reason while the first one starts, and
-    when it makes no step although requests wait, or is dead.
-    """
-    return _state(ctx, ctx.front.state in ("ready", "draining", "restarting"))
-
-
-async def ready(ctx: AppContext, request: Request) -> Response:
-    """200 while new requests are accepted; 503 while the engine starts, hangs, drains or is dead."""
-    return _state(ctx, ctx.front.state == "ready")
-
-
-def _state(ctx: AppContext, good: bool) -> Response:
-    reason = ctx.front.reason or ctx.front.weights_lost
-    response = reply(ServerState(ctx.front.state, reason, ctx.front.rank_states), 200 if good else 503)
-    if not good:
-        response.headers["Retry-After"] = str(ctx.options.retry_after)
-    return response
 
 
 async def resolved(ctx: AppContext, request: Request) -> dict[str, Any]:
@@ -276,6 +236,9 @@ async def server_info(ctx: AppContext, request: Request) -> ServerInfoResponse:
         "weight_version": front.weight_version,
         "weights_lost": front.weights_lost,
         "strip_thinking_cache": ctx.retention.strips,
+        "default_sampling_params": {name: getattr(ctx.defaults, name) for name in _DEFAULTS},
+        "reasoning_parser": ctx.chat.formats.reasoning,
+        "tool_call_parser": ctx.chat.formats.tools,
         "speculative_acceptance": _acceptance(front.ready, stats),
         "slots": None if front.ready is None else front.ready.slots,
         "requests": front.running,
@@ -347,6 +310,12 @@ async def stop_profile(ctx: AppContext, request: Request) -> OperationResult:
     """Ends the profile and writes it: a Chrome trace, for Perfetto."""
     _profile_folder(ctx)
     return {"success": True, "message": f"written: {await ctx.front.control(StopProfile(0))}"}
+
+
+async def dump_experts(ctx: AppContext, request: Request, body: DumpExpertsRequest) -> OperationResult:
+    """Writes where experts are and how many tokens chose each: a file for --init-expert-location."""
+    folder = _within(_profile_folder(ctx), body.output_dir or "")
+    return {"success": True, "message": f"written: {await ctx.front.control(DumpExperts(0, str(folder)))}"}
 
 
 def _profile_folder(ctx: AppContext) -> Path:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import secrets
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
@@ -102,7 +103,7 @@ class OutputConfig(msgspec.Struct, kw_only=True):
 class Conversation(RefusedFields, kw_only=True):
     """POST /v1/messages/count_tokens, and the part of /v1/messages that makes the prompt."""
 
-    REFUSED = ("mcp_servers", "container")
+    REFUSED = ("mcp_servers", "container", "thread")
 
     messages: list[InputMessage]
     model: str | None = None
@@ -112,7 +113,15 @@ class Conversation(RefusedFields, kw_only=True):
     thinking: Thinking | None = None
     mcp_servers: Any = None
     container: Any = None
+    thread: Any = None  # of messages that the server keeps
     output_config: OutputConfig | None = None
+
+    def refuse(self, where: str = "") -> None:
+        """Raises InvalidRequest. For `thread` it has the code upon which clients send the whole conversation."""
+        if self.thread:
+            message = "thread: conversations are not kept here: send all messages and leave it out"
+            raise ApiError(400, message, details={"error_code": "thread_unsupported_request"})
+        super().refuse(where)
 
 
 class MessagesRequest(Conversation, kw_only=True):
@@ -358,7 +367,8 @@ async def messages(ctx: AppContext, request: Request, body: MessagesRequest) -> 
     model, conversion = ctx.model(body.model), ChatConversion("input_schema", _NAMES)
     chat = chat_of(body, conversion)
     job, new_parser = await prepare_chat(ctx, request, chat, conversion.client_field, may_cut=True)
-    encoder = MessagesStreamEncoder(f"msg_{job.prompts[0].rid}", model, body.max_tokens, new_parser(), job)
+    parser = new_parser(new_id=lambda: f"toolu_{secrets.token_hex(12)}")
+    encoder = MessagesStreamEncoder(f"msg_{job.prompts[0].rid}", model, body.max_tokens, parser, job)
     return await respond(ctx, request, job, encoder, body.stream)
 
 

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
@@ -20,7 +21,7 @@ from thalweg.config.server import ServerOptions
 from thalweg.core.errors import ThalwegError
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.client import EngineClient
-from thalweg.server import admin, openapi, playground
+from thalweg.server import admin, models, openapi, playground, probes
 from thalweg.server.accounting import OnEnd
 from thalweg.server.anthropic import MessagesResponse, count_tokens, messages
 from thalweg.server.api_keys import RequestQuota
@@ -32,9 +33,16 @@ from thalweg.server.generate import GenerateResponse, generate
 from thalweg.server.middleware import COUNTED, RequestMiddleware
 from thalweg.server.openai_stream import OpenAIResponse
 from thalweg.server.openapi import Route
-from thalweg.server.parsing import parse_body
+from thalweg.server.parsing import parse_body, parse_query
 from thalweg.server.responses.protocol import ResponsesResponse
-from thalweg.server.responses.routes import create_response, delete_response, stored_response
+from thalweg.server.responses.routes import (
+    cancel_response,
+    count_input_tokens,
+    create_response,
+    delete_response,
+    input_items,
+    stored_response,
+)
 from thalweg.text.chat import ChatFormat
 
 SAMPLE_SECONDS = 1.0
@@ -43,12 +51,15 @@ ROUTES = (
     Route("POST", "/v1/completions", completions, OpenAIResponse[CompletionChoice]),
     Route("POST", "/v1/chat/completions", chat_completions, OpenAIResponse[ChatChoice]),
     Route("POST", "/v1/responses", create_response, ResponsesResponse),
+    Route("POST", "/v1/responses/input_tokens", count_input_tokens),
     Route("GET", "/v1/responses/{id}", stored_response, ResponsesResponse),
     Route("DELETE", "/v1/responses/{id}", delete_response),
+    Route("POST", "/v1/responses/{id}/cancel", cancel_response, ResponsesResponse, statuses=(400,)),
+    Route("GET", "/v1/responses/{id}/input_items", input_items),
     Route("POST", "/v1/messages", messages, MessagesResponse),
     Route("POST", "/v1/messages/count_tokens", count_tokens),
-    Route("GET", "/v1/models", admin.models),
-    Route("GET", "/v1/models/{name:path}", admin.model),
+    Route("GET", "/v1/models", models.models, (models.ModelList, models.AnthropicModelList)),
+    Route("GET", "/v1/models/{name:path}", models.model, (models.ModelCard, models.AnthropicModel)),
     Route("POST", "/generate", generate, GenerateResponse | list[GenerateResponse]),
     Route("POST", "/tokenize", admin.tokenize),
     Route("POST", "/detokenize", admin.detokenize),
@@ -58,10 +69,20 @@ ROUTES = (
     Route("POST", "/update_weights_from_disk", admin.update_weights_from_disk, admin=True),
     Route("POST", "/start_profile", admin.start_profile, admin=True),
     Route("POST", "/stop_profile", admin.stop_profile, admin=True),
+    Route("POST", "/dump_expert_distribution_record", admin.dump_experts, admin=True),
     Route("GET", "/server_info", admin.server_info),
     Route("GET", "/get_server_info", admin.server_info),
-    Route("GET", "/health", admin.health, admin.ServerState),
-    Route("GET", "/ready", admin.ready, admin.ServerState),
+    Route("GET", "/get_model_info", models.model_info),
+    Route("GET", "/model_info", models.model_info),
+    Route("GET", "/tokenizer_info", models.tokenizer_info),
+    Route("GET", "/get_load", probes.get_load),
+    Route("GET", "/load", probes.load),
+    Route("GET", "/version", probes.version),
+    Route("GET", "/health", probes.health, probes.ServerState),
+    Route("GET", "/ping", probes.health, probes.ServerState),
+    Route("POST", "/ping", probes.health, probes.ServerState),
+    Route("GET", "/health_generate", probes.health_generate, probes.ServerState),
+    Route("GET", "/ready", probes.ready, probes.ServerState),
     Route("GET", "/resolved", admin.resolved),
 )
 METRICS = Route("GET", "/metrics", admin.metrics, str)
@@ -74,13 +95,14 @@ def build(
     *,
     path: str = "",
     defaults: SamplingParams = SamplingParams(),
+    folder: Path | None = None,
 ) -> Starlette:
     """The HTTP application of one engine, which the caller starts and ends.
 
     path: of the checkpoint, as the user gave it; its last part names the model unless options.served_model_name does.
-    defaults: sampling parameters of requests that leave them out.
+    defaults: sampling parameters of requests that leave them out. folder: with the checkpoint's files.
     """
-    ctx, on_end = AppContext(front, options, chat, path, defaults), list[OnEnd]()
+    ctx, on_end = AppContext(front, options, chat, path, defaults, folder), list[OnEnd]()
     close_traces: Callable[[], object] = lambda: None  # noqa: E731
     if options.otlp_traces_endpoint is not None:
         from thalweg.server.tracing import traces_to
@@ -94,6 +116,8 @@ def build(
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         sampler = asyncio.create_task(_sample(ctx))
         yield
+        for run in ctx.store.running:
+            await run.stop("the server has shut down")
         sampler.cancel()
         with suppress(asyncio.CancelledError):
             await sampler
@@ -137,7 +161,7 @@ def _endpoint(ctx: AppContext, methods: Mapping[str, Route]) -> Callable[[Reques
             await ctx.next_turn()
         if route.admin:
             ctx.api_keys.check_admin(quota.api_key, route.path)
-        body = []
+        body: list[Any] = [] if route.query is None else [parse_query(request.query_params, route.query)]
         if route.body is not None:
             content = await quota.read(request, ctx.options.max_body_bytes)
             if route.path in COUNTED:  # from now on, so that slow senders take no places
@@ -157,7 +181,7 @@ def _error_handlers(ctx: AppContext) -> dict[Any, Callable[[Request, Any], Await
             code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
             info = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}", code=code)
         request.scope["accounting"].error = info.kind
-        response = info.response(ctx.options.retry_after, request.url.path)
+        response = info.response(ctx.options.retry_after, request.url.path, request.headers)
         response.headers.update(getattr(error, "headers", None) or {})
         return response
 

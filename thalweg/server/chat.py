@@ -30,7 +30,14 @@ from thalweg.server.openai_stream import ChoiceEncoder, OpenAIChoice, OpenAIStre
 from thalweg.server.parsing import given, renamed, sampling_params
 from thalweg.server.protocol import ChatRequest
 from thalweg.server.stream import respond
-from thalweg.server.structured_output import chat_grammar, read_tool_choice, schema_of
+from thalweg.server.structured_output import (
+    after_thought,
+    call_grammar,
+    chat_grammar,
+    read_tool_choice,
+    schema_of,
+    with_budget,
+)
 from thalweg.text.chat import wants_thinking
 from thalweg.text.events import Event, PartKind
 from thalweg.text.messages import read_tools
@@ -52,11 +59,17 @@ async def chat_completions(ctx: AppContext, request: Request, body: ChatRequest)
 
 
 async def prepare_chat(
-    ctx: AppContext, request: Request, body: ChatRequest, rename: Callable[[str], str] = str, may_cut: bool = False
-) -> tuple[GenerationJob, Callable[[], AnswerParser]]:
+    ctx: AppContext,
+    request: Request,
+    body: ChatRequest,
+    rename: Callable[[str], str] = str,
+    may_cut: bool = False,
+    lark: Mapping[str, str] | None = None,
+) -> tuple[GenerationJob, Callable[..., AnswerParser]]:
     """The job of a conversation, for every API that has messages, and what makes the parser of a choice.
 
     rename: a field of `body` → the client's field. may_cut: an output too long for the context is cut, not refused.
+    lark: see `chat_grammar`.
 
     Raises InvalidRequest, Overloaded, EngineDead.
     """
@@ -70,8 +83,14 @@ async def prepare_chat(
         params = _params(ctx, body)
         text, ids, tools = await render(ctx, body)
         rid = ctx.rid(body.rid, request)
-        read_grammar = partial(chat_grammar, body, ctx.chat.formats, ctx.front.tokenizer.mark_id, text)
+        shared = body, ctx.chat.formats, ctx.front.tokenizer.mark_id, text
+        read_grammar = partial(chat_grammar, *shared, ctx.any_whitespace, lark)
         grammar = await ctx.on_thread(read_grammar) if body.tools else read_grammar()
+        if body.tools and not grammar.is_set and given(body.tool_strict_level, ctx.options.tool_strict_level) != "off":
+            grammar = await ctx.grammar_checker.if_it_compiles(await ctx.on_thread(partial(call_grammar, *shared)))
+        if (limited := with_budget(grammar, body.thinking_token_budget)) is not grammar:
+            continues = bool(body.continue_final_message)
+            grammar = after_thought(limited, *shared[1:], body.chat_template_kwargs, continues)
     prompts = [PromptJob("messages", ids, text, params, rid, grammar)]
     if not may_cut:
         with renamed(client_field):
@@ -152,7 +171,7 @@ def _params(ctx: AppContext, body: ChatRequest) -> SamplingParams:
         ctx.defaults,
         max_tokens=asked_tokens(body)[1],
         min_tokens=given(body.min_tokens, 0),
-        include_stop=bool(body.include_stop_str_in_output),
+        include_stop_str_in_output=bool(body.include_stop_str_in_output),
         skip_special_tokens=body.skip_special_tokens is not False and not parsed,
         logprobs=given(body.top_logprobs, 0) if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
@@ -171,7 +190,7 @@ def _tools(ctx: AppContext, body: ChatRequest) -> Sequence[dict[str, Any]]:
 
 def _parser(
     ctx: AppContext, body: ChatRequest, text: str, tools: Sequence[dict[str, Any]]
-) -> Callable[[], AnswerParser]:
+) -> Callable[..., AnswerParser]:
     """Makes the parsers of the answers. Without tools a call is text, without its special tokens."""
     inside = is_in_thought(text)
     inside = False if inside is None and body.continue_final_message else inside  # a continued text is no thought

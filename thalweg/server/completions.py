@@ -38,11 +38,11 @@ async def completions(ctx: AppContext, request: Request, body: CompletionRequest
         ctx.defaults,
         max_tokens=given(asked_tokens(body)[1], DEFAULT_MAX_TOKENS),
         min_tokens=given(body.min_tokens, 0),
-        include_stop=bool(body.include_stop_str_in_output),
+        include_stop_str_in_output=bool(body.include_stop_str_in_output),
         logprobs=body.logprobs,
         prompt_logprobs=max((top for top in (body.prompt_logprobs, echoed) if top is not None), default=None),
     )
-    grammar = grammar_of(body, body.response_format)
+    grammar = grammar_of(body, body.response_format, any_whitespace=ctx.any_whitespace)
     prompt, add_special = _infill_prompt(body, ctx.front.tokenizer), body.add_special_tokens is not False
     prompts = await read_prompts(ctx, "prompt", prompt, add_special, read_truncation(ctx, body))
     rid, limit = ctx.rid(body.rid, request), partial(limited_thought, ctx.front.tokenizer, body.thinking_token_budget)

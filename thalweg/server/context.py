@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TypeVar
 
 import msgspec
@@ -26,6 +27,7 @@ from thalweg.server.responses.store import ResponseStore
 from thalweg.server.structured_output import GrammarChecker
 from thalweg.text.chat import ChatFormat
 from thalweg.text.retention import ThinkingRetention
+from thalweg.text.tokenizer import read_json_object
 
 THREADS = 4  # for slow work
 LONG_TEXT = 8192  # characters; a longer text is tokenized on a thread, so that running streams do not wait
@@ -36,9 +38,17 @@ T = TypeVar("T")
 
 class AppContext:
     def __init__(
-        self, front: EngineClient, options: ServerOptions, chat: ChatFormat, path: str, defaults: SamplingParams
+        self,
+        front: EngineClient,
+        options: ServerOptions,
+        chat: ChatFormat,
+        path: str,
+        defaults: SamplingParams,
+        folder: Path | None = None,
     ) -> None:
-        """path: of the checkpoint, as the user gave it. defaults: for requests that leave parameters out."""
+        """path: of the checkpoint, as the user gave it. defaults: for requests that leave parameters out. folder: with
+        the checkpoint's files.
+        """
         self.front, self.options, self.chat, self.path, self.defaults = front, options, chat, path, defaults
         # names of the model; responses show the first
         self.names = options.served_model_name or (path.rstrip("/").rpartition("/")[2] or "default",)
@@ -49,6 +59,11 @@ class AppContext:
         self.metrics = ServerMetrics()
         self.started = time.time()
         self.grammar_checker = GrammarChecker()
+        self.health_check: asyncio.Task[str] | None = None  # generates a token, see /health_generate
+        self.config, self.tokenizer_config = (
+            {} if folder is None else read_json_object(folder / name)
+            for name in ("config.json", "tokenizer_config.json")
+        )
         self._pool = ThreadPoolExecutor(THREADS, "server")
         self._turn = asyncio.Semaphore(STARTS_PER_TURN)
 
@@ -77,6 +92,11 @@ class AppContext:
         if self.front.ready is None:
             raise engine_unavailable(self.front.state, self.front.reason)
         return self.front.ready
+
+    @property
+    def any_whitespace(self) -> bool:
+        """Whether JSON of structured output may have whitespace where the request does not say."""
+        return not self.options.constrained_json_disable_any_whitespace
 
     @property
     def context_len(self) -> int | None:

@@ -6,9 +6,12 @@ Anthropic's shape, under /v1/messages: {"type": "error", "error": {"type", "mess
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
+from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 
 from thalweg.core.errors import (
@@ -36,6 +39,7 @@ class OpenAIErrorBody(msgspec.Struct):
 class AnthropicError(msgspec.Struct):
     type: str
     message: str
+    details: dict[str, Any] | UnsetType = UNSET  # its `error_code` is for programs
 
 
 class AnthropicErrorBody(msgspec.Struct):
@@ -45,6 +49,7 @@ class AnthropicErrorBody(msgspec.Struct):
 
 ANTHROPIC = "/v1/messages"
 OVERFLOW = "context_length_exceeded"  # OpenAI's code
+ANTHROPIC_HEADER = "anthropic-version"  # of each request of Anthropic's clients
 MAX_MESSAGE = 2000  # characters
 _ANTHROPIC_TYPES = {
     400: "invalid_request_error",
@@ -68,6 +73,7 @@ class ApiError(Exception):
     code: str | None = None
     retry: bool = False  # send Retry-After
     retry_after: int = 0  # seconds; 0: the server's default
+    details: dict[str, Any] | None = None  # in Anthropic's shape
 
     @property
     def kind(self) -> str:
@@ -83,15 +89,16 @@ class ApiError(Exception):
     def anthropic(self) -> bytes:
         kind = _ANTHROPIC_TYPES.get(self.status, "api_error")
         message = f"prompt is too long: {self.message}" if self.code == OVERFLOW else self.message
-        return msgspec.json.encode(AnthropicErrorBody(AnthropicError(kind, _printable(message))))
+        error = AnthropicError(kind, _printable(message), self.details or UNSET)
+        return msgspec.json.encode(AnthropicErrorBody(error))
 
-    def response(self, retry_after: int, path: str) -> Response:
-        """The HTTP response in the shape of the API that `path` belongs to."""
-        headers = {"Retry-After": str(self.retry_after or retry_after)} if self.retry else {}
+    def response(self, retry_after: int, path: str, headers: Mapping[str, str]) -> Response:
+        """The HTTP response in the shape of the API of the request with this path and these headers."""
+        own = {"Retry-After": str(self.retry_after or retry_after)} if self.retry else {}
         if self.status == 401:
-            headers["WWW-Authenticate"] = "Bearer"
-        body = self.anthropic if path.startswith(ANTHROPIC) else self.body
-        return Response(body, self.status, headers, "application/json")
+            own["WWW-Authenticate"] = "Bearer"
+        is_anthropic = path.startswith(ANTHROPIC) or (path.startswith("/v1/models") and ANTHROPIC_HEADER in headers)
+        return Response(self.anthropic if is_anthropic else self.body, self.status, own, "application/json")
 
 
 def _printable(text: str) -> str:

@@ -19,18 +19,17 @@ from thalweg.engine.streams import Piece
 from thalweg.server.context import AppContext
 from thalweg.server.generation import GenerationJob, Prompt, PromptJob, make_job, read_prompts
 from thalweg.server.logprobs import native_logprobs, native_tops, prompt_scores
-from thalweg.server.parsing import given, sampling_params
+from thalweg.server.parsing import given, native_params
 from thalweg.server.protocol import GenerateRequest, NativeSampling
 from thalweg.server.stream import StreamEncoder, respond
 from thalweg.server.structured_output import grammar_of
 from thalweg.text.tokenizer import Tokenizer
 
 SHORT = 4096  # tokens, scored prompt tokens included, up to which every piece makes an event
-DEFAULT_MAX_NEW_TOKENS = 128  # SGLang's, for this route only
 _NAMES = {name: f"sampling_params.{name}" for name in SamplingParams.__struct_fields__} | {
     "max_tokens": "sampling_params.max_new_tokens",
     "min_tokens": "sampling_params.min_new_tokens",
-    "include_stop": "sampling_params.no_stop_trim",
+    "include_stop_str_in_output": "sampling_params.no_stop_trim",
     "logprobs": "top_logprobs_num",
     "prompt_logprobs": "top_logprobs_num",
 }
@@ -70,7 +69,7 @@ async def generate(ctx: AppContext, request: Request, body: GenerateRequest) -> 
     prompts = await read_prompts(ctx, field, value)
     samplings = _each(given(body.sampling_params, NativeSampling()), "sampling_params", len(prompts))
     rids = [ctx.rid(rid, request) for rid in _each(body.rid, "rid", len(prompts))]
-    grammars = _grammars(body, samplings)
+    grammars = _grammars(body, samplings, ctx.any_whitespace)
     jobs = [_prompt_job(ctx, body, *each) for each in zip(prompts, samplings, grammars, rids, strict=True)]
     salt = given(body.cache_salt, body.extra_key)
     job = await make_job(ctx, request, jobs, body.priority, salt, rename=lambda field: _NAMES.get(field, field))
@@ -91,15 +90,15 @@ def _each(value: Any, field: str, count: int) -> list[Any]:
     return value
 
 
-def _grammars(body: GenerateRequest, samplings: Sequence[NativeSampling]) -> list[Grammar]:
+def _grammars(body: GenerateRequest, samplings: Sequence[NativeSampling], any_whitespace: bool) -> list[Grammar]:
     """The grammar of each prompt. A structure is in the sampling parameters, as SGLang has it, or beside them for all
     prompts. Prompts that share their parameters share one object.
     """
-    shared, own = grammar_of(body), {}
+    shared, own = grammar_of(body, any_whitespace=any_whitespace), {}
     for sampling in samplings:
         if id(sampling) not in own:
             sampling.refuse("sampling_params.")
-            grammar = own[id(sampling)] = grammar_of(sampling, where="sampling_params.")
+            grammar = own[id(sampling)] = grammar_of(sampling, where="sampling_params.", any_whitespace=any_whitespace)
             if shared.is_set and grammar.is_set:
                 raise InvalidRequest(grammar.field, f"asks for a second structure beside {shared.field}: give one")
     return [shared if shared.is_set else own[id(sampling)] for sampling in samplings]
@@ -109,13 +108,9 @@ def _prompt_job(
     ctx: AppContext, body: GenerateRequest, prompt: Prompt, sampling: NativeSampling, grammar: Grammar, rid: str
 ) -> PromptJob:
     logprobs = given(body.top_logprobs_num, 0) if body.return_logprob else None
-    params = sampling_params(
+    params = native_params(
         sampling,
         ctx.defaults,
-        seed=given(sampling.sampling_seed, sampling.seed),
-        max_tokens=given(sampling.max_new_tokens, DEFAULT_MAX_NEW_TOKENS),
-        min_tokens=given(sampling.min_new_tokens, 0),
-        include_stop=bool(sampling.no_stop_trim),
         logprobs=logprobs,
         prompt_logprobs=logprobs if 0 <= given(body.logprob_start_len, -1) < len(prompt.ids) else None,
     )

@@ -54,6 +54,7 @@ class ServerMetrics:
         self.finished = Counter(dict.fromkeys(FINISHES, 0))  # choices
         self.disconnects = 0
         self.prompt_tokens = self.generation_tokens = self.cached_tokens = 0
+        self.pending_tokens = 0  # of prompts without a first token
         self.first = BucketHistogram(LATENCIES)
         self.between = BucketHistogram(INTERVALS)
         self.whole = BucketHistogram(LATENCIES)
@@ -108,7 +109,8 @@ class RequestTimer:
         self._last: dict[int, float] = {}  # by choice: when its last token came
         self._tokens = self._longest = 0
         accounting.submitted, accounting.prompts, accounting.params = now, tuple(prompts), tuple(params)
-        accounting.prompt_tokens = sum(map(len, prompts))
+        accounting.prompt_tokens = self._pending = sum(map(len, prompts))
+        metrics.pending_tokens += self._pending
         for of_prompt in params:
             metrics.choices.observe(of_prompt.n)
             if of_prompt.max_tokens is not None:
@@ -131,12 +133,17 @@ class RequestTimer:
     def _begin(self, piece: Piece, now: float) -> None:
         accounting, metrics = self._accounting, self._metrics
         self._first[piece.index] = now
+        self._admit()
         metrics.first.observe(now - accounting.began)
         accounting.first = accounting.first or now
         if piece.admitted:
             accounting.admitted = accounting.admitted or piece.admitted
             metrics.queued.observe(max(piece.admitted - accounting.submitted, 0.0))
             metrics.prefill.observe(max(now - piece.admitted, 0.0))
+
+    def _admit(self) -> None:
+        self._metrics.pending_tokens -= self._pending
+        self._pending = 0
 
     def _end(self, piece: Piece, finish: str, now: float) -> None:
         accounting, metrics = self._accounting, self._metrics
@@ -168,6 +175,7 @@ class RequestTimer:
     def close(self, choices: int, outcome: str) -> None:
         """The request has ended. outcome: of those of `choices` that did not end by themselves: "abort" or "error"."""
         accounting, metrics = self._accounting, self._metrics
+        self._admit()
         if unfinished := choices - len(accounting.finishes):
             accounting.finishes += [outcome] * unfinished
             metrics.finished[outcome] += unfinished

@@ -18,7 +18,10 @@ from thalweg.server.context import AppContext, clean_rid
 from thalweg.server.errors import ApiError, api_error
 
 log = logging.getLogger("thalweg.server")
-COUNTED = {*GENERATION, "/tokenize", "/detokenize", "/v1/messages/count_tokens"}  # by the limits of running requests
+COUNTED = {  # by the limits of running requests
+    *(*GENERATION, "/tokenize", "/detokenize"),
+    *("/v1/messages/count_tokens", "/v1/responses/input_tokens"),
+}
 
 
 class RequestMiddleware:
@@ -64,13 +67,19 @@ class RequestMiddleware:
                 log.error("failed", exc_info=error, extra=fields(id=rid))
             if accounting.status:  # the response had begun
                 raise
-            await info.response(ctx.options.retry_after, path)(scope, receive, send_with_id)
+            await info.response(ctx.options.retry_after, path, headers)(scope, receive, send_with_id)
         finally:
-            quota.close()
-            accounting.ended = time.time()
-            accounting.status = accounting.status or CLIENT_CLOSED_REQUEST
-            for on_end in self._on_end:
-                on_end(accounting)
+            if accounting.work is None:
+                self._end(quota, accounting)
+            else:
+                accounting.work.add_done_callback(lambda task: self._end(quota, accounting))
+
+    def _end(self, quota: RequestQuota, accounting: RequestAccounting) -> None:
+        quota.close()
+        accounting.ended = time.time()
+        accounting.status = accounting.status or CLIENT_CLOSED_REQUEST
+        for on_end in self._on_end:
+            on_end(accounting)
 
     def _check(self, scope: Scope, headers: Headers, api_key: ApiKey | None) -> None:
         """Raises ApiError for a request that is refused before its body is read."""

@@ -14,9 +14,10 @@ import msgspec
 from thalweg import __version__
 from thalweg.core.sampling import RANGES
 from thalweg.server.accounting import PROBES
-from thalweg.server.admin import OperationResult, ServerState
+from thalweg.server.admin import OperationResult
 from thalweg.server.errors import ANTHROPIC, AnthropicErrorBody, OpenAIErrorBody
 from thalweg.server.middleware import COUNTED
+from thalweg.server.probes import ServerState
 
 
 @dataclass(frozen=True)
@@ -24,8 +25,9 @@ class Route:
     method: str
     path: str
     handler: Callable[..., Awaitable[Any]]  # (context, request), and `body` where there is one
-    returns: Any = None  # type of a 200 where the handler returns a Response; str: plain text
+    returns: Any = None  # type of a 200 where the handler returns a Response, or several; str: plain text
     admin: bool = False  # needs the admin key
+    statuses: tuple[int, ...] = ()  # of its own errors
 
     @cached_property
     def types(self) -> Mapping[str, Any]:
@@ -36,9 +38,14 @@ class Route:
         return self.types.get("body")
 
     @property
-    def response(self) -> Any:
-        """The type of a 200."""
-        return self.returns or self.types["return"]
+    def query(self) -> type[msgspec.Struct] | None:
+        return self.types.get("query")
+
+    @property
+    def responses(self) -> tuple[Any, ...]:
+        """The types of a 200."""
+        returns = self.returns or self.types["return"]
+        return returns if isinstance(returns, tuple) else (returns,)
 
 
 _EVENT = {  # data: a JSON object, or [DONE]
@@ -64,7 +71,7 @@ _NOT_EMPTY = ("messages", "input")  # lists
 def document(routes: Mapping[str, Mapping[str, Route]], keys: bool, open_probes: bool) -> bytes:
     """The page as JSON. routes: by path and method. keys: requests need one; open_probes: except for PROBES."""
     all_routes = [route for methods in routes.values() for route in methods.values()]
-    types = {kind for route in all_routes for kind in (route.body, route.response)}
+    types = {kind for route in all_routes for kind in (route.body, *route.responses)}
     ordered = sorted(types - {None} | {OpenAIErrorBody, AnthropicErrorBody}, key=str)
     schemas, components = msgspec.json.schema_components(ordered, ref_template="#/components/schemas/{name}")
     for component in components.values():
@@ -112,8 +119,10 @@ def _add_range(name: str, schema: dict[str, Any]) -> None:
 
 def _operation(route: Route, schema_of: Mapping[Any, Any]) -> dict[str, Any]:
     name, path = route.handler.__name__, re.sub("[^a-z0-9]+", "_", route.path.lower()).strip("_")
-    is_probe, body, parameters = route.response is ServerState, route.body, re.findall(r"{(\w+)", route.path)
-    content = {"text/plain" if route.response is str else "application/json": {"schema": schema_of[route.response]}}
+    is_probe, body, parameters = route.responses[0] is ServerState, route.body, re.findall(r"{(\w+)", route.path)
+    of_responses = [schema_of[kind] for kind in route.responses]
+    schema = of_responses[0] if len(of_responses) == 1 else {"anyOf": of_responses}
+    content = {"text/plain" if route.responses[0] is str else "application/json": {"schema": schema}}
     operation: dict[str, Any] = {
         "summary": " ".join((route.handler.__doc__ or name.replace("_", " ")).split()),
         "operationId": f"{name}_{route.method.lower()}_{path}",
@@ -123,7 +132,13 @@ def _operation(route: Route, schema_of: Mapping[Any, Any]) -> dict[str, Any]:
             for parameter in parameters
         ],
     }
-    statuses = {503} if is_probe else {401, 500, 503}
+    statuses = {*({503} if is_probe else {401, 500, 503}), *route.statuses}
+    if route.query is not None:
+        schemas = msgspec.json.schema(route.query)["$defs"][route.query.__name__]["properties"]
+        operation["parameters"] += [{"name": key, "in": "query", "schema": schema} for key, schema in schemas.items()]
+        statuses |= {400}
+        if "stream" in schemas:
+            content["text/event-stream"] = {"schema": _EVENT}
     if body is not None:
         fields = msgspec.structs.fields(body)
         if any(field.name == "stream" for field in fields):
@@ -134,7 +149,7 @@ def _operation(route: Route, schema_of: Mapping[Any, Any]) -> dict[str, Any]:
         }
         statuses |= {400, 403, 404, 413, 415}
     statuses |= {403} if route.admin else set()
-    statuses |= {400} if route.response is OperationResult else set()
+    statuses |= {400} if route.responses[0] is OperationResult else set()
     statuses |= {404} if parameters else set()
     statuses |= {429} if route.path in COUNTED else set()
     error = ServerState if is_probe else AnthropicErrorBody if route.path.startswith(ANTHROPIC) else OpenAIErrorBody

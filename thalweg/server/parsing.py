@@ -8,7 +8,7 @@ import functools
 import json
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -16,10 +16,11 @@ import msgspec
 
 from thalweg.core.errors import InvalidRequest
 from thalweg.core.sampling import SamplingParams
-from thalweg.server.protocol import RefusedFields, SamplingFields
+from thalweg.server.protocol import NativeSampling, RefusedFields, SamplingFields
 
 T = TypeVar("T")
 StructT = TypeVar("StructT", bound=msgspec.Struct)
+DEFAULT_MAX_NEW_TOKENS = 128  # SGLang's, with its names only
 MAX_DEPTH = 128  # nested objects and lists: later code reads bodies recursively
 # Limits of a body by the marks that it is written with. Decoding blocks the event loop: within these limits it takes
 # 0.4 s at most; a 32 MiB body of brackets would take 2 s.
@@ -62,6 +63,14 @@ def _is_too_deep(body: bytes) -> bool:
         if len(brackets) in (0, size):  # nothing left, or unbalanced brackets, which the decoder reports
             return False
     return True
+
+
+def parse_query(query: Mapping[str, str], kind: type[StructT]) -> StructT:
+    """Reads a query string. Raises InvalidRequest."""
+    try:
+        return msgspec.convert(dict(query), kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise _field_error(str(error)) from None
 
 
 def convert(value: Any, kind: type[StructT], field: str) -> StructT:
@@ -149,4 +158,17 @@ def sampling_params(body: SamplingFields, default: SamplingParams, **own: Any) -
         ignore_eos=bool(body.ignore_eos),
         n=given(body.n, 1),
         **values,
+    )
+
+
+def native_params(sampling: NativeSampling, default: SamplingParams, **own: Any) -> SamplingParams:
+    """The parameters under SGLang's names. own: those that it does not have among them."""
+    return sampling_params(
+        sampling,
+        default,
+        seed=given(sampling.sampling_seed, sampling.seed),
+        max_tokens=given(sampling.max_new_tokens, DEFAULT_MAX_NEW_TOKENS),
+        min_tokens=given(sampling.min_new_tokens, 0),
+        include_stop_str_in_output=bool(sampling.no_stop_trim),
+        **own,
     )

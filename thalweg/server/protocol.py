@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal
 import msgspec
 
 from thalweg.core.errors import InvalidRequest
+from thalweg.core.sampling import StructuredOutputsParams
 
 Prompt = str | list[str | int | list[int]]
 
@@ -78,17 +79,6 @@ class ThinkingSwitch(msgspec.Struct, kw_only=True):
     type: Literal["enabled", "disabled"]
 
 
-class StructuredOutputs(msgspec.Struct, kw_only=True):
-    """vLLM's `structured_outputs`; one of them."""
-
-    json: Any = None
-    regex: str | None = None
-    choice: list[str] | None = None
-    grammar: str | None = None
-    json_object: bool | None = None
-    structural_tag: Any = None
-
-
 class StructuredFields(GenerationRefusedFields, kw_only=True):
     """The structure of the output: at most one of these. A schema or structural tag may be an object or JSON text."""
 
@@ -103,7 +93,7 @@ class StructuredFields(GenerationRefusedFields, kw_only=True):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
-    structured_outputs: StructuredOutputs | None = None
+    structured_outputs: StructuredOutputsParams | None = None
 
 
 class SamplingFields(StructuredFields, kw_only=True):
@@ -172,6 +162,7 @@ class ChatRequest(OpenAIRequest, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+    tool_strict_level: Literal["off", "parameter"] | None = None  # in place of the server's
     chat_template_kwargs: dict[str, Any] | None = None
     thinking: ThinkingSwitch | None = None
     reasoning_effort: str | None = None  # "none" turns thinking off, any other on; templates with levels read it
@@ -250,6 +241,12 @@ class StartProfileRequest(AdminRefusedFields, kw_only=True):
     activities: list[Literal["CPU", "GPU"]] | None = None  # default: both
     record_shapes: bool | None = None
     with_stack: bool | None = None
+
+
+class DumpExpertsRequest(msgspec.Struct, kw_only=True):
+    """POST /dump_expert_distribution_record."""
+
+    output_dir: str | None = None  # within the server's --profile-folder, which is the default
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):

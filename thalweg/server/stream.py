@@ -24,7 +24,7 @@ from thalweg.server.metrics import ServerMetrics
 from thalweg.text.events import Event
 from thalweg.text.parser import AnswerParser
 
-_HEADERS = [
+EVENT_STREAM = [  # headers
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx would hold the chunks back
@@ -163,7 +163,7 @@ class EventStream(Response):
             if not started:
                 started = True
                 own = [(name.encode(), value.encode()) for name, value in job.headers.items()]
-                await send({"type": "http.response.start", "status": 200, "headers": [*_HEADERS, *own]})
+                await send({"type": "http.response.start", "status": 200, "headers": [*EVENT_STREAM, *own]})
             await send_chunk({"type": "http.response.body", "body": body, "more_body": more})
             if at:
                 emit.observe(time.time() - at)

@@ -8,7 +8,7 @@ import asyncio
 import hashlib
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -16,14 +16,14 @@ from msgspec import structs
 
 from thalweg.core.errors import InvalidRequest, Overloaded
 from thalweg.core.grammar import NO_GRAMMAR, Grammar
-from thalweg.server.parsing import given
-from thalweg.server.protocol import ChatRequest, ResponseFormat, StructuredFields, StructuredOutputs
+from thalweg.core.sampling import StructuredOutputsParams
+from thalweg.server.protocol import ChatRequest, ResponseFormat, StructuredFields
 from thalweg.text.chat import ParserNames, wants_thinking
 from thalweg.text.grammar import check, json_rule, read_schema
 from thalweg.text.messages import read_tools
-from thalweg.text.parser import REASONING_FORMATS, is_in_thought
+from thalweg.text.parser import REASONING_FORMATS, TOOL_FORMATS, is_in_thought
 from thalweg.text.tokenizer import Tokenizer
-from thalweg.text.tool_grammar import ToolGrammarSpec, tool_grammar
+from thalweg.text.tool_grammar import ToolGrammarSpec, after_trigger, tool_grammar
 
 MarkId = Callable[[str], int | None]
 BUDGET = "thinking_token_budget"
@@ -49,29 +49,64 @@ _OUTPUT_KINDS = {  # the same for the fields of structured_outputs
 }
 
 
-def grammar_of(body: StructuredFields, response_format: ResponseFormat | None = None, where: str = "") -> Grammar:
-    """The structure that a body asks for. Raises InvalidRequest, also for more than one."""
+def grammar_of(
+    body: StructuredFields,
+    response_format: ResponseFormat | None = None,
+    where: str = "",
+    *,
+    any_whitespace: bool = False,
+) -> Grammar:
+    """The structure that a body asks for. any_whitespace: where the body does not say. Raises InvalidRequest, also for
+    more than one.
+    """
     grammars = []
     if response_format is not None and response_format.type != "text":
         grammars.append(_format_grammar(response_format))
-    outputs = body.structured_outputs or StructuredOutputs()
-    for values, prefix, kinds in (body, where, _KINDS), (outputs, f"{where}structured_outputs.", _OUTPUT_KINDS):
-        for name, kind in kinds.items():
-            value = getattr(values, name)
-            if value is not None and (value or kind != "json_object"):
-                grammars.append(_grammar(kind, prefix + name, value))
+    outputs = body.structured_outputs
+    grammars += [*_grammars(body, where, _KINDS), *_outputs_grammars(outputs, where)]
+    return _single(grammars, outputs, any_whitespace)
+
+
+def outputs_grammar(
+    outputs: StructuredOutputsParams | None, where: str = "", *, any_whitespace: bool = False
+) -> Grammar:
+    """The structure of vLLM's `structured_outputs`. any_whitespace: where it does not say. Raises InvalidRequest, also
+    for more than one.
+    """
+    return _single(_outputs_grammars(outputs, where), outputs, any_whitespace)
+
+
+def _outputs_grammars(outputs: StructuredOutputsParams | None, where: str) -> list[Grammar]:
+    return [] if outputs is None else _grammars(outputs, f"{where}structured_outputs.", _OUTPUT_KINDS)
+
+
+def _grammars(values: object, prefix: str, kinds: Mapping[str, str]) -> list[Grammar]:
+    named = [(kind, prefix + name, getattr(values, name)) for name, kind in kinds.items()]
+    return [_grammar(*each) for each in named if each[2] is not None and (each[2] or each[0] != "json_object")]
+
+
+def _single(grammars: Sequence[Grammar], outputs: StructuredOutputsParams | None, any_whitespace: bool) -> Grammar:
     if len(grammars) > 1:
         message = f"asks for a second structure beside {grammars[0].field}: give one"
         raise InvalidRequest(grammars[1].field, message)
-    return grammars[0] if grammars else NO_GRAMMAR
+    if outputs is not None and outputs.disable_any_whitespace is not None:
+        any_whitespace = not outputs.disable_any_whitespace
+    return structs.replace(grammars[0], any_whitespace=any_whitespace) if grammars else NO_GRAMMAR
 
 
-def chat_grammar(body: ChatRequest, formats: ParserNames, mark_id: MarkId, prompt: str) -> Grammar:
+def chat_grammar(
+    body: ChatRequest,
+    formats: ParserNames,
+    mark_id: MarkId,
+    prompt: str,
+    any_whitespace: bool = False,
+    lark: Mapping[str, str] | None = None,
+) -> Grammar:
     """The grammar of the answer after its thought: a structure, or tool calls that are forced or strict.
 
-    Raises InvalidRequest.
+    lark: function → Lark grammar of its only argument, a string. Raises InvalidRequest.
     """
-    content = grammar_of(body, body.response_format)
+    content = grammar_of(body, body.response_format, any_whitespace=any_whitespace)
     functions = read_tools(body.tools) if body.tools and body.tool_choice != "none" else ()
     choice = read_tool_choice(body)
     if choice.forced and content.is_set:
@@ -81,10 +116,32 @@ def chat_grammar(body: ChatRequest, formats: ParserNames, mark_id: MarkId, promp
     single = choice.single or body.parallel_tool_calls is False
     if functions and (choice.forced or choice.names or content.is_set or strict or single):
         rule, unenforced = _content_rule(content)
-        spec = ToolGrammarSpec(functions, choice.forced, single, mark_id, rule, choice.names)
+        spec = ToolGrammarSpec(functions, choice.forced, single, mark_id, rule, choice.names, lark or {})
         grammar = _tool_grammar(spec, formats)
         grammar = structs.replace(grammar, unenforced=unenforced + grammar.unenforced)
-    return _after_thought(grammar, body, formats, mark_id, prompt)
+    continues = bool(body.continue_final_message)
+    return after_thought(grammar, formats, mark_id, prompt, body.chat_template_kwargs, continues)
+
+
+def call_grammar(body: ChatRequest, formats: ParserNames, mark_id: MarkId, prompt: str) -> Grammar:
+    """Calls of the tools offered, from where the model begins one: for requests that ask for no structure.
+
+    NO_GRAMMAR where calls have no mark, and where a tool is beyond what grammars can hold.
+    """
+    if not body.tools or body.tool_choice == "none" or body.ignore_eos or formats.tools is None:
+        return NO_GRAMMAR
+    if not TOOL_FORMATS[formats.tools].mark:
+        return NO_GRAMMAR
+    try:
+        spec = ToolGrammarSpec(read_tools(body.tools), True, False, mark_id)
+        grammar = after_trigger(tool_grammar(formats.tools, spec))
+        if not grammar.is_set:  # the marks are text, which is read from the start on
+            free = tool_grammar(formats.tools, spec._replace(forced=False))
+            continues = bool(body.continue_final_message)
+            grammar = after_thought(free, formats, mark_id, prompt, body.chat_template_kwargs, continues)
+    except InvalidRequest:
+        return NO_GRAMMAR
+    return structs.replace(grammar, unenforced=())  # nobody asked for it
 
 
 class AllowedCalls(NamedTuple):
@@ -142,56 +199,59 @@ def _content_rule(content: Grammar) -> tuple[str, tuple[str, ...]]:
         case "":
             return "", ()
         case "json_object":
-            return json_rule({"type": "object"}), ()
+            return json_rule({"type": "object"}, content.any_whitespace), ()
         case "json_schema":
             schema, unenforced = read_schema(content.source, content.field, content.strict)
-            return json_rule(schema), unenforced
+            return json_rule(schema, content.any_whitespace), unenforced
     raise InvalidRequest(content.field, "goes with tools only as a JSON object or schema")
 
 
-def _after_thought(grammar: Grammar, body: ChatRequest, formats: ParserNames, mark_id: MarkId, prompt: str) -> Grammar:
-    budget = read_budget(body.thinking_token_budget)
-    if not grammar.is_set and budget < 0:
+def after_thought(
+    grammar: Grammar,
+    formats: ParserNames,
+    mark_id: MarkId,
+    prompt: str,
+    template_kwargs: Mapping[str, Any] | None = None,
+    continues: bool = False,
+) -> Grammar:
+    """The grammar, to hold after the thought that the prompt lets the model begin with. prompt: as rendered.
+    template_kwargs: that it was rendered with. continues: it ends inside the answer. Raises InvalidRequest.
+    """
+    if not grammar.masks:
         return grammar
     is_inside = is_in_thought(prompt)
     begins = "inside" if is_inside else "outside"
-    if is_inside is None and formats.reasoning is not None and not body.continue_final_message:
-        begins = REASONING_FORMATS[formats.reasoning][wants_thinking(None, body.chat_template_kwargs)]
-    return _with_thought(grammar, begins, budget, mark_id)
+    if is_inside is None and formats.reasoning is not None and not continues:
+        begins = REASONING_FORMATS[formats.reasoning][wants_thinking(None, template_kwargs)]
+    return _with_thought(grammar, begins, mark_id)
 
 
-def read_budget(budget: int | None) -> int:
-    """-1: no limit. Raises InvalidRequest."""
+def with_budget(grammar: Grammar, budget: int | None) -> Grammar:
+    """budget: tokens of a thought; None and -1: no limit. Raises InvalidRequest."""
     if budget is not None and budget < -1:
         raise InvalidRequest(BUDGET, f"must be a number of tokens, or -1 for no limit, got {budget}")
-    return given(budget, -1)
+    return grammar if budget is None else structs.replace(grammar, thinking_budget=budget)
 
 
 def limited_thought(tokenizer: Tokenizer, budget: int | None, grammar: Grammar, ids: Sequence[int]) -> Grammar:
     """The grammar of a prompt without messages whose thought is limited. Raises InvalidRequest."""
-    if (limit := read_budget(budget)) < 0:
+    grammar = with_budget(grammar, budget)
+    if grammar.thinking_budget < 0:
         return grammar
     is_inside = is_in_thought(tokenizer.decode(ids[-TAIL:], skip_special_tokens=False))
-    return _with_thought(
-        grammar, {None: "maybe", True: "inside", False: "outside"}[is_inside], limit, tokenizer.mark_id
-    )
+    return _with_thought(grammar, {None: "maybe", True: "inside", False: "outside"}[is_inside], tokenizer.mark_id)
 
 
-def _with_thought(grammar: Grammar, begins: str, budget: int, mark_id: MarkId) -> Grammar:
+def _with_thought(grammar: Grammar, begins: str, mark_id: MarkId) -> Grammar:
     """begins: as in `REASONING_FORMATS`."""
     if begins == "outside":
-        return grammar
+        return structs.replace(grammar, thinking_budget=-1)
     start, end = mark_id("<think>"), mark_id("</think>")
     if start is None or end is None:
         message = "does not work with thinking here: this model's <think> and </think> are not single tokens"
         raise InvalidRequest(grammar.field if grammar.is_set else BUDGET, message)
-    return structs.replace(
-        grammar,
-        starts_in_thought=begins == "inside",
-        think_start_id=-1 if begins == "inside" else start,
-        think_end_id=end,
-        thinking_budget=budget,
-    )
+    inside = begins == "inside"
+    return structs.replace(grammar, starts_in_thought=inside, think_start_id=-1 if inside else start, think_end_id=end)
 
 
 def _format_grammar(response_format: ResponseFormat) -> Grammar:
@@ -246,6 +306,14 @@ class GrammarChecker:
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="grammar-check")
         self._checks: OrderedDict[bytes, asyncio.Future[_Checked]] = OrderedDict()  # the latest used last
 
+    async def if_it_compiles(self, grammar: Grammar) -> Grammar:
+        """The grammar, or NO_GRAMMAR if it does not compile within the limits, or if too many wait for their check."""
+        try:
+            await self.check(grammar)
+        except (InvalidRequest, Overloaded):
+            return NO_GRAMMAR
+        return grammar
+
     async def check(self, grammar: Grammar) -> tuple[str, ...]:
         """What the grammar does not enforce (see `Grammar`).
 
@@ -254,7 +322,8 @@ class GrammarChecker:
         """
         if not grammar.is_set:
             return ()
-        parts = grammar.kind, grammar.field, str(grammar.strict), *grammar.unenforced, grammar.source
+        flags = f"{grammar.strict} {grammar.any_whitespace}"
+        parts = grammar.kind, grammar.field, flags, *grammar.unenforced, grammar.source
         key = hashlib.blake2b("\0".join(parts).encode("utf-8", "surrogatepass")).digest()
         if key not in self._checks:
             if sum(not check.done() for check in self._checks.values()) >= WAITING:

@@ -59,9 +59,12 @@ def lower(grammar: Grammar) -> LoweredGrammar:
     return _LOWER[grammar.kind](grammar)
 
 
-def json_rule(schema: Any) -> str:
-    """A schema of `read_schema`, or a part of one, as a term of a Lark grammar."""
-    return "%json " + json.dumps(styled(schema) if isinstance(schema, dict) else schema, ensure_ascii=False)
+def json_rule(schema: Any, any_whitespace: bool = True) -> str:
+    """A schema of `read_schema`, or a part of one, as a term of a Lark grammar. any_whitespace: as in `Grammar`; models
+    write arguments of calls with it.
+    """
+    whole = styled(schema, any_whitespace) if isinstance(schema, dict) else schema
+    return "%json " + json.dumps(whole, ensure_ascii=False)
 
 
 def read_schema(
@@ -90,7 +93,11 @@ def read_schema(
 
 def _schema(grammar: Grammar) -> LoweredGrammar:
     schema, unenforced = read_schema(grammar.source, grammar.field, grammar.strict)
-    return LoweredGrammar(LLMatcher.grammar_from_json_schema(json.dumps(styled(schema))), unenforced)
+    return LoweredGrammar(_styled_source(schema, grammar.any_whitespace), unenforced)
+
+
+def _styled_source(schema: dict[str, Any], any_whitespace: bool) -> str:
+    return LLMatcher.grammar_from_json_schema(json.dumps(styled(schema, any_whitespace)))
 
 
 def _ebnf(grammar: Grammar) -> LoweredGrammar:
@@ -133,9 +140,7 @@ def _structural_tag(grammar: Grammar) -> LoweredGrammar:
 
 
 _LOWER: dict[str, Callable[[Grammar], LoweredGrammar]] = {
-    "json_object": lambda grammar: LoweredGrammar(
-        LLMatcher.grammar_from_json_schema(json.dumps(styled({"type": "object"})))
-    ),
+    "json_object": lambda grammar: LoweredGrammar(_styled_source({"type": "object"}, grammar.any_whitespace)),
     "json_schema": _schema,
     "regex": lambda grammar: LoweredGrammar(LLMatcher.grammar_from_regex(grammar.source)),
     "ebnf": _ebnf,

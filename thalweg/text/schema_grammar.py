@@ -25,14 +25,11 @@ LIMITS = LLParserLimits(
     max_grammar_size=15_000,
     verbose_errors=False,
 )
+# Without \\u, no key is written in two ways, so none escapes its schema.
+_JSON_STYLE = {"whitespace_flexible": False, "lenient": False, "json_allowed_escapes": 'nrbtf\\"'}
 # Between the parts of a JSON text: nothing, a space, or a new line with its indentation. Without this limit models may
-# write space forever. Without \\u, no key is written in two ways, so none escapes its schema.
-JSON_STYLE = {
-    "whitespace_flexible": True,
-    "whitespace_pattern": r"( |\n[ \t]{0,24})",
-    "lenient": False,
-    "json_allowed_escapes": 'nrbtf\\"',
-}
+# write space forever.
+_SPACED = {"whitespace_flexible": True, "whitespace_pattern": r"( |\n[ \t]{0,24})"}
 _UNSATISFIABLE = "Unsatisfiable"
 # What is left out, in this order, where a subschema does not compile, and where it comes from in the source.
 _OPTIONAL = {
@@ -66,8 +63,8 @@ def enforceable(source: str) -> EnforceableSchema:
     return _Repair(json.loads(source)).run()
 
 
-def styled(schema: dict[str, Any]) -> dict[str, Any]:
-    return {**schema, "x-guidance": JSON_STYLE}
+def styled(schema: dict[str, Any], any_whitespace: bool = True) -> dict[str, Any]:
+    return {**schema, "x-guidance": _JSON_STYLE | (_SPACED if any_whitespace else {})}
 
 
 class _Repair:

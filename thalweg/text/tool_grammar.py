@@ -10,8 +10,10 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from msgspec import structs
+
 from thalweg.core.errors import InvalidRequest
-from thalweg.core.grammar import Grammar
+from thalweg.core.grammar import NO_GRAMMAR, Grammar
 from thalweg.text.grammar import MAX_SOURCE, json_rule, literal, read_schema
 
 MarkId = Callable[[str], int | None]
@@ -24,6 +26,9 @@ _KEY = re.compile(r'[^"<>\s]{1,128}')
 # object.
 _APART = {"type", "properties", "required", "additionalProperties", "$defs"}
 _TEXT = r"(.|\n)*"
+_LARK = "%lark"  # a string's own grammar, as a keyword of its schema
+_PLAIN_STRINGS = ("deepseekv32", "glm45")  # formats that write strings as they are
+_OPENING = re.compile(r'start: (?:"(?:[^"\\]|\\.)*" )?<\[(\d+)\]> ?')
 
 
 class ToolGrammarSpec(NamedTuple):
@@ -33,6 +38,7 @@ class ToolGrammarSpec(NamedTuple):
     mark_id: MarkId  # mark → token id, or None
     content: str = ""  # rule of an answer without calls; "": any text
     only: Collection[str] = ()  # names of the functions that may be called; empty: all
+    lark: Mapping[str, str] = {}  # function → Lark grammar of its only argument, a string
 
     def mark(self, text: str) -> str:
         """Text with marks in it, as terms of a Lark grammar."""
@@ -61,10 +67,22 @@ def tool_grammar(form: str, tools: ToolGrammarSpec) -> Grammar:
         if size > MAX_SOURCE:
             raise InvalidRequest("tools", f"have schemas of more than {MAX_SOURCE} characters together")
         schema, notes = read_schema(source, field, function.get("strict") is True, name)
+        if name in tools.lark:
+            if form not in _PLAIN_STRINGS:
+                raise InvalidRequest(field, f"has a Lark grammar: {form} calls are JSON, which has regex grammars only")
+            schema["properties"] = {key: {"type": "string", _LARK: tools.lark[name]} for key in schema["properties"]}
         functions.append({"name": name, "parameters": _closed(schema)})
         unenforced += notes
     source = "\n".join(_FORMATS[form](tools._replace(functions=functions)))
     return Grammar("lark", source, field="tools", unenforced=tuple(unenforced))
+
+
+def after_trigger(grammar: Grammar) -> Grammar:
+    """Forced calls as a grammar that holds once the model has begun a call. NO_GRAMMAR if no token begins it."""
+    opening = _OPENING.match(grammar.source)
+    if opening is None:
+        return NO_GRAMMAR
+    return structs.replace(grammar, source="start: " + grammar.source[opening.end() :], trigger_id=int(opening[1]))
 
 
 def _sep(tools: ToolGrammarSpec, before: str, after: str, closing: str) -> list[str]:
@@ -176,6 +194,8 @@ def _parameter(tools: ToolGrammarSpec, rule: str, name: str, member: Any, shared
     texts = _texts(member)
     if isinstance(member, dict) and member.keys() <= {"type"} and member.get("type") == "string":
         string, value = "true", "text"
+    elif isinstance(member, dict) and _LARK in member:  # a terminal of the grammar may have taken the `</`
+        string, value, extra = "true", f'{rule}v "</"?', [_nested(rule, member)]
     elif texts:
         string, value = "true", "(" + " | ".join(map(literal, texts)) + ') "</"'
     else:
@@ -193,7 +213,11 @@ def _texts(member: Any) -> list[str]:
 
 
 def _is_constrained_string(member: Any) -> bool:
-    return isinstance(member, dict) and member.get("type") == "string" and not member.keys() <= {"type", "enum"}
+    return isinstance(member, dict) and member.get("type") == "string" and not member.keys() <= {"type", "enum", _LARK}
+
+
+def _nested(rule: str, member: Mapping[str, Any]) -> str:
+    return f"{rule}v: %lark {{\n{member[_LARK]}\n}}"
 
 
 def _glm_parameter(tools: ToolGrammarSpec, rule: str, name: str, member: Any, shared: Mapping[str, Any]) -> list[str]:
@@ -203,6 +227,8 @@ def _glm_parameter(tools: ToolGrammarSpec, rule: str, name: str, member: Any, sh
     if not isinstance(member, dict) or member.get("type") != "string":
         schema = {**member, **shared} if isinstance(member, dict) else member
         return [f'{rule}: {head} {rule}v {end} "\\n"?', f"{rule}v: {json_rule(schema)}"]
+    if _LARK in member:
+        return [f'{rule}: {head} {rule}v {end} "\\n"?', _nested(rule, member)]
     if texts := _texts(member):
         return [f'{rule}: {head} ({" | ".join(map(literal, texts))}) {end} "\\n"?']
     return [f'{rule}: {head} TEXT_VALUE {end} "\\n"?']

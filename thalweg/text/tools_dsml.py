@@ -220,6 +220,7 @@ def _tag(raw: str, body: str, closes: bool) -> Tag:
     match = _TAG.fullmatch(body)
     if match is None or (match[3] and (closes or match[1] != "invoke")):
         return Tag("broken", raw)
+    closes = closes or (match[1] == "parameter" and not match[2])  # without a name it can only be the end
     return Tag(("/" if closes else "") + match[1] + match[3], raw, dict(_ATTRIBUTE.findall(match[2])))
 
 

@@ -8,7 +8,7 @@ same call with `is_partial`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -21,7 +21,7 @@ from thalweg.config.model import ModelFacts
 from thalweg.core.errors import CheckpointError
 from thalweg.memory.planes import Planes
 from thalweg.quant.catalog import Stored
-from thalweg.quant.scheme import Index, Quantized, Read, Scheme, TensorSpec
+from thalweg.quant.scheme import Quantized, Read, Scheme, TensorSpec
 from thalweg.weights.stream import Stream
 from thalweg.weights.table import WeightRule, WeightTable, unchanged
 
@@ -138,17 +138,17 @@ class Load:
     scheme: Scheme  # in which the stream stores it
     reads: tuple[Read, ...]
     rules: list[WeightRule]
-    destinations: list[tuple[str, Index]] = field(
-        default_factory=list
-    )  # of each read, where memory holds it as it is stored
+    held: Quantized | None = None  # the scheme in which memory holds it
 
     def write(self, tensors: list[Tensor], parameters: dict[str, nn.Parameter], written: dict[str, int]) -> None:
         """tensors: what `reads` names. written: how many elements of each parameter are filled; counted on."""
-        if self.destinations:
-            for (target, into), tensor in zip(self.destinations, tensors, strict=True):
-                written[target] += _copy(self.source, target, parameters[target].data[into], tensor)
+        if self.held is not None:
+            (rule,), places = self.rules, self.held.places(self.rules[0].into)
+            for suffix, part in self.held.pack(self.source, tensors, rule.take).items():
+                target = rule.target + suffix
+                written[target] += _copy(self.source, target, parameters[target].data[places[suffix]], part)
             return
-        value = self.scheme.decode(self.source.name, tensors, self.rules[0].take)
+        value = self.scheme.decode(self.source, tensors, self.rules[0].take)
         for rule in self.rules:
             written[rule.target] += _copy(
                 self.source, rule.target, parameters[rule.target].data[rule.into], rule.transform(value)
@@ -175,7 +175,7 @@ def plan_loads(
             missing.append(name)
             continue
         _check_shape(stored[0], stream.specs[stored[0].name], rules_of_source[0].target)
-        used |= {spec.name for spec in stored}
+        used |= {spec.name for spec in stored} | set(scheme.beside(rules_of_source[0].source))
         loads += _loads_of(rules_of_source, scheme, parameters)
     _account(stream, table, missing, used, is_partial)
     position = {name: index for index, name in enumerate(stream.specs)}
@@ -194,21 +194,19 @@ def _loads_of(rules: list[WeightRule], scheme: Scheme, parameters: dict[str, nn.
                 raise CheckpointError(
                     f"{name}: {rule.target} cannot hold {rule.held.name} with its rows in another order"
                 )
-            if not isinstance(scheme, Quantized) or (scheme.name, scheme.block) != (rule.held.name, rule.held.block):
+            if not isinstance(scheme, Quantized) or scheme.memory != rule.held.memory:
                 raise CheckpointError(
                     f"{name} is {scheme.name}, and {rule.target} holds {rule.held.name} in blocks of {rule.held.block}"
                 )
-            pieces = scheme.pieces(name, rule.take, rule.into)
-            destinations = [(rule.target + piece.suffix, piece.into) for piece in pieces]
-            loads.append(Load(rule.source, scheme, tuple(piece.read for piece in pieces), [rule], destinations))
+            loads.append(Load(rule.source, scheme, scheme.reads(rule.source, rule.take), [rule], scheme))
             continue
         if parameters[rule.target].dtype.is_floating_point != rule.source.dtype.is_floating_point:
             raise CheckpointError(f"{name}: {rule.target} is kept as {parameters[rule.target].dtype}")
-        same = next((load for load in loads if not load.destinations and load.rules[0].take == rule.take), None)
+        same = next((load for load in loads if load.held is None and load.rules[0].take == rule.take), None)
         if same is not None:
             same.rules.append(rule)
         else:
-            loads.append(Load(rule.source, scheme, scheme.reads(name, rule.take), [rule]))
+            loads.append(Load(rule.source, scheme, scheme.reads(rule.source, rule.take), [rule]))
     return loads
 
 

@@ -29,11 +29,11 @@ BYTE_SUM_MEAN, BYTE_SUM_SPREAD = 510.0, math.sqrt(4 * (256**2 - 1) / 12)  # of t
 
 @dataclass(frozen=True, slots=True)
 class RandomTensor:
-    """A tensor of a random checkpoint. Its numbers are about normally distributed."""
+    """A tensor of a random checkpoint. Its numbers are about normally distributed, or uniform bits."""
 
     spec: TensorSpec
     like: str  # the tensor whose numbers it has; itself, but for NextN's copies of embedding and head
-    spread: float  # standard deviation
+    spread: float | None  # standard deviation; None: the bits of integers are uniform
     centre: float = 0.0  # mean
 
     def slice(self, take: Take, seed: int, device: torch.device) -> Tensor:
@@ -41,7 +41,7 @@ class RandomTensor:
         return random_slices([self], take, seed, device)[0]
 
     @property
-    def kind(self) -> tuple[str, tuple[int, ...], float, float]:
+    def kind(self) -> tuple[str, tuple[int, ...], float | None, float]:
         """Equal for tensors that differ in name only."""
         return str(self.spec.dtype), self.spec.shape, self.spread, self.centre
 
@@ -63,7 +63,13 @@ def random_slices(tensors: Sequence[RandomTensor], take: Take, seed: int, device
         some = rows[begin : begin + at_once]
         row_R = torch.arange(some.start * shape[1], some.stop * shape[1], shape[1], device=device)
         place_RC = row_R.to(torch.int32).unsqueeze(1) + column_C  # wraps beyond 2^32 numbers
-        noise_NRC = _byte_sum(_mixed(place_RC ^ key_N11))
+        bits_NRC = _mixed(place_RC ^ key_N11)
+        if first.spread is None:
+            made[:, begin : begin + len(some)] = (
+                bits_NRC.view(torch.int8)[..., ::4] if first.spec.dtype.itemsize == 1 else bits_NRC
+            )
+            continue
+        noise_NRC = _byte_sum(bits_NRC)
         made[:, begin : begin + len(some)] = (
             noise_NRC.sub_(BYTE_SUM_MEAN).mul_(first.spread / BYTE_SUM_SPREAD).add_(first.centre)
         )
@@ -101,12 +107,9 @@ def random_tensors(table: WeightTable, quantization_config: Mapping[str, object]
             made.append(RandomTensor(source, name, 1.0))
         else:
             spread = source.shape[-1] ** -0.5  # of inputs of variance 1, outputs of variance 1
-            scheme = next((rule.held for rule in rules if rule.held is not None), None) or schemes.of(source)
-            codes, *scales = scheme.stored(source)
-            made.append(RandomTensor(codes, name, scheme.code_spread if scales else spread))
-            step = spread / scheme.code_spread
-            # scales unlike one another, so that a wrong one shows
-            made += [RandomTensor(scale, scale.name, step / 10, step) for scale in scales]
+            scheme = schemes.of(source)
+            for spec, draw in zip(scheme.stored(source), scheme.draws(source, spread), strict=True):
+                made.append(RandomTensor(spec, spec.name, draw.spread, draw.centre))
     return made
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from thalweg.core.errors import CheckpointError
 from thalweg.core.files import check_regular
-from thalweg.quant.catalog import Declared, Schemes, Stored
+from thalweg.quant.catalog import Declared, Schemes, Stored, is_of_quantized
 from thalweg.quant.scheme import Read, TensorSpec
 from thalweg.weights.index import INDEX, read_weight_map
 from thalweg.weights.pump import FileSlice, pump
@@ -93,6 +93,16 @@ def schemes_in(folder: Path, quantization_config: Mapping[str, Any]) -> Schemes:
         return Declared(quantization_config)
     with Safetensors(folder) as stream:
         return Stored(stream.specs, quantization_config)
+
+
+def first_quantized(folder: Path) -> str:
+    """The name of a folder's first tensor that only quantized weights have; "" where there is none to be read."""
+    try:
+        with Safetensors(folder) as stream:
+            specs = stream.specs.values()
+            return next((spec.name for spec in specs if is_of_quantized(spec)), "")
+    except CheckpointError:
+        return ""
 
 
 def _tensors_of_shards(folder: Path, file_of: Mapping[str, str]) -> dict[str, FileSlice]:

@@ -14,10 +14,12 @@ from random import Random
 import numpy as np
 from tokenizers import Tokenizer
 
+from thalweg.bench.agent_tasks import Maker, ToolConversation
 from thalweg.bench.task_pools import CITIES, PEOPLE, RECALL_KEYS, RECALL_VALUES
 from thalweg.bench.tasks import (
     MAKERS,
     Item,
+    agent_identity,
     make_recall_table,
     make_sum,
     recall_answer,
@@ -37,14 +39,16 @@ Turn = dict[str, object]
 # Share of the training tokens; a document's usual length in tokens, which turns the share into a probability; and the
 # weight of each learned token: few tokens of a long recall or tool document are learned, so they count more.
 MIX: Mapping[str, tuple[float, int, float]] = {
-    "recall": (0.24, 810, 4.0),
-    "recall_short": (0.08, 200, 3.0),
-    "echo": (0.04, 110, 1.0),
-    "tools": (0.40, 660, 2.0),
-    "sums": (0.10, 78, 0.5),
-    "chat": (0.06, 57, 0.7),
-    "dialogue": (0.045, 130, 0.7),
-    "prose": (0.035, 350, 0.6),
+    "recall": (0.12, 810, 4.0),
+    "recall_short": (0.06, 200, 3.0),
+    "echo": (0.03, 110, 1.0),
+    "tools": (0.08, 660, 2.0),
+    "agents": (0.47, 786, 2.5),
+    "json": (0.08, 168, 1.5),
+    "sums": (0.07, 78, 0.5),
+    "chat": (0.04, 57, 0.7),
+    "dialogue": (0.03, 130, 0.8),
+    "prose": (0.02, 350, 0.6),
 }
 
 
@@ -53,11 +57,13 @@ class Document:
     """A conversation or a piece of prose, and how much each learned token of it counts.
 
     `from_corpus`: it will be seen many times, so it is trained with dropout; and the user's words are learned as well.
+    `given`: the assistant's first turns, which are not learned.
     """
 
     text: str
     weight: float
     from_corpus: bool
+    given: int = 0
 
 
 @dataclass(frozen=True)
@@ -87,6 +93,8 @@ class Source:
             "recall_short": self._recall_short,
             "echo": self._echo,
             "tools": self._tools,
+            "agents": lambda: self._agents("agents", Maker(self.rng).draw),
+            "json": lambda: self._agents("json", Maker(self.rng).shaped),
             "sums": self._sums,
             "chat": self._chat,
             "dialogue": self._dialogue,
@@ -171,6 +179,14 @@ class Source:
         answer = {"role": "assistant", "content": item.target, "reasoning_content": "I call the tools for that."}
         return _conversation("tools", [*(dict(m) for m in item.messages), answer], thinking, item.tools)
 
+    def _agents(self, kind: str, make: Callable[[], ToolConversation]) -> Document:
+        talk = make()
+        while split_of(agent_identity(talk)) != "train":
+            talk = make()
+        thinking = self.rng.random() < 0.12
+        turns = [_with_thought(turn, i, talk.messages) for i, turn in enumerate(talk.messages)]
+        return _conversation(kind, turns, thinking, talk.tools, talk.response_format, talk.given)
+
     def _chat(self) -> Document:
         turns: list[Turn] = []
         thinking = self.rng.random() < 0.3
@@ -207,13 +223,27 @@ class Source:
         )
 
 
+def _with_thought(turn: Turn, place: int, turns: list[Turn]) -> Turn:
+    """The turn with what the assistant thinks before it, which the template shows where it thinks."""
+    if turn["role"] != "assistant":
+        return turn
+    has_result = turns[place - 1]["role"] == "tool"
+    thought = "I have the result." if has_result else "No tool is needed."
+    return turn | {"reasoning_content": "I call the tools for that." if turn.get("tool_calls") else thought}
+
+
 def _conversation(
-    kind: str, turns: list[Turn], thinking: bool, tools: tuple[Mapping[str, object], ...] = ()
+    kind: str,
+    turns: list[Turn],
+    thinking: bool,
+    tools: tuple[Mapping[str, object], ...] = (),
+    response_format: Mapping[str, object] | None = None,
+    given: int = 0,
 ) -> Document:
     text = builtin("deepseek-v32").encode(
-        turns, tools=list(tools) or None, thinking=thinking, add_generation_prompt=True
+        turns, list(tools) or None, thinking=thinking, add_generation_prompt=True, response_format=response_format
     )
-    return Document(text, MIX[kind][2], from_corpus=kind == "dialogue")
+    return Document(text, MIX[kind][2], kind == "dialogue", given)
 
 
 def _said(text: str) -> Turn:
@@ -223,7 +253,11 @@ def _said(text: str) -> Turn:
 def prompt_of(item: Item) -> str:
     """The text before an item's target, begin-of-sentence token included."""
     return builtin("deepseek-v32").encode(
-        item.messages, tools=list(item.tools) or None, thinking=item.thinking, add_generation_prompt=True
+        item.messages,
+        list(item.tools) or None,
+        thinking=item.thinking,
+        add_generation_prompt=True,
+        response_format=item.response_format,
     )
 
 
@@ -239,12 +273,13 @@ class Packer:
         ids = self.tokenizer.encode(document.text, add_special_tokens=False).ids
         if document.from_corpus:
             return ids, [0.0] + [document.weight] * (len(ids) - 1)
-        weight, speaking = [], False
+        weight, speaking, turns = [], False, 0
+        marks = (self.marks[THINK], self.marks[END_THINK])
         for previous, token in zip([-1, *ids], ids, strict=False):
-            weight.append(document.weight if speaking else 0.0)
+            weight.append(document.weight if speaking and turns >= document.given else 0.0)
             if token == self.marks[EOS]:
-                speaking = False
-            elif previous == self.marks[ASSISTANT]:  # the mark after it opens or closes the thinking
+                speaking, turns = False, turns + 1
+            elif token in marks and (previous == self.marks[ASSISTANT] or turns):  # after a question, or after results
                 speaking = True
         return ids, weight
 
@@ -258,6 +293,8 @@ class Packer:
         while misses < 12:
             drawn = source.draw()
             ids, loss = self.encode(drawn)
+            if len(ids) > self.length:
+                continue
             row = next((r for r in range(rows) if used[r] + len(ids) <= self.length), None)
             if row is None:
                 misses += 1

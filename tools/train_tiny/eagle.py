@@ -35,14 +35,14 @@ from thalweg.engine.local import LocalEngine
 from tools.train_tiny.checkpoint import load_model
 from tools.train_tiny.data import Rows, prompt_of, stream_rows
 from tools.train_tiny.model import RMSNorm, TinyModel, rotate_halves
-from tools.train_tiny.shape import Shape
+from tools.train_tiny.shape import Shape, read_shape
 from tools.train_tiny.tokenizer import EOS
 
 WATCHED = (1, 2, 3)  # layers whose output the head reads
-HEADS, KV_HEADS, WIDTH, INNER, THETA = 8, 2, 32, 384, 10000.0
+HEADS, KV_HEADS, WIDTH, INNER, THETA = 8, 4, 32, 384, 10000.0
 DECAY = 0.8  # of the weight of each further step
 COUNTED = 24  # batches by which the frequent tokens are found
-TASKS = ("sums", "recall", "tools", "dialogue")
+TASKS = ("sums", "recall", "tools", "agents", "dialogue")
 TREE = TreeShape(branching=4, max_depth=5, num_drafts=15)
 
 
@@ -172,7 +172,9 @@ class Teacher:
     """The target, frozen. Of packed rows it says what a head is made of and what it should learn."""
 
     def __init__(self, plan: Plan) -> None:
-        self.model: TinyModel = load_model(plan.target, Shape()).to(plan.device).eval().requires_grad_(False)
+        self.model: TinyModel = (
+            load_model(plan.target, read_shape(plan.target)).to(plan.device).eval().requires_grad_(False)
+        )
         self.plan = plan
 
     @torch.no_grad()
@@ -269,7 +271,7 @@ def train(plan: Plan, tokenizer: Tokenizer) -> Head:
 
 def save(head: Head, plan: Plan) -> None:
     """The head in the published format."""
-    shape = Shape()
+    shape = read_shape(plan.target)
     config = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
@@ -334,8 +336,8 @@ def main() -> None:
     parser.add_argument(
         "--minutes", type=float, default=3.0, help="training time, what is measured not counted; 0: none"
     )
-    parser.add_argument("--rows", type=int, default=32, help="rows a step")
-    parser.add_argument("--length", type=int, default=1024, help="tokens of a row")
+    parser.add_argument("--rows", type=int, default=21, help="rows a step")
+    parser.add_argument("--length", type=int, default=1536, help="tokens of a row")
     parser.add_argument("--workers", type=int, default=12, help="processes that make training documents")
     parser.add_argument("--rate", type=float, default=2e-3, help="peak learning rate")
     parser.add_argument("--steps", type=int, default=4, help="drafts that training unrolls")

@@ -11,8 +11,10 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,10 +26,11 @@ from thalweg.bench.tasks import Item, make_items
 from tools.train_tiny.checkpoint import load_model
 from tools.train_tiny.data import prompt_of
 from tools.train_tiny.model import Attention, TinyModel
-from tools.train_tiny.shape import Shape
+from tools.train_tiny.shape import read_shape
 from tools.train_tiny.tokenizer import EOS
 
-_TOKENS_PER_BATCH = 65536
+TASKS = ("sums", "recall", "tools", "agents")
+_TOKENS_PER_BATCH = 32768
 _GENERATED = 64
 
 
@@ -175,25 +178,41 @@ def measure_greedy(
     return hits, tries, texts
 
 
-def evaluate(model: TinyModel, tokenizer: Tokenizer, count: int, device: torch.device) -> dict[str, dict[str, float]]:
-    """All results, `count` held-out items a task; dialogue's acceptance is on the model's own greedy text."""
+def evaluate(
+    model: TinyModel, tokenizer: Tokenizer, count: int, device: torch.device, seconds: float = math.inf
+) -> dict[str, dict[str, float]]:
+    """All results, `count` held-out items a task; dialogue's acceptance is on the model's own greedy text.
+
+    seconds: a task does not begin after so many, and is then missing.
+    """
     model = model.to(device).eval()
-    results = {
-        task: measure(model, tokenizer, make_items(task, "held_out", count), "sparse", device).row()
-        for task in ("sums", "recall", "tools")
-    }
-    recall = make_items("recall", "held_out", count)
-    results["recall, dense attention"] = measure(model, tokenizer, recall, "dense", device).row()
-    results["recall, random choice"] = measure(model, tokenizer, recall, "random", device).row()
+    began = time.monotonic()
+    steps: dict[str, Callable[[], dict[str, float]]] = {}
+    for task in TASKS:
+        items = partial(make_items, task, "held_out", count)
+        steps[task] = lambda items=items: measure(model, tokenizer, items(), "sparse", device).row()
+    recall = partial(make_items, "recall", "held_out", count)
+    steps["recall, dense attention"] = lambda: measure(model, tokenizer, recall(), "dense", device).row()
+    steps["recall, random choice"] = lambda: measure(model, tokenizer, recall(), "random", device).row()
+    steps["dialogue"] = lambda: _dialogue(model, tokenizer, count, device)
+    results: dict[str, dict[str, float]] = {}
+    for name, step in steps.items():
+        if time.monotonic() - began > seconds:
+            print(f"no time for {name}: python -m tools.train_tiny.evaluate measures it later", flush=True)
+        else:
+            results[name] = step()
+    return results
+
+
+def _dialogue(model: TinyModel, tokenizer: Tokenizer, count: int, device: torch.device) -> dict[str, float]:
     dialogues = make_items("dialogue", "held_out", count)
     row = measure(model, tokenizer, dialogues, "sparse", device).row()
     accepted, drafted, texts = measure_greedy(model, tokenizer, dialogues, device)
     row["nextn_acceptance"] = accepted / max(1, drafted)
     row["nextn_low"], row["nextn_high"] = wilson(accepted, drafted)
-    results["dialogue"] = row
     for text in texts:
         print(json.dumps(text, ensure_ascii=False))
-    return results
+    return row
 
 
 def table(results: dict[str, dict[str, float]]) -> str:
@@ -213,14 +232,17 @@ def table(results: dict[str, dict[str, float]]) -> str:
 
 
 def main() -> None:
-    """Evaluate a checkpoint folder and print the table."""
+    """Evaluate a checkpoint folder, write its `results.json` and print the table."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--items", type=int, default=1000)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
     tokenizer = Tokenizer.from_file(str(options.folder / "tokenizer.json"))
-    print(table(evaluate(load_model(options.folder, Shape()), tokenizer, options.items, torch.device(options.device))))
+    model = load_model(options.folder, read_shape(options.folder))
+    results = evaluate(model, tokenizer, options.items, torch.device(options.device))
+    (options.folder / "results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    print(table(results))
 
 
 if __name__ == "__main__":

@@ -140,10 +140,9 @@ class Indexer(nn.Module):
 
     def score(self, q_BTHD: Tensor, k_BSD: Tensor, w_BTH: Tensor) -> Tensor:
         """fp32 [B, T, S]: sum over heads of w · relu(q · k)."""
-        total = torch.zeros((), device=q_BTHD.device)
-        for head in range(self.heads):
-            total = total + F.relu(q_BTHD[:, :, head] @ k_BSD.mT).float() * w_BTH[:, :, head, None]
-        return total
+        with torch.autocast(q_BTHD.device.type, enabled=False):  # sums in bf16 would tie
+            products = F.relu(q_BTHD.flatten(1, 2) @ k_BSD.mT).unflatten(1, q_BTHD.shape[1:3])
+            return (w_BTH[:, :, None] @ products.float())[:, :, 0]
 
 
 class SparseAttention(nn.Module):

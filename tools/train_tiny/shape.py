@@ -31,7 +31,7 @@ class Shape:
     n_group: int = 4
     topk_group: int = 2
     routed_scaling_factor: float = 2.5
-    index_n_heads: int = 4
+    index_n_heads: int = 16
     index_head_dim: int = 64
     index_topk: int = 64
     max_position_embeddings: int = 4096
@@ -90,6 +90,14 @@ class Shape:
             "torch_dtype": "bfloat16",
             "use_cache": True,
         }
+
+
+def read_shape(folder: Path) -> Shape:
+    """The shape of a checkpoint, from its `config.json`."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    own = {name: config[name] for name in Shape.__dataclass_fields__ if name in config}
+    yarn = config["rope_scaling"]
+    return Shape(**own, yarn_factor=yarn["factor"], yarn_original_positions=yarn["original_max_position_embeddings"])
 
 
 def save_config(shape: Shape, folder: Path) -> None:

@@ -33,11 +33,12 @@ from tools.train_tiny.model import Attention, TinyModel
 from tools.train_tiny.shape import Shape
 from tools.train_tiny.tokenizer import save_tokenizer, train_tokenizer
 
-LENGTH = 1024
+LENGTH = 1536  # the longest conversations have 1,500 tokens
 SPARSE_FROM, QUANTIZED_FROM = 0.4, 0.75  # share of the time
 DROPOUT_ON_CORPUS = 0.3
 INDEXER_ROWS = 64
 BIAS_STEP = 1e-3
+_STARTED = time.monotonic()
 
 
 @dataclass(frozen=True)
@@ -52,10 +53,18 @@ class Plan:
     rate: float
     device: torch.device
     compiled: bool
+    length: int
     init: Path | None
     start: float
     items: int
+    reserve: float
+    save_every: float
     seed: int
+
+    @property
+    def until(self) -> float:
+        """The end of training, by the monotonic clock."""
+        return _STARTED + 60 * self.minutes - self.reserve
 
 
 def tokenizer_texts(sections: list[Section]) -> Iterator[str]:
@@ -65,7 +74,7 @@ def tokenizer_texts(sections: list[Section]) -> Iterator[str]:
         yield section.text
     for run in source.runs:
         yield "\n".join(run)
-    for kind in ("sums", "recall", "tools", "chat"):
+    for kind in ("sums", "recall", "tools", "chat", "agents", "json"):
         for _ in range(600):
             # most of a tool prompt is the same each time: a few whole ones are enough
             yield source.draw(kind).text.split("<functions>")[-1]
@@ -172,12 +181,16 @@ def train(plan: Plan, tokenizer: Tokenizer) -> TinyModel:
             layer.compile()
     optimizer, stream = (
         optimizer_for(model, plan),
-        stream_rows(plan.corpus, tokenizer, LENGTH, plan.rows, plan.workers, plan.seed * 1000),
+        stream_rows(plan.corpus, tokenizer, plan.length, plan.rows, plan.workers, plan.seed * 1000),
     )
-    rows, step, began, logged = next(stream), 0, time.monotonic(), time.monotonic()
+    rows, step, began = next(stream), 0, time.monotonic()
+    logged = saved = began
+    seconds = max(1.0, plan.until - began)
+    print(f"{began - _STARTED:.0f} s for the start, {seconds:.0f} s for training", flush=True)
     while True:
-        share = plan.start + (1 - plan.start) * (time.monotonic() - began) / (60 * plan.minutes)
+        share = plan.start + (1 - plan.start) * (time.monotonic() - began) / seconds
         if share >= 1:
+            print(f"{step} steps, {step * rows.tokens.size / 1e6:.0f} M tokens", flush=True)
             return model
         model.set_quantize(share >= QUANTIZED_FROM)
         for group in optimizer.param_groups:
@@ -190,6 +203,10 @@ def train(plan: Plan, tokenizer: Tokenizer) -> TinyModel:
         balance(model, loads)
         rows = next(stream)
         step += 1
+        if time.monotonic() - saved > plan.save_every:
+            save_model(model, plan.out)  # until it is trained, not fit for FP8 yet
+            save_master(model, plan.out)
+            saved = time.monotonic()
         if step <= 3 or step % 100 == 0:
             now = time.monotonic()
             print(
@@ -202,24 +219,26 @@ def train(plan: Plan, tokenizer: Tokenizer) -> TinyModel:
 
 def resume(plan: Plan) -> TinyModel:
     """A fresh model, or the one whose full-precision weights a former run left."""
-    if plan.init is None:
-        return TinyModel(Shape())
     model = TinyModel(Shape())
+    if plan.init is None:
+        return model
     parts = sorted(plan.init.glob("master-*.safetensors"))
     model.load_state_dict({name: tensor.float() for part in parts for name, tensor in load_file(part).items()})
     return model
 
 
 def save_master(model: TinyModel, folder: Path) -> None:
-    """Full-precision weights, to go on training, in three files."""
-    state = {name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items()}
-    names, size, part = list(state), sum(tensor.numel() for tensor in state.values()), 0
-    groups: list[dict[str, Tensor]] = [{} for _ in range(3)]
-    for name in names:
-        groups[min(2, part * 3 // size)][name] = state[name]
-        part += state[name].numel()
+    """Weights to go on training from, in bf16: two files of at most 16 MB."""
+    state = {name: tensor.detach().to("cpu", torch.bfloat16, copy=True) for name, tensor in model.state_dict().items()}
+    half, part = sum(tensor.numel() for tensor in state.values()) // 2, 0
+    groups: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
+    for name, tensor in state.items():
+        groups[part > half][name] = tensor
+        part += tensor.numel()
     for number, group in enumerate(groups):
-        save_file(group, folder / f"master-{number}.safetensors")
+        path = folder / f"master-{number}.safetensors"
+        save_file(group, path.with_suffix(".part"))
+        path.with_suffix(".part").replace(path)  # whole, whenever the process is ended
 
 
 def main() -> None:
@@ -229,13 +248,16 @@ def main() -> None:
     parser.add_argument(
         "--out", type=Path, required=True, help="folder of the checkpoint; a tokenizer found there is kept"
     )
-    parser.add_argument("--minutes", type=float, default=8.7, help="training time, evaluation not counted")
-    parser.add_argument("--rows", type=int, default=32, help="rows of 1024 tokens a step")
+    parser.add_argument("--minutes", type=float, default=8.7, help="time for all, from the start to the evaluation")
+    parser.add_argument("--rows", type=int, default=21, help="rows of tokens a step")
+    parser.add_argument("--length", type=int, default=LENGTH, help="tokens of a row; longer documents are left out")
     parser.add_argument("--workers", type=int, default=12, help="processes that make training documents")
     parser.add_argument("--rate", type=float, default=2e-3, help="peak learning rate")
     parser.add_argument("--init", type=Path, help="folder with master-*.safetensors of a former run to go on from")
     parser.add_argument("--start", type=float, default=0.0, help="share of the course to begin at (with --init)")
     parser.add_argument("--items", type=int, default=1024, help="held-out items a task")
+    parser.add_argument("--reserve", type=float, default=40.0, help="seconds of it for export and evaluation")
+    parser.add_argument("--save-every", type=float, default=90.0, help="seconds between saves of the master weights")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--compile", action="store_true", help="compile the layers")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -246,7 +268,8 @@ def main() -> None:
     model = train(plan, tokenizer)
     save_model(model, plan.out)
     save_master(model, plan.out)
-    results = evaluate(load_model(plan.out, Shape()), tokenizer, plan.items, plan.device)
+    left = _STARTED + 60 * plan.minutes - time.monotonic()
+    results = evaluate(load_model(plan.out, Shape()), tokenizer, plan.items, plan.device, left)
     (plan.out / "results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     print(table(results))
 

@@ -12,8 +12,10 @@ from torch import Tensor
 from thalweg.kernels.experts import ext
 from thalweg.kernels.experts import triton as own
 from thalweg.kernels.experts.triton import ExpertWeights
-from thalweg.kernels.norm.triton import LazyNorm, rows_of
+from thalweg.kernels.norm.triton import Rows, rows_of
 from thalweg.kernels.router.triton import RouterOutput
+from thalweg.kernels.weight_only import triton as weight_only
+from thalweg.kernels.weight_only.triton import CodedExperts
 
 MOST_TOKENS = 16384  # at a time: the activations between the products take 0.4 MB a token of V3
 
@@ -30,9 +32,12 @@ def runner(backend: str, deterministic: bool = False) -> RunExperts:
     return partial(_in_pieces, partial(own.run_experts, deterministic=True) if deterministic else RUNNERS[backend])
 
 
-def _by_size(
-    out_TH: Tensor, x: Tensor | LazyNorm, routed: RouterOutput, weights: ExpertWeights, accumulate: bool = True
-) -> None:
+def coded_runner(deterministic: bool = False) -> RunExperts:
+    """The runner of `weight_only.triton.CodedExperts`, which has one backend."""
+    return partial(_in_pieces, partial(weight_only.run_experts, deterministic=deterministic))
+
+
+def _by_size(out_TH: Tensor, x: Rows, routed: RouterOutput, weights: ExpertWeights, accumulate: bool = True) -> None:
     # in bf16 DeepGEMM's products are a fifth faster, which gathering and SiLU as kernels of their own take away again
     grouped = weights.fp8 and len(x) >= ext.MIN_TOKENS
     (ext.run_experts if grouped else own.run_experts)(out_TH, x, routed, weights, accumulate)
@@ -46,7 +51,7 @@ RUNNERS: dict[str, RunExperts] = {
 
 
 def _in_pieces(
-    run: RunExperts, out_TH: Tensor, x: Tensor | LazyNorm, routed: RouterOutput, weights: ExpertWeights,
+    run: RunExperts, out_TH: Tensor, x: Rows, routed: RouterOutput, weights: ExpertWeights | CodedExperts,
     accumulate: bool = True,
 ) -> None:  # fmt: skip
     """MOST_TOKENS at a time."""

@@ -20,7 +20,7 @@ from thalweg.kernels.experts.case import Shape, run_kernels, small_case
 from thalweg.kernels.experts.triton import ExpertWeights
 from thalweg.kernels.gemm.deep_gemm import library
 from thalweg.kernels.moe_align.triton import combine, gather, sort
-from thalweg.kernels.norm.triton import LazyNorm, rows_of
+from thalweg.kernels.norm.triton import Rows, rows_of
 from thalweg.kernels.quantize.triton import quantize
 from thalweg.kernels.router.triton import RouterOutput
 from thalweg.kernels.silu_mul.triton import silu_mul, silu_mul_quantize
@@ -42,9 +42,7 @@ def check(device: torch.device, case: CheckCase) -> None:
     check_results("DeepGEMM", INSTEAD, lambda: run_kernels(backend="deep_gemm", **inputs), small.exact, 0.05)
 
 
-def run_experts(
-    out_TH: Tensor, x: Tensor | LazyNorm, routed: RouterOutput, weights: ExpertWeights, accumulate: bool = True
-) -> None:
+def run_experts(out_TH: Tensor, x: Rows, routed: RouterOutput, weights: ExpertWeights, accumulate: bool = True) -> None:
     """As `triton.run_experts`."""
     x_TH = rows_of(x)
     rows, scales = x_TH, None

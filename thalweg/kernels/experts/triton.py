@@ -39,7 +39,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from thalweg.kernels.experts.tma import down_by_tma, up_by_tma
 from thalweg.kernels.launch import has_tma, launch_config
 from thalweg.kernels.moe_align.triton import combine, sort
-from thalweg.kernels.norm.triton import LazyNorm, deferred_norm, rows_of
+from thalweg.kernels.norm.triton import LazyNorm, Rows, deferred_norm, rows_of
 from thalweg.kernels.pdl import pdl_launch, pdl_wait
 from thalweg.kernels.quantize.triton import encode, quantize, scales_like
 from thalweg.kernels.router.triton import RouterOutput
@@ -142,7 +142,7 @@ def plan_of(tokens: int, topk: int, weights: ExpertWeights, deterministic: bool)
 
 def run_experts(
     out_TH: Tensor,
-    x: Tensor | LazyNorm,
+    x: Rows,
     routed: RouterOutput,
     weights: ExpertWeights,
     accumulate: bool = True,
@@ -182,7 +182,7 @@ def coverage(ids_TK: Tensor, experts: int) -> Tensor:
 
 
 def _pairs(
-    out_TH: Tensor, x: Tensor | LazyNorm, routed: RouterOutput, weights: ExpertWeights, tiles: ExpertTiles,
+    out_TH: Tensor, x: Rows, routed: RouterOutput, weights: ExpertWeights, tiles: ExpertTiles,
     accumulate: bool,
 ) -> None:  # fmt: skip
     x_TH, norm_H, eps = deferred_norm(x)

@@ -21,7 +21,7 @@ from thalweg.kernels.check import check_results
 from thalweg.kernels.gemm import cublas, deep_gemm, ref
 from thalweg.kernels.gemm import triton as own
 from thalweg.kernels.gemm.epilogue import PLAIN, Epilogue
-from thalweg.kernels.norm.triton import LazyNorm, codes_of, rows_of
+from thalweg.kernels.norm.triton import Rows, codes_of, rows_of
 from thalweg.kernels.tuned import TUNED
 
 FEW = 8  # rows up to which the own kernel is faster than DeepGEMM with its launch for the codes (H100)
@@ -42,30 +42,30 @@ def product(backend: str, deterministic: bool = False) -> Fp8Product:
     return _batch_invariant if deterministic else PRODUCTS[backend]
 
 
-def _batch_invariant(x: Tensor | LazyNorm, w_NK: Tensor, scale_BB: Tensor, epilogue: Epilogue = PLAIN) -> Tensor:
+def _batch_invariant(x: Rows, w_NK: Tensor, scale_BB: Tensor, epilogue: Epilogue = PLAIN) -> Tensor:
     return batch_invariant_gemm.linear_fp8(rows_of(x), w_NK, scale_BB, epilogue)
 
 
-def _triton(x: Tensor | LazyNorm, w_NK: Tensor, scale_BB: Tensor, epilogue: Epilogue = PLAIN) -> Tensor:
+def _triton(x: Rows, w_NK: Tensor, scale_BB: Tensor, epilogue: Epilogue = PLAIN) -> Tensor:
     if len(x) <= own.ROWS_FP8:
         return own.linear_fp8(x, w_NK, scale_BB, epilogue)
     return epilogue.finish(own.matmul_fp8(*codes_of(x), w_NK, scale_BB, _room(x, w_NK, epilogue)))
 
 
-def _deep_gemm(x: Tensor | LazyNorm, w_NK: Tensor, scale_BB: Tensor, epilogue: Epilogue = PLAIN) -> Tensor:
+def _deep_gemm(x: Rows, w_NK: Tensor, scale_BB: Tensor, epilogue: Epilogue = PLAIN) -> Tensor:
     y = _room(x, w_NK, epilogue)
     deep_gemm.library().fp8_gemm_nt(codes_of(x), (w_NK, scale_BB), y)
     return epilogue.finish(y)
 
 
-def _room(x: Tensor | LazyNorm, w_NK: Tensor, epilogue: Epilogue) -> Tensor:
+def _room(x: Rows, w_NK: Tensor, epilogue: Epilogue) -> Tensor:
     """The tensor for a library's result, which adds no residual."""
     if epilogue.out_MN is not None:
         return epilogue.out_MN
     return torch.empty(len(x), len(w_NK), dtype=torch.bfloat16, device=w_NK.device)
 
 
-def _cublas(x: Tensor | LazyNorm, w_NK: Tensor, scale_BB: Tensor, epilogue: Epilogue = PLAIN) -> Tensor:
+def _cublas(x: Rows, w_NK: Tensor, scale_BB: Tensor, epilogue: Epilogue = PLAIN) -> Tensor:
     rows, inner = len(x), w_NK.shape[1]
     if not cublas.serves(rows, inner):
         return _triton(x, w_NK, scale_BB, epilogue)
@@ -74,7 +74,7 @@ def _cublas(x: Tensor | LazyNorm, w_NK: Tensor, scale_BB: Tensor, epilogue: Epil
     return epilogue.finish(cublas.matmul(*codes_of(x), w_NK, scale_BB)[:rows])
 
 
-def _by_size(x: Tensor | LazyNorm, w_NK: Tensor, scale_BB: Tensor, epilogue: Epilogue = PLAIN) -> Tensor:
+def _by_size(x: Rows, w_NK: Tensor, scale_BB: Tensor, epilogue: Epilogue = PLAIN) -> Tensor:
     rows, (outputs, inner) = len(x), w_NK.shape
     if rows <= TUNED.lookup("fp8_rows", (outputs, inner), FEW):
         return _triton(x, w_NK, scale_BB, epilogue)

@@ -26,7 +26,7 @@ from triton.language import constexpr
 
 from thalweg.kernels.gemm.epilogue import PLAIN, Epilogue
 from thalweg.kernels.launch import launch_config
-from thalweg.kernels.norm.triton import LazyNorm, deferred_norm, rows_of
+from thalweg.kernels.norm.triton import LazyNorm, Rows, deferred_norm, rows_of
 from thalweg.kernels.pdl import pdl_launch, pdl_wait
 from thalweg.kernels.silu_mul.triton import gated
 from thalweg.kernels.tuned import TUNED
@@ -216,7 +216,7 @@ def is_faster(m: int, n: int, k: int) -> bool:
     return gemv_tile(m, n, k, 2) is not None or m <= 32 and n >= 4 * MANY and k % GROUP == 0
 
 
-def linear(x: Tensor | LazyNorm, w_NK: Tensor, epilogue: Epilogue = PLAIN) -> Tensor:
+def linear(x: Rows, w_NK: Tensor, epilogue: Epilogue = PLAIN) -> Tensor:
     """y [M, N], M ≤ 64. x, w: bf16, K a multiple of 128."""
     x, tile = _tiled(x, w_NK)
     if tile is not None:
@@ -232,7 +232,7 @@ def linear(x: Tensor | LazyNorm, w_NK: Tensor, epilogue: Epilogue = PLAIN) -> Te
     return y
 
 
-def _tiled(x: Tensor | LazyNorm, w_NK: Tensor) -> tuple[Tensor | LazyNorm, GemvTile | None]:
+def _tiled(x: Rows, w_NK: Tensor) -> tuple[Rows, GemvTile | None]:
     """x and its tile. A norm is computed first where each of many programs, or of many rows, would compute it."""
     n, k = w_NK.shape
     x = rows_of(x) if n >= MANY or len(x) > NORMED else x
@@ -244,7 +244,7 @@ def can_fuse_swiglu(m: int, n: int, k: int) -> bool:
     return gemv_tile(m, n, k, 2) is not None
 
 
-def swiglu(x: Tensor | LazyNorm, w_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
+def swiglu(x: Rows, w_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
     """silu(gate) · up [M, N / 2] of x Wᵀ (+ b), whose first N / 2 columns are the gates, in one launch. Where
     `can_fuse_swiglu`.
     """
@@ -253,7 +253,7 @@ def swiglu(x: Tensor | LazyNorm, w_NK: Tensor, bias_N: Tensor | None = None) -> 
     return gemv(x, w_NK, tile, epilogue=Epilogue(bias_N), swiglu=True)
 
 
-def linear_fp8(x: Tensor | LazyNorm, w_NK: Tensor, scale_BB: Tensor, epilogue: Epilogue = PLAIN) -> Tensor:
+def linear_fp8(x: Rows, w_NK: Tensor, scale_BB: Tensor, epilogue: Epilogue = PLAIN) -> Tensor:
     """y [M, N] bf16, M ≤ 32. w: e4m3 [N, K], K a multiple of 128, scale float32 [ceil(N / 128), K / 128]."""
     x, tile = _tiled(x, w_NK)
     if tile is None:
@@ -265,7 +265,7 @@ def linear_fp8(x: Tensor | LazyNorm, w_NK: Tensor, scale_BB: Tensor, epilogue: E
 
 
 def gemv(
-    x: Tensor | LazyNorm,
+    x: Rows,
     w_NK: Tensor,
     tile: GemvTile,
     scale_BB: Tensor | None = None,

@@ -65,21 +65,41 @@ class LazyNorm:
         return rms_norm_quantize(self.x_TH, self.weight_H, self.eps)
 
 
-def rows_of(x: Tensor | LazyNorm) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class ReadyNorm:
+    """RMSNorm of rows that another kernel has computed with its own result."""
+
+    rows_TH: Tensor
+    quantized: tuple[Tensor, Tensor] | None = None  # see `quantize`
+
+    def __len__(self) -> int:
+        return len(self.rows_TH)
+
+    def rows(self) -> Tensor:
+        return self.rows_TH
+
+    def codes(self) -> tuple[Tensor, Tensor]:
+        return quantize(self.rows_TH) if self.quantized is None else self.quantized
+
+
+Rows = Tensor | LazyNorm | ReadyNorm
+
+
+def rows_of(x: Rows) -> Tensor:
     """The rows, computed if they have not been."""
-    return x.rows() if isinstance(x, LazyNorm) else x
+    return x if isinstance(x, Tensor) else x.rows()
 
 
-def codes_of(x: Tensor | LazyNorm) -> tuple[Tensor, Tensor]:
+def codes_of(x: Rows) -> tuple[Tensor, Tensor]:
     """The rows in e4m3 with their scales; see `quantize`."""
-    return x.codes() if isinstance(x, LazyNorm) else quantize(x)
+    return quantize(x) if isinstance(x, Tensor) else x.codes()
 
 
-def deferred_norm(x: Tensor | LazyNorm) -> tuple[Tensor, Tensor | None, float]:
+def deferred_norm(x: Rows) -> tuple[Tensor, Tensor | None, float]:
     """The arguments of a kernel that computes the norm itself: rows, and weight and eps of the norm. The weight is None
     where the rows are final.
     """
-    return (x.x_TH, x.weight_H, x.eps) if isinstance(x, LazyNorm) else (x, None, 0.0)
+    return (x.x_TH, x.weight_H, x.eps) if isinstance(x, LazyNorm) else (rows_of(x), None, 0.0)
 
 
 def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:

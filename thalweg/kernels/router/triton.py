@@ -20,7 +20,7 @@ from torch import Tensor
 from triton.language import constexpr
 
 from thalweg.kernels.launch import launch_config
-from thalweg.kernels.norm.triton import LazyNorm, deferred_norm, rows_of
+from thalweg.kernels.norm.triton import Rows, deferred_norm, rows_of
 from thalweg.kernels.pdl import pdl_launch, pdl_wait
 from thalweg.kernels.quantize.triton import GROUP, encode, quantize, scales_like
 from thalweg.kernels.router.ref import RouterConfig
@@ -62,7 +62,7 @@ def tiles(tokens: int, experts: int, hidden: int, deterministic: bool) -> tuple[
 
 
 def route(
-    x: Tensor | LazyNorm,
+    x: Rows,
     weight_EH: Tensor,
     bias_E: Tensor | None,
     config: RouterConfig,
@@ -94,7 +94,7 @@ def route(
 
 
 def _score(
-    x: Tensor | LazyNorm, weight_EH: Tensor, with_codes: bool, deterministic: bool
+    x: Rows, weight_EH: Tensor, with_codes: bool, deterministic: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Partial logits float32 [splits, T, E], and x in e4m3 with its scales if asked for."""
     few = len(x) <= FEW and not deterministic

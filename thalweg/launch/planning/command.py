@@ -84,7 +84,7 @@ def main(argv: Sequence[str], notify: Callable[[str], None], check: Check) -> in
     CheckpointError.
     """
     parser = _parser()
-    parsed = parse_options(parser, argv)
+    parsed = parse_options(parser, argv, needs_model=True)
     for notice in parsed.notices:
         notify(notice)
     asked = parsed.args

@@ -12,7 +12,7 @@ from thalweg.core.sampling import MAX_EOS_IDS, MAX_LOGIT_BIAS, MAX_STOP_IDS
 from thalweg.launch.planning.layouts import ONE, ParallelLayout
 from thalweg.launch.planning.weights import PlannedModel
 from thalweg.launch.resolved import Resolved
-from thalweg.quant.catalog import quantized
+from thalweg.quant.catalog import scheme_of_experts
 
 RESERVE = 1 << 30  # as start-up keeps
 
@@ -133,7 +133,8 @@ def _activations(facts: ModelFacts, tokens: int, cut: int) -> float:
     if facts.moe is None:
         return dense
     inner, choices = facts.moe.intermediate / cut, tokens * (facts.moe.topk + facts.moe.shared)
-    if quantized(facts.quantization_config) is not None and tokens >= GROUPED:
+    experts = scheme_of_experts(facts.quantization_config, facts.layers)
+    if experts is not None and experts.operation == "fp8_gemm" and tokens >= GROUPED:
         # inputs as codes and sums in float32 of all tokens; of each choice codes, gates and values, codes of their
         # product, and the result
         scales = 4 * (facts.hidden + inner) / 128

@@ -25,7 +25,7 @@ from thalweg.layers.reference import ReferenceLayers
 from thalweg.memory.planes import PlaneSpec
 from thalweg.models import catalog
 from thalweg.models.stages import PipelineStage
-from thalweg.parallel.layout import Layout
+from thalweg.parallel.layout import ExpertLayout, Layout
 from thalweg.quant.catalog import Declared
 from thalweg.quant.scheme import Quantized, Take
 from thalweg.weights.table import WeightRule, table_of, unchanged
@@ -50,10 +50,12 @@ class FirstRank:
     def __init__(self, size: int) -> None:
         self.size = size
 
-    def _unused(self, x: Tensor) -> Tensor:
+    sum_and_norm = None
+
+    def _unused(self, *tensors: Any) -> Any:
         raise AssertionError("a model on the meta device computes nothing")
 
-    all_reduce = all_gather = reduce_scatter = _unused
+    add_ = all_reduce = all_gather = reduce_scatter = all_to_all = transfer = _unused
 
 
 class WeightGroup(NamedTuple):
@@ -119,12 +121,13 @@ class PlannedModel:
         dtype: str = "bfloat16",
         is_reference: bool = False,
         kernels: KernelConfig | None = None,
+        redundant: int = 0,
     ) -> None:
         """dtype: of weights that are not quantized. is_reference: plain torch computes, with all weights
         dequantized.
         """
         self.facts, self.dtype, self.kernels = facts, DTYPES[dtype], kernels or KernelConfig()
-        self.is_reference = is_reference
+        self.is_reference, self.experts = is_reference, ExpertLayout(redundant)
         self.schemes = Declared({} if is_reference else facts.quantization_config)
         self._by_layout: dict[ParallelLayout, RankModel] = {}
 
@@ -137,7 +140,8 @@ class PlannedModel:
 
     def factory(self, layout: ParallelLayout = ONE) -> ReferenceLayers:
         attention, dp = FirstRank(layout.attention), FirstRank(layout.dp)
-        axes = Layout(attention, dp, attention, FirstRank(layout.ep), FirstRank(layout.tp // layout.ep))
+        experts = FirstRank(layout.ep), FirstRank(layout.tp // layout.ep)
+        axes = Layout(attention, dp, attention, *experts, experts=self.experts)
         published = catalog.published_dtype(self.facts)
         return ReferenceLayers(self.dtype, META, self.kernels, axes if layout.tp > 1 else Layout(), published)
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from thalweg.server.logprobs import ChatLogprob
 from thalweg.server.protocol import RefusedFields
 
-Status = Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]
+Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 
 
 class Reasoning(msgspec.Struct, kw_only=True):
@@ -28,50 +30,79 @@ class TextOptions(msgspec.Struct, kw_only=True):
     format: TextFormat | None = None
 
 
+class CustomToolFormat(msgspec.Struct, kw_only=True):
+    """The input of a custom tool."""
+
+    type: Literal["text", "grammar"]
+    syntax: Literal["lark", "regex"] | UnsetType = UNSET
+    definition: str | UnsetType = UNSET
+
+
 class ResponsesTool(msgspec.Struct, kw_only=True):
-    type: str  # "function"; tools that run on OpenAI's servers are refused
+    type: str  # "function" or "custom"; tools that run on OpenAI's servers are refused
     name: str | None = None
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    format: CustomToolFormat | UnsetType = UNSET  # of a custom tool
 
 
-class ResponsesRequest(RefusedFields, kw_only=True):
-    """POST /v1/responses."""
+class ResponsesInput(RefusedFields, kw_only=True):
+    """POST /v1/responses/input_tokens, and the part of /v1/responses that makes the prompt."""
 
-    REFUSED = ("background", "conversation", "prompt")
+    REFUSED = ("conversation", "prompt")
 
     input: str | list[dict[str, Any]]  # a text, or items
     model: str | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
-    stream: bool | None = None
-    store: bool | None = None
-    max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     tools: list[ResponsesTool] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
     text: TextOptions | None = None
-    metadata: dict[str, Any] | None = None
     truncation: str | None = None
-    user: str | None = None
-    include: list[str] | None = None
-    top_logprobs: int | None = None
-    background: bool | None = None
     conversation: Any = None
     prompt: Any = None
+    chat_template_kwargs: dict[str, Any] | None = None  # an extension
+
+
+class ResponsesRequest(ResponsesInput, kw_only=True):
+    """POST /v1/responses."""
+
+    stream: bool | None = None
+    store: bool | None = None
+    background: bool | None = None  # generated without its client, who fetches it
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    metadata: dict[str, Any] | None = None
+    user: str | None = None
+    include: list[str] | None = None  # "message.output_text.logprobs"
+    top_logprobs: int | None = None
     # extensions
     seed: int | None = None
     stop: str | list[str] | None = None
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
     cache_salt: str | None = None
     priority: int | None = None
+
+
+class ResponseQuery(msgspec.Struct, kw_only=True):
+    """Query of GET /v1/responses/{id}."""
+
+    stream: Literal["true", "false"] = "false"  # the events of a background response that was created as a stream
+    starting_after: Annotated[int, msgspec.Meta(ge=0)] | UnsetType = UNSET  # the sequence number before the first one
+
+
+class InputItemsQuery(msgspec.Struct, kw_only=True):
+    """Query of GET /v1/responses/{id}/input_items."""
+
+    limit: Annotated[int, msgspec.Meta(ge=1, le=100)] = 20
+    order: Literal["asc", "desc"] = "desc"
+    after: str | UnsetType = UNSET  # the id of the item before the first one
 
 
 class MessageItem(msgspec.Struct, kw_only=True):
@@ -100,8 +131,16 @@ class CallItem(msgspec.Struct, kw_only=True):
     arguments: str
 
 
+class CustomCallItem(msgspec.Struct, kw_only=True):
+    """An input item of type "custom_tool_call"."""
+
+    call_id: str
+    name: str
+    input: str
+
+
 class CallOutputItem(msgspec.Struct, kw_only=True):
-    """An input item of type "function_call_output"."""
+    """An input item of type "function_call_output" or "custom_tool_call_output"."""
 
     call_id: str
     output: str | list[dict[str, Any]]
@@ -111,7 +150,7 @@ class OutputText(msgspec.Struct):
     text: str
     type: Literal["output_text"] = "output_text"
     annotations: tuple[()] = ()
-    logprobs: tuple[()] = ()
+    logprobs: Sequence[ChatLogprob] = ()
 
 
 class OutputMessage(msgspec.Struct, tag_field="type", tag="message"):
@@ -137,7 +176,15 @@ class OutputCall(msgspec.Struct, tag_field="type", tag="function_call"):
     status: Status
 
 
-ResponsesOutput = OutputMessage | OutputReasoning | OutputCall
+class OutputCustomCall(msgspec.Struct, tag_field="type", tag="custom_tool_call"):
+    id: str
+    call_id: str
+    name: str
+    input: str
+    status: Status
+
+
+ResponsesOutput = OutputMessage | OutputReasoning | OutputCall | OutputCustomCall
 
 
 class InputTokensDetails(msgspec.Struct):
@@ -172,6 +219,7 @@ class ResponsesResponse(msgspec.Struct, kw_only=True):
     id: str
     object: Literal["response"] = "response"
     created_at: int
+    completed_at: int | None = None
     status: Status = "in_progress"
     error: ResponsesError | None = None
     incomplete_details: IncompleteDetails | None = None
@@ -181,14 +229,15 @@ class ResponsesResponse(msgspec.Struct, kw_only=True):
     top_p: float
     usage: ResponsesUsage | None = None
     warnings: list[str] | UnsetType = UNSET  # parts of a schema that are not enforced
-    background: Literal[False] = False
     # as in the request, else the default
+    background: bool = False
     instructions: str | None = None
     max_output_tokens: int | None = None
     parallel_tool_calls: bool = True
     previous_response_id: str | None = None
     reasoning: Reasoning = msgspec.field(default_factory=Reasoning)
     store: bool = True
+    top_logprobs: int = 0
     text: TextOptions = msgspec.field(default_factory=lambda: TextOptions(format=TextFormat(type="text")))
     tool_choice: str | dict[str, Any] = "auto"
     tools: list[ResponsesTool] = []
@@ -201,3 +250,18 @@ class DeletedResponse(msgspec.Struct):
     id: str
     object: Literal["response"] = "response"
     deleted: bool = True
+
+
+class ResponseItems(msgspec.Struct):
+    """A page of the items that a response was made from."""
+
+    data: Sequence[msgspec.Raw]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+    object: Literal["list"] = "list"
+
+
+class InputTokens(msgspec.Struct):
+    input_tokens: int
+    object: Literal["response.input_tokens"] = "response.input_tokens"

@@ -3,46 +3,97 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import msgspec
 
 
-class StoredResponse(NamedTuple):
-    messages: Sequence[dict[str, Any]]  # the conversation with this answer at its end, without instructions
-    body: bytes  # the response as JSON
-    size: int
+class ResponseRun(Protocol):
+    """The generation of a background response."""
+
+    @property
+    def done(self) -> bool: ...
+
+    @property
+    def events(self) -> Sequence[bytes] | None:
+        """So far, by sequence number; None: they are not kept."""
+
+    def follow(self, start: int) -> AsyncGenerator[bytes, None]:
+        """The events from this sequence number on, until the last."""
+
+    async def stop(self, reason: str = "") -> None:
+        """Ends it as cancelled, or as failed with a reason."""
+
+    def response(self) -> bytes:
+        """As JSON."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResponse:
+    messages: Sequence[dict[str, Any]] | None  # the conversation up to this answer, without instructions; None: no end
+    items: Sequence[bytes] = ()  # that it was made from, as JSON
+    body: bytes = b""  # the response as JSON
+    run: ResponseRun | None = None  # of a background response
+    extra: int = 0  # bytes of its events
+
+    @property
+    def size(self) -> int:
+        return self.extra + len(self.body) + len(msgspec.json.encode(self.messages)) + sum(map(len, self.items))
+
+    @property
+    def is_running(self) -> bool:
+        return self.run is not None and not self.run.done
 
 
 class ResponseStore:
-    """At most `count` responses of together at most `limit` bytes of JSON, conversations included. 0 stores none."""
+    """At most `count` responses of together at most `limit` bytes of JSON, conversations included. 0 stores none.
+
+    Responses that still run are not removed.
+    """
 
     def __init__(self, count: int, limit: int) -> None:
         self.count, self.limit = count, limit
         self.size = 0
-        self._stored: OrderedDict[str, StoredResponse] = OrderedDict()
+        self._stored: OrderedDict[str, tuple[StoredResponse, int]] = OrderedDict()  # with their sizes
 
     def __len__(self) -> int:
         return len(self._stored)
 
-    def put(self, id: str, messages: Sequence[dict[str, Any]], body: bytes) -> None:
-        """Stores a response, unless it alone is too large."""
-        response = StoredResponse(messages, body, len(body) + len(msgspec.json.encode(messages)))
-        if response.size > self.limit:
-            return
-        self._stored[id] = response
-        self.size += response.size
-        while len(self._stored) > self.count or self.size > self.limit:
-            self.size -= self._stored.popitem(last=False)[1].size
+    @property
+    def running(self) -> list[ResponseRun]:
+        return [entry.run for entry, _ in self._stored.values() if entry.run is not None and entry.is_running]
+
+    def put(self, id: str, entry: StoredResponse) -> bool:
+        """Stores a response, in place of one with this id. False, and nothing changes, if there is no room for it."""
+        size = entry.size
+        others = {key: old for key, old in self._stored.items() if key != id and old[0].is_running}
+        if len(others) >= self.count or size + sum(old for _, old in others.values()) > self.limit:
+            return False
+        self.remove(id)
+        self._stored[id] = entry, size
+        self.size += size
+        for key in list(self._stored):
+            if len(self._stored) <= self.count and self.size <= self.limit:
+                break
+            if key != id and key not in others:
+                self.remove(key)
+        return True
+
+    def grow(self, id: str, extra: int) -> bool:
+        """Makes room for `extra` more bytes of events. False if there is none."""
+        entry = self.get(id)
+        return entry is None or self.put(id, replace(entry, extra=entry.extra + extra))
 
     def get(self, id: str) -> StoredResponse | None:
         """The response, which counts as used."""
-        if id in self._stored:
-            self._stored.move_to_end(id)
-        return self._stored.get(id)
+        if id not in self._stored:
+            return None
+        self._stored.move_to_end(id)
+        return self._stored[id][0]
 
     def remove(self, id: str) -> bool:
-        response = self._stored.pop(id, None)
-        self.size -= 0 if response is None else response.size
-        return response is not None
+        entry, size = self._stored.pop(id, (None, 0))
+        self.size -= size
+        return entry is not None

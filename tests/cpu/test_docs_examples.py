@@ -1,0 +1,118 @@
+"""Examples of every page that no other test runs: commands are read by their parser, curl bodies by their route, programs
+are run. README and all of docs/.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import msgspec
+import pytest
+
+from thalweg.bench.command import CommandParser
+from thalweg.cli import COMMANDS, main
+from thalweg.config import args as config_args
+from thalweg.server.app import ROUTES
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+RUN_ELSEWHERE = ("render", "parse")  # test_docs_native.py
+SHELL = re.compile(r"```(?:sh|bash)\n(.*?)```", re.S)
+
+
+def commands() -> Iterator[tuple[str, str]]:
+    """(page, command) of the shell blocks, with continued lines and quoted newlines joined."""
+    for page in PAGES:
+        for block in SHELL.findall(page.read_text(encoding="utf-8")):
+            text = ""
+            for line in block.splitlines():
+                text = f"{text}\n{line}" if text else line
+                if text.endswith("\\"):
+                    text = text[:-1]
+                elif text.count("'") % 2 == 0 or text.lstrip().startswith("#"):
+                    yield page.name, text
+                    text = ""
+
+
+ALL = list(commands())
+TYPED = [(page, text) for page, text in ALL if re.match(r"(?:[A-Z_]+=\S+ )*thalweg ", text)]
+CURLS = [(page, text) for page, text in ALL if text.startswith("curl ")]
+MAKE = [(page, text) for page, text in ALL if text.startswith("make ")]
+
+
+class Parsed(Exception):
+    """A command line was read without an error."""
+
+
+@pytest.fixture
+def parse_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands end once they have read their command line."""
+
+    def end(*args: Any, **fields: Any) -> NoReturn:
+        raise Parsed
+
+    parse: Callable[..., tuple[Any, list[str]]] = CommandParser.parse_known_args
+
+    def parse_and_end(self: CommandParser, words: Any = None, namespace: Any = None) -> NoReturn:
+        _, unknown = parse(self, words, namespace)
+        if unknown and not self.prog.endswith("startup"):  # which passes them on to the server
+            self.error(f"unrecognized arguments: {unknown[0]}")
+        raise Parsed
+
+    monkeypatch.setattr(config_args, "ParsedOptions", end)
+    monkeypatch.setattr(CommandParser, "parse_known_args", parse_and_end)
+    monkeypatch.chdir(ROOT)
+
+
+def test_there_are_examples() -> None:
+    assert len(TYPED) > 60 and len(CURLS) > 15 and len(MAKE) > 5
+
+
+@pytest.mark.parametrize(("page", "text"), TYPED, ids=[f"{page}-{i}" for i, (page, _) in enumerate(TYPED)])
+def test_each_command_is_one_that_its_parser_reads(
+    page: str, text: str, parse_only: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = shlex.split(re.split(r"\s(?:\||>|&&?|2>)\s?", text)[0], comments=True)
+    words = words[words.index("thalweg") + 1 :]
+    if words[0] in RUN_ELSEWHERE:
+        return
+    assert words[0] in COMMANDS
+    with pytest.raises((Parsed, SystemExit)) as ended:
+        status = main(words)
+        pytest.fail(f"{text}: status {status}: {capsys.readouterr().err}")
+    assert ended.type is Parsed or ended.value.code == 0, capsys.readouterr().err  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("page", "text"), CURLS, ids=[f"{page}-{i}" for i, (page, _) in enumerate(CURLS)])
+def test_each_curl_body_is_one_that_its_route_takes(page: str, text: str) -> None:
+    words = shlex.split(text)
+    path = next(word for word in words if word.startswith("http")).split("30000", 1)[1].partition("?")[0]
+    body = words[words.index("-d") + 1] if "-d" in words else None
+    method = words[words.index("-X") + 1] if "-X" in words else "POST" if body else "GET"
+    (route,) = [one for one in ROUTES if one.path == path and one.method == method]
+    if body is not None and route.body is not None:
+        kind: type[Any] = route.body
+        decoded = msgspec.json.decode(body, type=kind)
+        known = {field.encode_name for field in msgspec.structs.fields(kind)}
+        assert set(msgspec.json.decode(body)) <= known and isinstance(decoded, kind)
+
+
+@pytest.mark.parametrize(("page", "text"), MAKE)
+def test_each_make_target_exists(page: str, text: str) -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for word in shlex.split(text, comments=True)[1:]:
+        assert "=" in word or re.search(rf"^{re.escape(word)}:", makefile, re.M), word
+
+
+def test_programs() -> None:
+    """Those of README and of docs/configuration.md, in one process."""
+    pages = "".join((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/configuration.md"))
+    command = [sys.executable, "-c", "\n".join(re.findall(r"```python\n(.*?)```", pages, re.S))]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0 and "68" in done.stdout, done.stderr

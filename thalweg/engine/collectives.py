@@ -1,0 +1,49 @@
+"""How the tensor-parallel ranks of a start add up their parts."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import cast
+
+import torch
+from torch import nn
+
+from thalweg.config.engine import EngineConfig
+from thalweg.core.errors import UnsupportedConfig
+from thalweg.core.report import START_UP, Decision
+from thalweg.models.interface import Model
+from thalweg.parallel.axis import gather_texts
+from thalweg.parallel.process_axis import ProcessAxis
+
+log = logging.getLogger(__name__)
+
+
+def with_sum_and_norm(config: EngineConfig, model: Model, device: torch.device) -> EngineConfig:
+    """Gives the tensor-parallel ranks the kernel that adds and norms few rows, if their GPUs address each other's
+    memory. Deterministic ones sum in one way only, whatever the number of rows.
+    """
+    axis = model.factory.layout.tp
+    if not isinstance(axis, ProcessAxis) or config.deterministic_inference:
+        return config
+    from thalweg.parallel.sum_and_norm import SumAndNorm  # needs Triton
+
+    kernel, why = None, ""
+    try:
+        kernel = SumAndNorm(axis, axis.group, model.facts.hidden, device)
+    except UnsupportedConfig as error:
+        why = str(error)
+    if reasons := [text for text in gather_texts(axis, why, device) if text]:
+        log.warning("%s: sums over ranks take the library's collectives", reasons[0])
+        return config.started([Decision("sum_and_norm", "library", START_UP, reasons[0])])
+    assert kernel is not None
+    kernel.with_codes = any(getattr(module, "reads_codes", False) for module in cast(nn.Module, model).modules())
+    times = kernel.measure()
+    axis.sum_and_norm = kernel
+    chosen = f"one-shot to {kernel.one_shot_rows} rows, two-shot to {kernel.rows}"
+    shown = "; ".join(f"{rows} rows: {_microseconds(by_way)}" for rows, by_way in times.items())
+    return config.started([Decision("sum_and_norm", chosen, START_UP, f"measured: {shown}")])
+
+
+def _microseconds(by_way: Mapping[str, float]) -> str:
+    return ", ".join(f"{way} {us:.1f} us" for way, us in by_way.items())

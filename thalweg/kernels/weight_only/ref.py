@@ -1,0 +1,93 @@
+"""Weights of 4-bit or 8-bit codes with a scale for each row and group of columns, in plain torch.
+
+kind: `int4` is code - 8, `uint4` is code - zero, `e2m1` is a float of 4 bits (OCP MX v1.0 §5.3.3), `int8` is two's
+complement, `e4m3` is a float of 8 bits.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from thalweg.kernels.gemm.epilogue import PLAIN, Epilogue
+from thalweg.kernels.gemm.ref import linear as plain_linear
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of codes 0 to 7; codes 8 to 15 are their negatives
+FOUR_BITS = ("int4", "uint4", "e2m1")
+
+
+class Codes(NamedTuple):
+    """A weight [..., N, K] in memory: code · scale of its group · scale of its row. All contiguous.
+
+    codes: uint8 [..., N, K / 2], the even column in the low half; of 8 bits int8 or float8_e4m3fn [..., N, K].
+    """
+
+    kind: str
+    codes: Tensor
+    scale: Tensor | None = None  # [..., N, K / group]: float32, bfloat16, float16, float8_e4m3fn or float8_e8m0fnu
+    zero: Tensor | None = None  # uint8 [..., N, K / group], of uint4
+    row: Tensor | None = None  # float32 [..., N]
+
+    @property
+    def columns(self) -> int:
+        """K."""
+        return self.codes.shape[-1] * (2 if self.kind in FOUR_BITS else 1)
+
+    @property
+    def group(self) -> int:
+        """Columns that share a scale; 0 where a row's scale is all."""
+        return 0 if self.scale is None else self.columns // self.scale.shape[-1]
+
+    def expert(self, number: int) -> Codes:
+        """One weight of a stack."""
+        scale, zero, row = (None if each is None else each[number] for each in (self.scale, self.zero, self.row))
+        return Codes(self.kind, self.codes[number], scale, zero, row)
+
+
+def pack_nibbles(codes_NK: Tensor) -> Tensor:
+    """uint8 [..., N, K / 2] of codes 0 to 15, the even column in the low half."""
+    codes = codes_NK.to(torch.uint8)
+    return codes[..., 0::2] | codes[..., 1::2] << 4
+
+
+def unpack_nibbles(bytes_NB: Tensor) -> Tensor:
+    """uint8 [..., N, 2 B] of codes 0 to 15."""
+    return torch.stack((bytes_NB & 15, bytes_NB >> 4), -1).flatten(-2)
+
+
+def dequantize(weight: Codes, dtype: torch.dtype = torch.float32) -> Tensor:
+    """[..., N, K]; groups are whole."""
+    kind, codes, scale, zero, row = weight
+    numbers = codes.to(dtype) if kind not in FOUR_BITS else unpack_nibbles(codes).to(dtype)
+    if kind == "e2m1":
+        table = torch.tensor(E2M1 + tuple(-x for x in E2M1), dtype=dtype, device=codes.device)
+        numbers = table[unpack_nibbles(codes).long()]
+    elif kind == "int4":
+        numbers = numbers - 8
+    groups = numbers if scale is None else numbers.reshape(*scale.shape, -1)
+    if zero is not None:
+        groups = groups - zero.to(dtype).unsqueeze(-1)
+    if scale is not None:
+        groups = (groups * scale.to(dtype).unsqueeze(-1)).flatten(-2)
+    return groups if row is None else groups * row.to(dtype).unsqueeze(-1)
+
+
+def linear(x_MK: Tensor, weight: Codes, epilogue: Epilogue = PLAIN) -> Tensor:
+    """y [M, N] = x Wᵀ, summed in float32."""
+    return plain_linear(x_MK, dequantize(weight), epilogue)
+
+
+def add_experts_(out_TH: Tensor, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, w13: Codes, w2: Codes) -> Tensor:
+    """out[t] += Σ_k weights[t, k] · expert ids[t, k] of x[t]; in place, returns out. w13 [N, 2 I, H]: gate rows, then
+    up rows; w2 [N, H, I]. ids of N or more are none. Sums in out's dtype.
+    """
+    for expert in range(len(w13.codes)):
+        token, k = (ids_TK == expert).nonzero(as_tuple=True)
+        gate_up, down = (dequantize(stack.expert(expert), out_TH.dtype) for stack in (w13, w2))
+        gate, up = (x_TH[token].to(out_TH.dtype) @ gate_up.t()).chunk(2, 1)
+        inner = (F.silu(gate) * up).to(x_TH.dtype).to(out_TH.dtype)
+        out_TH.index_add_(0, token, inner @ down.t() * weights_TK[token, k].to(out_TH.dtype)[:, None])
+    return out_TH

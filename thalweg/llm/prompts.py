@@ -1,0 +1,223 @@
+"""Reads the prompts, conversations and sampling parameters of Python code."""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, NotRequired, TypedDict, cast
+
+import msgspec
+
+from thalweg.config.setting import nearest
+from thalweg.config.tree import keyword_options
+from thalweg.core.errors import InvalidRequest
+from thalweg.core.grammar import NO_GRAMMAR, Grammar
+from thalweg.core.retention import RETAIN_ALL, CacheRetention
+from thalweg.core.sampling import SamplingParams, typed_params
+from thalweg.engine.local import SubmitOptions
+from thalweg.launch.resolve import resolve
+from thalweg.server.parsing import convert, native_params
+from thalweg.server.protocol import NativeSampling
+from thalweg.server.structured_output import after_thought, grammar_of, outputs_grammar
+from thalweg.text.grammar import check as check_grammar
+from thalweg.text.retention import ThinkingRetention
+
+
+class TextPrompt(TypedDict):
+    """A text, in a dictionary."""
+
+    prompt: str
+    cache_salt: NotRequired[str]  # only prompts with the same salt share their cached prefixes
+
+
+class TokensPrompt(TypedDict):
+    """Token ids."""
+
+    prompt_token_ids: Sequence[int]
+    prompt: NotRequired[str]  # only shown in the result
+    cache_salt: NotRequired[str]
+
+
+Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
+Prompts = Prompt | Sequence[Prompt]
+Message = Mapping[str, Any]
+Conversations = Sequence[Message] | Sequence[Sequence[Message]]
+Params = SamplingParams | Mapping[str, Any]  # a dictionary has SGLang's names
+ParamsOfEach = Params | Sequence[Params] | None
+GrammarOfEach = Grammar | Sequence[Grammar]
+CheckRequest = Callable[[Sequence[int], SamplingParams, Grammar], None]
+PROMPT_KEYS = TextPrompt.__annotations__ | TokensPrompt.__annotations__
+
+
+class TokenizedPrompt(NamedTuple):
+    text: str | None  # None: it was given as token ids
+    ids: tuple[int, ...]
+    salt: int = 0  # of the prefix cache
+    retention: CacheRetention = RETAIN_ALL
+    place_grammar: Callable[[Grammar], Grammar] = lambda grammar: grammar  # behind a thought, in a conversation
+
+
+@dataclass(slots=True)
+class PreparedRequest:
+    """A request as the engine takes it."""
+
+    request_id: str
+    prompt: str | None
+    ids: tuple[int, ...]
+    params: SamplingParams
+    options: SubmitOptions
+    warnings: tuple[str, ...]  # what the grammar does not enforce
+
+
+class TextFrontend:
+    """Tokenizer, chat encoder and resolved settings of `LLM` and `AsyncLLM`."""
+
+    def __init__(self, model: str | None, config: Mapping[str, Any], progress: bool) -> None:
+        options = keyword_options(**({} if model is None else {"model": model}), **config)
+        self.resolved = resolve(options, progress=progress)
+        self.tokenizer, self.format = self.resolved.reader(), self.resolved.chat
+        self.retention = ThinkingRetention(self.format, self.tokenizer.mark_id)
+
+    def tokenize(self, prompts: Prompts) -> list[TokenizedPrompt]:
+        """Raises InvalidRequest naming the prompt and what is wrong with it."""
+        many = _as_list(prompts, lambda value: hasattr(value, "__index__") and not getattr(value, "ndim", 0))
+        return [self._tokenize(one, _place("prompt", place, len(many))) for place, one in enumerate(many)]
+
+    def _tokenize(self, prompt: Any, where: str) -> TokenizedPrompt:
+        if isinstance(prompt, str):
+            return TokenizedPrompt(prompt, tuple(self.tokenizer.encode(prompt)))
+        if not isinstance(prompt, Mapping):
+            return TokenizedPrompt(None, _token_ids(prompt, where))
+        for key in prompt:
+            if key not in PROMPT_KEYS:
+                raise InvalidRequest(f"{where}.{key}", f"is not known; a prompt has {', '.join(PROMPT_KEYS)}")
+        text, ids, salt = (prompt.get(key) for key in ("prompt", "prompt_token_ids", "cache_salt"))
+        if text is None and ids is None:
+            raise InvalidRequest(where, "has neither prompt nor prompt_token_ids")
+        for key, value in (("prompt", text), ("cache_salt", salt)):
+            if not isinstance(value, str | None):
+                raise InvalidRequest(f"{where}.{key}", f"must be a text, got {value!r}")
+        read = tuple(self.tokenizer.encode(text or "")) if ids is None else _token_ids(ids, f"{where}.prompt_token_ids")
+        digest = hashlib.blake2b((salt or "").encode("utf-8", "replace"), digest_size=7).digest()
+        return TokenizedPrompt(text, read, int.from_bytes(digest) if salt else 0)
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> TokenizedPrompt:
+        """The prompt of a conversation, see `LLM.chat`. Raises InvalidRequest naming message and field."""
+        if tools and (why := self.format.no_tools):
+            raise InvalidRequest("tools", why)
+        arguments = dict(chat_template_kwargs or {})
+        text = self.format.encoder.encode(
+            messages,
+            tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            template_kwargs=arguments,
+        )
+        find, formats = self.tokenizer.mark_id, self.format.formats
+        return TokenizedPrompt(
+            text,
+            tuple(self.tokenizer.encode(text)),
+            retention=self.retention.keep(text, arguments, bool(tools)),
+            place_grammar=lambda grammar: after_thought(
+                grammar, formats, find, text, arguments, continue_final_message or not add_generation_prompt
+            ),
+        )
+
+    def prepare(
+        self,
+        prompts: Sequence[TokenizedPrompt],
+        sampling_params: ParamsOfEach,
+        grammar: GrammarOfEach,
+        priority: int | Sequence[int] | None,
+        request_ids: Sequence[str],
+        check: CheckRequest,
+    ) -> list[PreparedRequest]:
+        """One request for each prompt. check: of the engine. Raises InvalidRequest naming the field."""
+        count, prepared = len(prompts), []
+        params = _each(sampling_params, (SamplingParams, Mapping, type(None)), "sampling_params", count)
+        grammars = _each(grammar, Grammar, "grammar", count)
+        priorities = _each(priority, (int, type(None)), "priority", count)
+        unenforced = dict[Grammar, tuple[str, ...]]()
+        for place, (prompt, one, own, rank) in enumerate(zip(prompts, params, grammars, priorities, strict=True)):
+            read, structure = self._params(one)
+            if own.is_set and structure.is_set:
+                raise InvalidRequest(structure.field, f"asks for a second structure beside {own.field}: give one")
+            placed = structure if structure.is_set else own
+            placed = placed if placed.think_end_id >= 0 else prompt.place_grammar(placed)
+            if not -(2**31) <= (rank or 0) < 2**31:
+                raise InvalidRequest("priority", f"must fit 32 bits, got {rank}")
+            try:
+                check(prompt.ids, read, placed)
+            except InvalidRequest as error:
+                field = _place("prompt", place, count) if error.field == "prompt" else error.field
+                raise InvalidRequest(field, error.message) from None
+            if placed.is_set and placed not in unenforced:
+                unenforced[placed] = check_grammar(placed)
+            options: SubmitOptions = {
+                "grammar": placed,
+                "retention": prompt.retention,
+                "salt": prompt.salt,
+                "priority": rank or 0,
+            }
+            warnings = unenforced.get(placed, ())
+            prepared.append(PreparedRequest(request_ids[place], prompt.text, prompt.ids, read, options, warnings))
+        return prepared
+
+    def _params(self, params: Params | None) -> tuple[SamplingParams, Grammar]:
+        """None: the model's defaults. A dictionary means what `sampling_params` of POST /generate means."""
+        if params is None:
+            return self.resolved.sampling, NO_GRAMMAR
+        if isinstance(params, SamplingParams):
+            read = typed_params(params)
+            if read.structured_outputs is None:
+                return read, NO_GRAMMAR
+            return msgspec.structs.replace(read, structured_outputs=None), outputs_grammar(read.structured_outputs)
+        for name in params:
+            if name not in NativeSampling.__struct_fields__:
+                guess = nearest(str(name), NativeSampling.__struct_fields__)
+                instead = f"did you mean {guess}?" if guess else "a dictionary has SGLang's names"
+                raise InvalidRequest(f"sampling_params.{name}", f"is not known; {instead}")
+        native = convert(dict(params), NativeSampling, "sampling_params")
+        native.refuse("sampling_params.")
+        return native_params(native, self.resolved.sampling), grammar_of(native, where="sampling_params.")
+
+
+def conversations(messages: Conversations) -> list[Sequence[Message]]:
+    return _as_list(messages, lambda value: isinstance(value, Mapping))
+
+
+def _place(name: str, place: int, count: int) -> str:
+    return name if count == 1 else f"{name}s[{place}]"
+
+
+def _token_ids(ids: Any, where: str) -> tuple[int, ...]:
+    try:
+        return tuple(map(operator.index, ids))
+    except TypeError as error:
+        raise InvalidRequest(where, f"must be a text or a list of token ids: {error}") from None
+
+
+def _each(value: Any, kinds: Any, name: str, count: int) -> list[Any]:
+    """One value for each prompt."""
+    values = [value] * count if isinstance(value, kinds) else list(cast(Sequence[Any], value))
+    if len(values) != count:
+        raise InvalidRequest(name, f"{len(values)} given for {count} prompts")
+    for place, one in enumerate(values):
+        if not isinstance(one, kinds):
+            raise InvalidRequest(f"{name}[{place}]", f"has the wrong type {type(one).__name__}")
+    return values
+
+
+def _as_list(values: Any, is_item: Callable[[Any], bool]) -> list[Any]:
+    """A text, a dictionary, or a sequence of items (token ids, messages) is a list of one."""
+    is_single = isinstance(values, str | Mapping) or any(map(is_item, values))
+    return [values] if is_single else list(values)

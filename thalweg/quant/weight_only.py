@@ -1,0 +1,143 @@
+"""What schemes have in common whose products multiply 16-bit activations by codes of 4 or 8 bits: how memory holds them
+(`kernels.weight_only.ref.Codes`), how they are dequantized and multiplied.
+
+A format adds how its tensors are named, cut and unpacked.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from thalweg.core.errors import CheckpointError
+from thalweg.core.kernels import KernelConfig
+from thalweg.kernels.weight_only.ref import FOUR_BITS, Codes, dequantize
+from thalweg.quant.scheme import Index, LinearProduct, ParameterShapes, Quantized, Take, TensorSpec
+
+CODE_DTYPES = {"int8": torch.int8, "e4m3": torch.float8_e4m3fn}
+SPREADS = {"int4": 4.61, "uint4": 6.52, "e2m1": 2.93, "int8": 73.9, "e4m3": 64.0}  # of uniform bits, of normal e4m3
+KERNEL_GROUPS = (0, 16, 32, 64, 128)
+
+
+class CodesInMemory(NamedTuple):
+    """How memory holds a weight."""
+
+    kind: str
+    group: int  # columns that share a scale; 0: the row's is all
+    scale: torch.dtype | None
+    has_zero: bool = False
+    has_row: bool = False
+
+
+@dataclass(frozen=True)
+class WeightOnly(Quantized):
+    """A scheme whose weights memory holds as `Codes`."""
+
+    operation = "weight_only"
+    quantizes_activations = False
+    has_expert_kernels = True
+
+    @property
+    @abstractmethod
+    def codes(self) -> CodesInMemory: ...
+
+    @abstractmethod
+    def unpack(self, weight: TensorSpec, tensors: Sequence[Tensor], take: Take) -> Codes:
+        """The slice as memory holds it, from the tensors that `reads` names. Pure."""
+
+    @property
+    def memory(self) -> Hashable:
+        return self.codes
+
+    @property
+    def code_spread(self) -> float:  # type: ignore[override]
+        return SPREADS[self.codes.kind]
+
+    @property
+    def block(self) -> tuple[int, int]:  # type: ignore[override]
+        return 1, self.codes.group
+
+    def decode(self, weight: TensorSpec, tensors: Sequence[Tensor], take: Take) -> Tensor:
+        return dequantize(self.unpack(weight, tensors, take))
+
+    def holds(self, take: Take, shape: tuple[int, ...], is_reordered: bool) -> bool:
+        group = self.codes.group
+        return not is_reordered and group in KERNEL_GROUPS and shape[1] % max(group, 64) == 0
+
+    def parameters(self, shape: tuple[int, ...]) -> ParameterShapes:
+        kind, group, scale, has_zero, has_row = self.codes
+        *rows, columns = shape
+        made: ParameterShapes = {"": ((*rows, columns // 2), torch.uint8)}
+        if kind not in FOUR_BITS:
+            made = {"": (shape, CODE_DTYPES[kind])}
+        if scale is not None:
+            made["_scale"] = (*rows, columns // group), scale
+        if has_zero:
+            made["_zero"] = (*rows, columns // group), torch.uint8
+        if has_row:
+            made["_row"] = tuple(rows), torch.float32
+        return made
+
+    def pack(self, weight: TensorSpec, tensors: Sequence[Tensor], take: Take) -> dict[str, Tensor]:
+        _, *parts = self.unpack(weight, tensors, take)
+        suffixes = ("", "_scale", "_zero", "_row")
+        return {suffix: part for suffix, part in zip(suffixes, parts, strict=True) if part is not None}
+
+    def places(self, into: Index) -> dict[str, Index]:
+        return dict.fromkeys(("", "_scale", "_zero", "_row"), into)  # stacks and rows, never columns
+
+    def product(self, kernels: KernelConfig) -> LinearProduct:
+        from thalweg.kernels.gemm.epilogue import Epilogue
+        from thalweg.kernels.weight_only.triton import linear  # needs Triton
+
+        kind, suffixes = self.codes.kind, list(self.parameters((1, 1024)))
+
+        def product(
+            x: Any, weights: Sequence[Tensor], residual_MN: Tensor | None = None, out_MN: Tensor | None = None
+        ) -> Tensor:
+            parts = dict(zip(suffixes, weights, strict=True))
+            held = Codes(kind, parts[""], parts.get("_scale"), parts.get("_zero"), parts.get("_row"))
+            y: Tensor = linear(x, held, Epilogue(None, residual_MN, out_MN), kernels.deterministic)
+            return y
+
+        return product
+
+
+def module_of(weight: TensorSpec) -> str:
+    """The published module of a weight."""
+    return weight.name.removesuffix(".weight")
+
+
+def found_or_raise(weight: TensorSpec, name: str, scheme: str, found: Mapping[str, TensorSpec]) -> TensorSpec:
+    """The tensor of this name. Raises CheckpointError."""
+    if name not in found:
+        raise CheckpointError(f"{module_of(weight)} is {scheme}, but {name} is missing")
+    return found[name]
+
+
+def check_stored(scheme: Quantized, weight: TensorSpec, found: Mapping[str, TensorSpec], floats: int = 0) -> None:
+    """Raises CheckpointError unless every stored tensor is there in shape and dtype. The last `floats` of them may be
+    of any floating-point type.
+    """
+    if len(weight.shape) != 2:
+        raise CheckpointError(f"{weight.name} is {scheme.name}, and only a matrix can be: {weight.shape}")
+    stored = scheme.stored(weight)
+    for number, spec in enumerate(stored):
+        held = found_or_raise(weight, spec.name, scheme.name, found)
+        is_free = number >= len(stored) - floats and held.dtype.is_floating_point and held.dtype.itemsize > 1
+        if held.shape != spec.shape or held.dtype != spec.dtype and not is_free:
+            raise CheckpointError(
+                f"{spec.name}: {held.dtype} {held.shape} does not fit {weight.name} {weight.shape} in {scheme.name},"
+                f" which needs {spec.dtype} {spec.shape}"
+            )
+
+
+def check_groups(weight: TensorSpec, group: int, scheme: str) -> None:
+    """Raises CheckpointError unless groups of columns divide the weight."""
+    if group and weight.shape[-1] % group:
+        raise CheckpointError(f"{weight.name}: {weight.shape[-1]} columns are not whole {scheme} groups of {group}")
