@@ -321,16 +321,18 @@ def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
 def test_a_thought_ends_at_its_budget(config: dict[str, Any]) -> None:
     """Also in several choices, before a grammar, inside a chain of drafts, and beside requests without a budget."""
     llm = LLM(MODEL, context_length=1024, **config)
-    opens, closes = map(llm.texts.tokenizer.mark_id, ("<think>", "</think>"))
+    tokenizer = llm.get_tokenizer()
+    opens, closes = map(tokenizer.mark_id, ("<think>", "</think>"))
     assert opens is not None and closes is not None
-    ids, _ = llm.texts.chat_ids([{"role": "user", "content": "What is 127 + 358?"}], thinking=True)
+    asked = [{"role": "user", "content": "What is 127 + 358?"}]
+    ids = list(llm.texts.render(asked, chat_template_kwargs={"thinking": True}).ids)
     limit = Grammar(starts_in_thought=True, think_end_id=closes, thinking_budget=5)
     grammars = [limit, NO_GRAMMAR, msgspec.structs.replace(limit, kind="choice", source='["yes", "no"]')]
     params = SamplingParams(temperature=0.6, seed=5, max_tokens=60, n=3)
     limited, free, chosen = llm.generate([ids] * 3, params, grammar=grammars)
-    assert [list(output.ids).index(closes) for output in (*limited.outputs, *chosen.outputs)] == [5] * 6
-    assert all(closes not in output.ids[:6] for output in free.outputs)
-    assert {llm.texts.tokenizer.decode(output.ids[6:]) for output in chosen.outputs} <= {"yes", "no"}
+    assert [list(output.token_ids).index(closes) for output in (*limited.outputs, *chosen.outputs)] == [5] * 6
+    assert all(closes not in output.token_ids[:6] for output in free.outputs)
+    assert {tokenizer.decode(output.token_ids[6:]) for output in chosen.outputs} <= {"yes", "no"}
     begun = Grammar(think_start_id=opens, think_end_id=closes, thinking_budget=0)  # the model opens the thought itself
     hot = msgspec.structs.replace(params, n=1, logit_bias=((opens, 100.0),), max_tokens=2)
-    assert llm.generate(ids[:-1], hot, grammar=begun)[0].outputs[0].ids == [opens, closes]
+    assert llm.generate(ids[:-1], hot, grammar=begun)[0].outputs[0].token_ids == [opens, closes]

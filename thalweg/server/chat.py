@@ -73,7 +73,6 @@ async def prepare_chat(
 
     Raises InvalidRequest, Overloaded, EngineDead.
     """
-    _read_deepseeks_fields(body)
     names = {"max_tokens": asked_tokens(body)[0], "logprobs": "top_logprobs"}
 
     def client_field(field: str) -> str:
@@ -130,6 +129,7 @@ def _read_deepseeks_fields(body: ChatRequest) -> None:
 
 async def render(ctx: AppContext, body: ChatRequest) -> tuple[str, Sequence[int], Sequence[dict[str, Any]]]:
     """The prompt as text and as token ids, and the offered tools. Raises InvalidRequest and EngineDead."""
+    _read_deepseeks_fields(body)
     _check_count("tools", body.tools, MAX_TOOLS)  # those that tool_choice hides too
     tools = _tools(ctx, body)
     text = await render_text(

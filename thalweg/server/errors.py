@@ -48,7 +48,6 @@ class AnthropicErrorBody(msgspec.Struct):
 
 
 ANTHROPIC = "/v1/messages"
-OVERFLOW = "context_length_exceeded"  # OpenAI's code
 ANTHROPIC_HEADER = "anthropic-version"  # of each request of Anthropic's clients
 MAX_MESSAGE = 2000  # characters
 _ANTHROPIC_TYPES = {
@@ -88,7 +87,7 @@ class ApiError(Exception):
     @property
     def anthropic(self) -> bytes:
         kind = _ANTHROPIC_TYPES.get(self.status, "api_error")
-        message = f"prompt is too long: {self.message}" if self.code == OVERFLOW else self.message
+        message = f"prompt is too long: {self.message}" if self.code == "context_length_exceeded" else self.message
         error = AnthropicError(kind, _printable(message), self.details or UNSET)
         return msgspec.json.encode(AnthropicErrorBody(error))
 
@@ -118,7 +117,7 @@ def api_error(error: Exception) -> ApiError:
         case ApiError():
             return error
         case ContextOverflow():
-            return ApiError(400, str(error), param=error.field or None, code=OVERFLOW)
+            return ApiError(400, str(error), param=error.field or None, code="context_length_exceeded")
         case InvalidRequest():
             return ApiError(400, str(error), param=error.field or None, code="invalid_value")
         case Overloaded():
