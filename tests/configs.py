@@ -40,6 +40,7 @@ def fields(
             "decode_attention_backend": kernels.decode,
             "prefill_attention_backend": kernels.prefill,
             "moe_runner_backend": kernels.moe,
+            "shared_experts_fusion": kernels.fusion,
             "fp8_gemm_backend": kernels.fp8_gemm,
             "kv_cache_dtype": kernels.kv,
             "mla": kernels.latent,

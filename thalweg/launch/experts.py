@@ -25,7 +25,8 @@ def resolve_experts(parallel: ParallelOptions, facts: ModelFacts, device: str, d
     given = {name: getattr(parallel, name) for name in known if hasattr(parallel, name)}
     changed = [name for name, value in given.items() if value != known[name].default]
     if moe is None or parallel.ep_size == 1:
-        if wrong := next((name for name in PLACED if name in changed and given[name] != "allgather"), ""):
+        needs_ranks = (*PLACED, *MOVED, "eplb_algorithm", "deepep_mode")
+        if wrong := next((name for name in needs_ranks if name in changed and given[name] != "allgather"), ""):
             raise UnsupportedConfig(f"{wrong}: experts are not divided; use --ep-size 2 or more, or leave it out")
         return
     if not parallel.enable_eplb and (wrong := next((name for name in MOVED if name in changed), "")):
