@@ -45,7 +45,7 @@ TINY = Path(__file__).parents[2] / "models" / "tiny"
 HERE = Machine("a processor", 2, 8 << 30, 4 << 30)  # no GPU: the same columns on any machine that tests run on
 SIZES = {  # decisions that are settings and no features: how much, where, and what a client sees
     "threads", "device", "dtype", "max_running_requests", "max_total_tokens", "mem_fraction_static", "context_length", "random_seed",
-    "speculative_num_steps", "cuda_graph_bs", "piecewise_cuda_graph_tokens", "chat_template", "reasoning_parser", "tool_call_parser",
+    "speculative_num_steps", "cuda_graph_bs", "piecewise_cuda_graph_tokens", "chat_template", "reasoning_parser", "tool_call_parser", "quantization",
 }  # fmt: skip
 SMALL = CellWorkload(input_len=12, output_len=6, concurrency=(2,), waves=1)
 

@@ -203,7 +203,7 @@ def test_perplexity_is_that_of_the_target_alone(llm: LLM) -> None:
             )
             (result,) = llm.generate([(*prompt, *rest[:i])], forced)
             assert result.outputs[0].token_ids == [token]
-            nats, tokens = nats - result.outputs[0].logprobs[0].logprob, tokens + 1
+            nats, tokens = nats - next(iter(result.outputs[0].logprobs[0].values())).logprob, tokens + 1
     row = run.rows[0]
     assert row["tokens"] == tokens
     assert row["perplexity"] == pytest.approx(torch.tensor(nats / tokens).exp().item(), rel=1e-3)

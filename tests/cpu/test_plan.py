@@ -299,7 +299,7 @@ def test_refusals_of_a_plan(plan: Run, v3: str, argv: tuple[str, ...], words: tu
         ({"hidden_size": None}, ("hidden_size is missing",)),
         ({"num_hidden_layers": "61"}, ("num_hidden_layers", "'61'")),
         ({"architectures": ["MambaForCausalLM"]}, ("MambaForCausalLM", "unknown", "DeepseekV3ForCausalLM")),
-        ({"quantization_config": {"quant_method": "awq"}}, ("quantization_config", "awq")),
+        ({"quantization_config": {"quant_method": "aqlm"}}, ("quantization_config", "aqlm")),
     ],
 )
 def test_configs_that_are_wrong(plan: Run, tmp_path: Path, change: dict[str, Any], words: tuple[str, ...]) -> None:

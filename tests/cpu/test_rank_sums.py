@@ -28,7 +28,7 @@ class ThreadExchange(ProcessAxis):
     def all_gather(self, x: Tensor) -> Tensor:
         return torch.stack(self.meeting.exchange(self.rank, "all_gather", x))
 
-    def _exchange(self, x: Tensor) -> Tensor:
+    def all_to_all(self, x: Tensor) -> Tensor:
         return torch.stack([offer[self.rank] for offer in self.meeting.exchange(self.rank, "exchange", x)])
 
 

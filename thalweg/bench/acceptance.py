@@ -95,7 +95,7 @@ def count(engine: LocalEngine, prompts: Sequence[EvalPrompt], choice: SamplingCh
 def run(argv: list[str]) -> list[Row]:
     """Prints and writes what there is when it ends early. Raises ThalwegError, KeyboardInterrupt."""
     text = "Counts accepted drafts by task and depth, and compares the answers with plain decoding's."
-    kinds: dict[str, Any] = {"task": TASKS, "rule": RULES, "int": int, "tree": tree_shape}
+    kinds: dict[str, Any] = {"task": TASKS, "rule": tuple(RULES), "int": int, "tree": tree_shape}
     args, options = parse_engine_flags(argv, "thalweg bench acceptance", text, {"Questions": FLAGS}, **kinds)
     plain: dict[tuple[str, SamplingChoice], Answers] = {}  # answers without drafts
 

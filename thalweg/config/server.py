@@ -62,9 +62,8 @@ class ServerOptions(Section):
     request_id_header: str = setting("X-Request-Id", "header that may bring a request's id and always carries it back")
     tool_strict_level: str = setting(
         "parameter",
-        "what a call that the model makes by itself is held to. parameter: a declared tool and its schema; off:"
-        " nothing. A request may say so too",
-        choices=("off", "parameter"),
+        "what a call that the model makes by itself is held to; a request may say so too",
+        choices={"off": "nothing", "parameter": "a declared tool and its schema"},
     )
     constrained_json_disable_any_whitespace: bool = setting(
         True, "JSON of structured output has no whitespace between its parts, so that it ends soon"

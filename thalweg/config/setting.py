@@ -94,6 +94,8 @@ class Setting:
             with contextlib.suppress(ValueError):
                 value = self.kind(value)
         word = str(value).lower()
+        if type(value) is bool and self.kind is str:  # YAML reads `off` as false
+            word = "on" if value else "off"
         if self.kind is bool and isinstance(value, str):
             return BOOLEANS.get(word, value)
         return next((choice for choice in self.choices if str(choice).lower() == word), value)

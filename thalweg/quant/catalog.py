@@ -96,6 +96,8 @@ class Stored:
             if held is not None:
                 UNQUANTIZED.check(weight, self.found)
             return UNQUANTIZED
+        if held is not None and scheme is not UNQUANTIZED and len(weight.shape) != 2:
+            raise CheckpointError(f"{weight.name} is {held.dtype}, and only a matrix can be quantized: {weight.shape}")
         if scheme is not UNQUANTIZED and scheme.is_stored(weight, self.found):
             return scheme.resolve(weight, self.found)
         if held is not None and scheme is UNQUANTIZED:

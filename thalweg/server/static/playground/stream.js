@@ -5,7 +5,7 @@ const TITLES = { 401: "An API key is needed", 429: "The server is busy", 503: "T
 export class ServerError extends Error {
   constructor(status, error) {
     super(error && error.message ? error.message.replace("the engine is not serving: ", "") : `the server answered with status ${status}`);
-    const is_long = error && error.param === "messages" && /fit the context|more than \d+ tokens/.test(error.message);
+    const is_long = error && error.param === "messages" && /maximum context length|more than \d+ tokens/.test(error.message);
     const refused = is_long ? "The conversation is longer than the context" : error && error.param ? `The server refused ${error.param}` : "The request was refused";
     this.title = TITLES[status] || (status >= 500 ? "The server failed" : status ? refused : "The server cannot be reached");
     this.status = status;
