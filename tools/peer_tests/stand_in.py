@@ -205,7 +205,7 @@ class _ModelConfig:
 def _llm(model: str = "", **options: Any) -> Any:
     from thalweg.llm import LLM
 
-    return LLM(MODEL, **options)
+    return LLM(MODEL, **{"max_model_len": 512} | options)
 
 
 def _replaced(module: str, name: str) -> Any:
