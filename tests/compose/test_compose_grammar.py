@@ -36,7 +36,7 @@ COLUMNS: dict[str, list[Any]] = {
     "drafts": ["none", "nextn-tree", "adaptive"],
 }
 CASES = covering(COLUMNS, SEED)
-SCHEMA = {"type": "array", "items": {"enum": ["aye", "nay", 7]}, "minItems": 20, "maxItems": 30}
+SCHEMA = {"type": "array", "items": {"enum": ["aye", "nay", 7]}, "minItems": 20, "maxItems": 26}
 WORDS = r"([a-d]{2,4} ){20,30}\."
 TRIGGER = Tokenizer(Path(MODEL)).encode(",", False)[0]
 GRAMMARS = {

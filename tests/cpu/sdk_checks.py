@@ -194,9 +194,9 @@ def errors(client: openai.OpenAI, model: str) -> None:
         ({"n": 0}, "n"),
         ({"max_tokens": -5}, "max_tokens"),
         ({"presence_penalty": 3}, "presence_penalty"),
-        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
         ({"prompt": [10**9]}, "prompt"),
-        ({"prompt": [PROMPT, ""]}, "prompt[1]"),
+        ({"prompt": [PROMPT, [5]]}, "prompt[1]"),
         ({"best_of": 4}, "best_of"),
         ({"extra_body": {"top_k": "many"}}, "top_k"),
     ]

@@ -148,9 +148,9 @@ def test_a_stream_delivers_its_tokens_before_the_nan_error(caplog: pytest.LogCap
 
     async def serve() -> None:
         stream = front.stream((0, 5), SamplingParams(max_tokens=9), request_id="r")
-        asyncio.get_running_loop().call_soon(front._handle, StepUpdate((TokenDelta(0, (300,)),), time.time()))
+        asyncio.get_running_loop().call_soon(front._handle, StepUpdate((TokenDelta(0, (300,)),), time.time()), 0)
         pieces.append(await anext(stream))
-        front._handle(StepUpdate((TokenDelta(0, (), "error"),), time.time()))
+        front._handle(StepUpdate((TokenDelta(0, (), "error"),), time.time()), 0)
         async for piece in stream:
             pieces.append(piece)
 

@@ -62,7 +62,7 @@ EPLB = {"enable_eplb": True, "eplb_rebalance_num_iterations": 8}
 REDUNDANT, ALL_TO_ALL = {"ep_num_redundant_experts": 4}, {"moe_a2a_backend": "alltoall"}
 OVERLAP, NO_RADIX = {"max_steps_in_flight": 2}, {"radix_cache": False}
 CASES = [
-    Case("tp2", "penalised", "nextn-3", "json_schema", n=2),
+    Case("tp2", "penalised", "nextn-3", "json_schema", n=2, pages=6),
     Case("tp2-ep2", "seeded", "nextn-tree", "regex", fields=OVERLAP),
     Case("dp2", "greedy", "adaptive", "regex", n=2, pages=6),
     Case("dp2-ep2", "seeded", "nextn-3", "json_schema", fields=OVERLAP | NO_RADIX),
