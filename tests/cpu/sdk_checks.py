@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
 import openai
 import pytest
@@ -108,6 +109,27 @@ def completion_logprobs(client: openai.OpenAI, model: str) -> None:
     assert [t for p in pieces for t in p.tokens or []] == log.tokens
     assert [t for p in pieces for t in p.text_offset or []] == log.text_offset
     assert choice.text
+
+
+def listed_logprobs(client: openai.OpenAI, model: str) -> None:
+    extra = {"logprob_token_ids": [5, 2000, 300], "return_tokens_as_token_ids": True}
+    kept: dict[str, Any] = {"model": model, "max_tokens": 3, "temperature": 0.0, "extra_body": extra}
+    names = {f"token_id:{token}" for token in (5, 2000, 300)}
+    log = client.completions.create(prompt=PROMPT, logprobs=1, **kept).choices[0].logprobs
+    assert log and log.tokens and log.top_logprobs
+    for own, tops in zip(log.tokens, log.top_logprobs, strict=True):
+        assert set(tops) == names | {own}
+    content: list[Any] = []
+    for part in client.chat.completions.create(messages=MESSAGES, logprobs=True, stream=True, **kept):
+        content += [] if part.choices[0].logprobs is None else part.choices[0].logprobs.content or []
+    assert len(content) == 3
+    for entry in content:
+        found = [top.token for top in entry.top_logprobs]
+        assert set(found) == names | {entry.token} and len(found) == len(set(found))
+    for wrong in ({"prompt": "x"}, {"prompt": "x", "logprobs": 1, "echo": True}):
+        with pytest.raises(openai.BadRequestError) as bad:
+            client.completions.create(**{**kept, **wrong})
+        assert bad.value.param == "logprob_token_ids"
 
 
 def completion_echo_scores_the_prompt(client: openai.OpenAI, model: str) -> None:
@@ -232,6 +254,7 @@ CHECKS: list[Callable[[openai.OpenAI, str], None]] = [
     prompts_as_texts_and_ids,
     completion_n,
     completion_logprobs,
+    listed_logprobs,
     completion_echo_scores_the_prompt,
     completion_stop,
     chat,

@@ -235,6 +235,39 @@ def test_logprobs_are_those_asked_for_whatever_the_neighbours_ask(llm: LLM) -> N
         assert [len(entry) for entry in choice.logprobs or ()] == [max(top or 0, 1)] * (16 if top is not None else 0)
 
 
+@pytest.mark.parametrize("drafts", [{}, {"speculative_algorithm": "NEXTN", "speculative_num_draft_tokens": 3}])
+def test_listed_tokens_have_the_log_probabilities_that_a_prompt_gives_them(drafts: dict[str, Any]) -> None:
+    """Whatever bias and penalties this request and its neighbours have: they are the model's own."""
+    listed, ids = (7, 1999, 300, 7), LLM(MODEL).get_tokenizer().encode(TEXT)
+    asked = [
+        SamplingParams(logprob_token_ids=listed, seed=5, max_tokens=6, ignore_eos=True, logit_bias={7: -50}),
+        SamplingParams(logprobs=2, max_tokens=6, ignore_eos=True, temperature=0.0),
+        SamplingParams(logprob_token_ids=(11,), max_tokens=6, ignore_eos=True, repetition_penalty=1.5),
+        SamplingParams(max_tokens=6, ignore_eos=True),
+    ]
+    with LLM(MODEL, context_length=1024, max_running_requests=4, **drafts) as llm:
+        results = [result.outputs[0] for result in llm.generate([ids] * 4, asked)]
+        for choice, params in zip(results, asked, strict=True):
+            if params.logprobs is None:
+                assert choice.logprobs is None
+                continue
+            assert choice.logprobs is not None and len(choice.logprobs) == 6
+            wanted = {*params.logprob_token_ids}
+            for i, entry in enumerate(choice.logprobs):
+                assert set(entry) == wanted | {choice.token_ids[i]} if wanted else len(entry) in (2, 3)
+                for token in wanted:
+                    (other,) = llm.generate(
+                        [[*ids, *choice.token_ids[:i], token]], SamplingParams(max_tokens=0, prompt_logprobs=0)
+                    )
+                    assert other.prompt_logprobs is not None and other.prompt_logprobs[-1] is not None
+                    assert entry[token].logprob == pytest.approx(other.prompt_logprobs[-1][token].logprob, abs=1e-3)
+        again = llm.generate([ids] * 4, [msgspec.structs.replace(GREEDY, logprobs=1, max_tokens=2)] * 4)
+        assert all(len(entry) == 1 for result in again for entry in result.outputs[0].logprobs or [{}])
+    for wrong in ((2048,), (-1,), tuple(range(129))):
+        with pytest.raises(InvalidRequest, match="logprob_token_ids"), LLM(MODEL, context_length=512) as llm:
+            llm.generate("x", SamplingParams(logprob_token_ids=wrong))
+
+
 def test_an_interrupted_call_leaves_nothing_behind(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     long, step = msgspec.structs.replace(GREEDY, max_tokens=900), llm.engine.step
     steps = iter(range(1000))

@@ -254,7 +254,7 @@ def test_errors_are_said_clearly(site: Site) -> None:
         site.front.__dict__.update(FakeFront(lambda prompt, choice: "short").__dict__)
         send(page, "x" * 5000)
         expect(alert.nth(1)).to_contain_text("The conversation is longer than the context")
-        expect(alert.nth(1)).to_contain_text("at most 4095 fit")
+        expect(alert.nth(1)).to_contain_text("maximum context length is 4096 tokens")
         send(page, "Still there?")
         answer(page, "short", 1)
         expect(page.locator(".you .text")).to_have_text(["Hello", "Still there?"])

@@ -22,7 +22,7 @@ from thalweg.core.plan import Output
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine import local, recording
 from thalweg.engine.build import Rank, build, build_loop
-from thalweg.engine.group import ALONE, Seat
+from thalweg.engine.group import ALONE, RankContext
 from thalweg.engine.local import LocalChannel, LocalEngine
 from thalweg.engine.recording import RecordedStep, Recording, StepRecorder, read
 
@@ -53,7 +53,7 @@ def loaded_once(model: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None
     nothing is found in them but what is put there.
     """
 
-    def around(settings: EngineConfig, channel: LocalChannel, seat: Seat = ALONE) -> Rank:
+    def around(settings: EngineConfig, channel: LocalChannel, context: RankContext = ALONE) -> Rank:
         runner, facts = model
         for tensor in runner.planes.tensors():
             tensor.fill_(5.0)

@@ -12,7 +12,8 @@ import openai
 import pytest
 
 from tests.cpu.fakes import CONTEXT, EOS, MARKS, FakeFront, fake_app, serving
-from thalweg.core.errors import InvalidRequest
+from thalweg.config.server import ServerOptions
+from thalweg.core.errors import InvalidRequest, UnsupportedConfig
 from thalweg.core.messages import TokenDelta
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.streams import Assembler
@@ -115,6 +116,26 @@ def test_small_habits(api: httpx.Client) -> None:
         assert "".join(found or [answer["choices"][0]["message"]["content"]]) == "So: Well"
     error = post(api, CHAT, logit_bias={"bad1": 1, "5": 1, "bad2": 2})["error"]
     assert error["param"] == "logit_bias" and "'bad1', 'bad2'" in error["message"]
+
+
+def test_all_routes_answer_under_the_prefix_of_a_proxy_too() -> None:
+    options = ServerOptions(root_path="/llm/a", api_key=("k",), enable_force_include_usage=True)
+    with serving(fake_app(FakeFront(), options)) as url, httpx.Client(base_url=url, follow_redirects=False) as api:
+        key = {"Authorization": "Bearer k"}
+        for prefix in ("", "/llm/a"):
+            assert api.get(f"{prefix}/health").status_code == 200
+            assert api.get(f"{prefix}/v1/models").status_code == 401
+            assert api.get(f"{prefix}/v1/models", headers=key).json()["data"]
+            body = {"prompt": "a", "stream": True}
+            text = api.post(f"{prefix}/v1/completions", json=body, headers=key).text
+            assert '"usage":{"prompt_tokens":' in text, "asked for or not"
+            assert "Thalweg" in api.get(f"{prefix}/").text
+        assert api.get("/llm/a").headers["location"] == "/llm/a/"
+        assert api.get("/llm/ab/health", headers=key).status_code == 404
+        assert api.get("/openapi.json", headers=key).json()["servers"] == [{"url": "/llm/a"}]
+    for wrong in ("llm", "/llm/", "/a b"):
+        with pytest.raises(UnsupportedConfig, match="root_path"):
+            ServerOptions(root_path=wrong)
 
 
 # ---- stop expressions ----

@@ -425,4 +425,4 @@ def test_expensive_grammars_are_refused_while_a_stream_goes_on(api: httpx.Client
     overlapped = not ended.is_set()
     thread.join(60)
     gaps = [b - a for a, b in zip(arrivals, arrivals[1:], strict=False)]
-    assert overlapped and len(arrivals) >= 600 and max(gaps) < 1.0, (overlapped, len(arrivals), max(gaps))
+    assert overlapped and len(arrivals) >= 600 and max(gaps) < 3.0, (overlapped, len(arrivals), max(gaps))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from thalweg.core.plan import PAGE, Bind, PageAppend
-from thalweg.core.sampling import MAX_EOS_IDS, MAX_LOGIT_BIAS, MAX_STOP_IDS
+from thalweg.core.sampling import MAX_EOS_IDS, MAX_LOGIT_BIAS, MAX_LOGPROB_IDS, MAX_STOP_IDS
 from thalweg.core.tree import CHAIN, TreeShape
 from thalweg.kernels.build_inputs.ref import FLOATS, INTS, LENGTH, TEMPERATURE, SlotTensors
 
@@ -76,6 +76,8 @@ class Slots:
         self.stop_SK = torch.full((slots, STOP_IDS), -1, dtype=torch.int64, device=device)
         self.bias_ids_SB = torch.zeros(slots, MAX_LOGIT_BIAS, dtype=torch.int64, device=device)
         self.bias_SB = torch.zeros(slots, MAX_LOGIT_BIAS, dtype=torch.float32, device=device)
+        self.logprob_ids_SL = torch.full((slots, MAX_LOGPROB_IDS), -1, dtype=torch.int64, device=device)
+        self._has_logprob_ids = False  # some request has had them
         self.state_S3 = self.ints_SI[:, :3]
         columns = self.ints_SI.unbind(1)
         (
@@ -123,6 +125,11 @@ class Slots:
         self.floats_SF[index] = upload([_floats(b) for b in binds], torch.float32, device)
         stops = [[*b.stop_ids, *[-1] * (STOP_IDS - len(b.stop_ids))] for b in binds]
         self.stop_SK[index] = upload(stops, torch.int64, device)
+        listed = [b.params.logprob_token_ids for b in binds]
+        if any(listed) or self._has_logprob_ids:
+            self._has_logprob_ids = True
+            padded = [[*ids, *[-1] * (MAX_LOGPROB_IDS - len(ids))] for ids in listed]
+            self.logprob_ids_SL[index] = upload(padded, torch.int64, device)
         for field in self.extra.values():
             field[index] = 0
         for b in binds:

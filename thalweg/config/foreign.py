@@ -81,7 +81,6 @@ api-server-count node-ips dist-init-addr: not in this version: one process serve
 max-logprobs: not needed: the limit is fixed, and the error names it
 disable-log-stats: use --no-metrics
 profile: use thalweg roofline, or POST /start_profile while a server runs
-root-path: use a proxy that rewrites paths
 middleware: use a proxy in front
 """)
 

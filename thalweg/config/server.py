@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from thalweg.config.setting import Section, setting
@@ -58,6 +59,14 @@ class ServerOptions(Section):
         (),
         "origins whose web pages may call this server; * allows all. Default: none but its own playground",
         foreign=("allowed-origins",),
+    )
+    root_path: str = setting(
+        "",
+        "prefix under which a proxy passes requests on, such as /llm: all routes answer under it too",
+        foreign=("fastapi-root-path",),
+    )
+    enable_force_include_usage: bool = setting(
+        False, "streams of /v1/completions and /v1/chat/completions end with their usage, asked for or not"
     )
     request_id_header: str = setting("X-Request-Id", "header that may bring a request's id and always carries it back")
     tool_strict_level: str = setting(
@@ -167,6 +176,10 @@ class ServerOptions(Section):
             raise UnsupportedConfig("admin_api_key: must be ASCII and not empty; leave it out to have no admin routes")
         if self.admin_api_key in self.api_key:
             raise UnsupportedConfig("admin_api_key: must not be one of the api_keys")
+        if self.root_path and not re.fullmatch(r"(/[\w.~-]+)+", self.root_path):
+            raise UnsupportedConfig(
+                f"root_path: must be a path such as /llm, without / at its end, got {self.root_path!r}"
+            )
         endpoint = self.otlp_traces_endpoint
         if endpoint is not None and not endpoint.startswith(("http://", "https://")):
             raise UnsupportedConfig(

@@ -56,6 +56,7 @@ class SamplingNeeds(NamedTuple):
     penalised: bool = False  # some row has a penalty
     biased: bool = False  # a logit bias, or a minimum length (which bans the stop ids for a while)
     logprobs: int = -1  # most alternatives of a row; 0: the chosen token's log-probability only; -1: none
+    listed: int = 0  # most ids of a row that lists those whose log-probabilities it wants
 
 
 class PageAppend(NamedTuple):
@@ -102,7 +103,7 @@ class StepPlan:
 
 
 class TokenLogprob(NamedTuple):
-    """Log-probability of a token, and of the most likely alternatives, best first."""
+    """Log-probability of a token, and of others: the most likely ones, best first, or those that a request lists."""
 
     logprob: float
     top_ids: tuple[int, ...] = ()

@@ -15,6 +15,7 @@ MAX_LOGPROBS = 64
 MAX_STOP_IDS = 16
 MAX_EOS_IDS = 16  # of a model
 MAX_LOGIT_BIAS = 1024
+MAX_LOGPROB_IDS = 128
 MAX_SEED = 2**63 - 1
 MAX_COUNT = 2**63 - 1  # of tokens: fits the wire and the device
 MAX_STOPS = 64
@@ -118,6 +119,7 @@ class SamplingParams(msgspec.Struct, metaclass=_NamesNearest, frozen=True, kw_on
     n: int = 1
     logprobs: int | None = None  # None: off; k: the chosen token and the k most likely ones
     prompt_logprobs: int | None = None  # the same for the prompt's tokens
+    logprob_token_ids: tuple[int, ...] = ()  # instead of the most likely ones: the tokens beside the chosen one
     structured_outputs: StructuredOutputsParams | None = None  # in Python; the engine receives it as a `Grammar`
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE  # of `AsyncLLM`
 
@@ -146,15 +148,18 @@ class SamplingParams(msgspec.Struct, metaclass=_NamesNearest, frozen=True, kw_on
             n: int = 1,
             logprobs: int | None = None,
             prompt_logprobs: int | None = None,
+            logprob_token_ids: Iterable[int] | None = (),
             structured_outputs: StructuredOutputsParams | None = None,
             output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE,
         ) -> None: ...
 
     def __post_init__(self) -> None:
-        for name in ("stop", "stop_regex", "stop_token_ids", "logit_bias"):
+        for name in ("stop", "stop_regex", "stop_token_ids", "logit_bias", "logprob_token_ids"):
             value = getattr(self, name)
             if not isinstance(value, tuple):
                 msgspec.structs.force_setattr(self, name, _as_tuple(value))
+        if self.logprob_token_ids and self.logprobs is None:
+            msgspec.structs.force_setattr(self, "logprobs", 0)
 
     @property
     def is_greedy(self) -> bool:
@@ -184,6 +189,7 @@ class SamplingParams(msgspec.Struct, metaclass=_NamesNearest, frozen=True, kw_on
             "stop_regex": (len(self.stop_regex), MAX_STOP_REGEXES, "expressions"),
             "stop_token_ids": (len(self.stop_token_ids), MAX_STOP_IDS, "ids"),
             "logit_bias": (len(self.logit_bias), MAX_LOGIT_BIAS, "entries"),
+            "logprob_token_ids": (len(self.logprob_token_ids), MAX_LOGPROB_IDS, "ids"),
         }
         for name, (count, most, what) in counts.items():
             if count > most:
@@ -191,7 +197,8 @@ class SamplingParams(msgspec.Struct, metaclass=_NamesNearest, frozen=True, kw_on
         for name, limit in (("stop", MAX_STOP_CHARACTERS), ("stop_regex", MAX_REGEX_CHARACTERS)):
             if (characters := sum(map(len, getattr(self, name)))) > limit:
                 raise InvalidRequest(name, f"at most {limit} characters together, got {characters}")
-        for name, tokens in (("stop_token_ids", self.stop_token_ids), ("logit_bias", dict(self.logit_bias))):
+        by_name = {name: getattr(self, name) for name in ("stop_token_ids", "logprob_token_ids")}
+        for name, tokens in (*by_name.items(), ("logit_bias", dict(self.logit_bias))):
             for token in tokens:
                 if not 0 <= token < vocab:
                     raise InvalidRequest(name, f"token id {token} is out of vocabulary, which has {vocab}")

@@ -144,7 +144,7 @@ class LocalEngine:
     def idle(self) -> bool:
         has_ended = self.loop.scheduler.is_idle and not self.loop.inflight and not self.others.running
         # the other ranks end a step with rows by one without, in which this one takes part
-        return not self.channel.inbox and has_ended and not self.loop.coordinator.is_busy
+        return not self.channel.inbox and not self.channel.outbox and has_ended and not self.loop.coordinator.is_busy
 
     def submit(
         self, prompt: Sequence[int], params: SamplingParams, **options: Unpack[SubmitOptions]
@@ -183,14 +183,14 @@ class LocalEngine:
         self._run(self.loop.step)
         self.channel.outbox += self.others.receive()
         messages, self.channel.outbox = self.channel.outbox, []
+        refused = next((message for message in messages if isinstance(message, Rejected)), None)
+        if refused is not None:  # the next step returns the others
+            self.channel.outbox = [message for message in messages if message is not refused]
+            self.router.forget(refused.uid)
+            raise InvalidRequest(refused.field, refused.message)
         deltas = [delta for message in messages if isinstance(message, StepUpdate) for delta in message.deltas]
         for delta in deltas:
             self.router.follow(delta)
-        refused = [message for message in messages if isinstance(message, Rejected)]
-        for message in refused:
-            self.router.forget(message.uid)
-        if refused:
-            raise InvalidRequest(refused[0].field, refused[0].message)
         return deltas
 
     def control(self, message: Control) -> str:

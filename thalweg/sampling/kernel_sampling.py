@@ -16,7 +16,7 @@ from thalweg.kernels.sample import triton as sample
 from thalweg.kernels.sample.triton import SampledRows, SampledTokens
 from thalweg.kernels.temperature import triton as temperature
 from thalweg.kernels.topk_topp import triton as topk_topp
-from thalweg.sampling.sample import BANNED, Logprobs, Sampled
+from thalweg.sampling.sample import BANNED, Logprobs, Sampled, with_listed
 
 
 class KernelDistribution:
@@ -67,8 +67,10 @@ class KernelSampler:
         sample_into(out, logits_EV, slots, slot_E, ints_EI, needs, slots.ints_SI)
         return sampled(out)
 
-    def logprobs(self, logits_NV: Tensor, tokens_N: Tensor, top: int) -> Logprobs:
-        return (None, None, None) if top < 0 else logprobs.logprobs(logits_NV, tokens_N, top)
+    def logprobs(self, logits_NV: Tensor, tokens_N: Tensor, top: int, listed_NL: Tensor | None = None) -> Logprobs:
+        if top < 0:
+            return None, None, None
+        return with_listed(logits_NV, tokens_N, listed_NL, *logprobs.logprobs(logits_NV, tokens_N, top))
 
 
 def _out(rows: int, device: torch.device) -> SampledTokens:

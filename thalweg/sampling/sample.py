@@ -44,7 +44,8 @@ class Sampled:
     tokens_EQ: Tensor  # int64; the last of a row may be NO_TOKEN, which ends its slot
     count_E: Tensor  # int64 or bool: number of tokens of the row; 0 if the slot had ended before
     done_E: Tensor  # bool: the slot has ended
-    # the model's own log-probabilities of tokens_EQ, and the most likely ids with theirs; None unless asked for
+    # the model's own log-probabilities of tokens_EQ, and ids with theirs: listed ones, then the most likely; None
+    # unless asked for
     logprob_N: Tensor | None = None
     top_ids_NK: Tensor | None = None
     top_logprobs_NK: Tensor | None = None
@@ -87,8 +88,10 @@ class Sampler(Protocol):
     ) -> Sampled:
         """Samples a token of each row and writes it into the slots."""
 
-    def logprobs(self, logits_NV: Tensor, tokens_N: Tensor, top: int) -> Logprobs:
-        """Log-probabilities of `tokens_N` and the `top` most likely ids with theirs; (None, None, None) for top < 0."""
+    def logprobs(self, logits_NV: Tensor, tokens_N: Tensor, top: int, listed_NL: Tensor | None = None) -> Logprobs:
+        """Log-probabilities of `tokens_N`, and ids with theirs: those of `listed_NL`, if given, in which -1 is none,
+        then the `top` most likely. (None, None, None) for top < 0.
+        """
 
 
 class ReferenceSampler:
@@ -137,12 +140,24 @@ class ReferenceSampler:
         tokens_E = self.sample_tokens(logits_EV, slots, slot_E, ints_EI, needs)
         return append_tokens(tokens_E, slots, slot_E, ints_EI)
 
-    def logprobs(self, logits_NV: Tensor, tokens_N: Tensor, top: int) -> Logprobs:
+    def logprobs(self, logits_NV: Tensor, tokens_N: Tensor, top: int, listed_NL: Tensor | None = None) -> Logprobs:
         if top < 0:
             return None, None, None
         logprob_NV = logits_NV.log_softmax(-1)
         top_NK = logprob_NV.topk(min(top, logits_NV.shape[1]), dim=-1)
-        return logprob_NV.gather(1, tokens_N[:, None])[:, 0], top_NK.indices, top_NK.values
+        own_N = logprob_NV.gather(1, tokens_N[:, None])[:, 0]
+        return with_listed(logits_NV, tokens_N, listed_NL, own_N, top_NK.indices, top_NK.values)
+
+
+def with_listed(
+    logits_NV: Tensor, tokens_N: Tensor, listed_NL: Tensor | None, own_N: Tensor, ids_NK: Tensor, values_NK: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities of tokens and of the most likely ids, with those of listed ids before the latter."""
+    if listed_NL is None:
+        return own_N, ids_NK, values_NK
+    logit_N1 = logits_NV.gather(1, tokens_N[:, None])
+    values_NL = logits_NV.gather(1, listed_NL.clamp(min=0)) - logit_N1 + own_N[:, None]
+    return own_N, torch.cat([listed_NL, ids_NK], 1), torch.cat([values_NL, values_NK], 1)
 
 
 REFERENCE = ReferenceSampler()
@@ -200,7 +215,11 @@ def accept(
     if sampled.nodes_EQ is not None:
         first_E1 = torch.arange(len(slot_E), device=slot_E.device).unsqueeze(1) * query
         own_NV = own_NV.index_select(0, (first_E1 + sampled.nodes_EQ).flatten())
-    logprob_N, ids_NK, values_NK = sampler.logprobs(own_NV, sampled.tokens_EQ.flatten().clamp(min=0), needs.logprobs)
+    listed_NL = None
+    if needs.listed:
+        listed_NL = slots.logprob_ids_SL[slot_E, : needs.listed].repeat_interleave(len(own_NV) // len(slot_E), 0)
+    tokens_N = sampled.tokens_EQ.flatten().clamp(min=0)
+    logprob_N, ids_NK, values_NK = sampler.logprobs(own_NV, tokens_N, needs.logprobs, listed_NL)
     return replace(sampled, logprob_N=logprob_N, top_ids_NK=ids_NK, top_logprobs_NK=values_NK)
 
 

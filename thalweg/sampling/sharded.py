@@ -66,10 +66,10 @@ class ShardedSampler:
             return self.sampler.sample_into_slots(self.shards.gather(logits_EV), slots, slot_E, ints_EI, needs)
         return append_tokens(self._best(logits_EV, slots, slot_E, ints_EI, needs), slots, slot_E, ints_EI)
 
-    def logprobs(self, logits_NV: Tensor, tokens_N: Tensor, top: int) -> Logprobs:
+    def logprobs(self, logits_NV: Tensor, tokens_N: Tensor, top: int, listed_NL: Tensor | None = None) -> Logprobs:
         if top < 0:
             return None, None, None
-        return self.sampler.logprobs(self.shards.gather(logits_NV), tokens_N, top)
+        return self.sampler.logprobs(self.shards.gather(logits_NV), tokens_N, top, listed_NL)
 
     def _needs_candidates(self, needs: SamplingNeeds) -> bool:
         return self.takes_largest and not needs.truncated and (self.has_torch_noise or not needs.random)

@@ -65,7 +65,8 @@ def sampling_needs(params: SamplingParams) -> SamplingNeeds:
         truncated=is_random and (params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0),
         penalised=params.has_penalties,
         biased=bool(params.logit_bias) or params.min_tokens > 0,
-        logprobs=-1 if params.logprobs is None else params.logprobs,
+        logprobs=-1 if params.logprobs is None else 0 if params.logprob_token_ids else params.logprobs,
+        listed=0 if params.logprobs is None else len(params.logprob_token_ids),
     )
 
 

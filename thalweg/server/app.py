@@ -30,7 +30,7 @@ from thalweg.server.completions import CompletionChoice, completions
 from thalweg.server.context import AppContext, reply
 from thalweg.server.errors import ApiError, api_error
 from thalweg.server.generate import GenerateResponse, generate
-from thalweg.server.middleware import COUNTED, RequestMiddleware
+from thalweg.server.middleware import COUNTED, RequestMiddleware, RootPath
 from thalweg.server.openai_stream import OpenAIResponse
 from thalweg.server.openapi import Route
 from thalweg.server.parsing import parse_body, parse_query
@@ -126,7 +126,7 @@ def build(
     by_path: dict[str, dict[str, Route]] = {}
     for route in (*ROUTES, METRICS) if options.metrics else ROUTES:
         by_path.setdefault(route.path, {})[route.method] = route
-    document = openapi.document(by_path, ctx.api_keys.required, options.open_probes)
+    document = openapi.document(by_path, ctx.api_keys.required, options.open_probes, options.root_path)
     pages = {"/openapi.json": lambda request: Response(document, media_type="application/json")}
     open_pages = playground.PAGES if options.playground else {}
     # one route for all methods of a path: a 405 lists them
@@ -140,7 +140,8 @@ def build(
         expose_headers=[options.request_id_header],
     )
     requests = Middleware(RequestMiddleware, ctx, open_pages, on_end)
-    middleware = [cors, requests] if options.cors_origins else [requests]
+    prefix = [Middleware(RootPath, options.root_path)] if options.root_path else []
+    middleware = [*prefix, *([cors] if options.cors_origins else []), requests]
     app = Starlette(routes=routes, middleware=middleware, exception_handlers=_error_handlers(ctx), lifespan=lifespan)
     app.router.redirect_slashes = False
     return app

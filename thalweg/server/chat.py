@@ -27,7 +27,7 @@ from thalweg.server.generation import (
 )
 from thalweg.server.logprobs import ChatLogprobs, chat_logprobs
 from thalweg.server.openai_stream import ChoiceEncoder, OpenAIChoice, OpenAIStreamEncoder
-from thalweg.server.parsing import given, renamed, sampling_params
+from thalweg.server.parsing import given, listed_ids, renamed, sampling_params
 from thalweg.server.protocol import ChatRequest
 from thalweg.server.stream import respond
 from thalweg.server.structured_output import (
@@ -54,7 +54,8 @@ async def chat_completions(ctx: AppContext, request: Request, body: ChatRequest)
     job, new_parser = await prepare_chat(ctx, request, body)
     (prompt,) = job.prompts
     choices = [ChatChoiceEncoder(ctx.front.tokenizer, body, i, prompt, new_parser()) for i in range(job.choices)]
-    encoder = OpenAIStreamEncoder(f"chatcmpl-{prompt.rid}", "chat.completion", model, body, job, choices)
+    adds_usage = ctx.options.enable_force_include_usage
+    encoder = OpenAIStreamEncoder(f"chatcmpl-{prompt.rid}", "chat.completion", model, body, job, choices, adds_usage)
     return await respond(ctx, request, job, encoder, body.stream)
 
 
@@ -174,6 +175,7 @@ def _params(ctx: AppContext, body: ChatRequest) -> SamplingParams:
         include_stop_str_in_output=bool(body.include_stop_str_in_output),
         skip_special_tokens=body.skip_special_tokens is not False and not parsed,
         logprobs=given(body.top_logprobs, 0) if body.logprobs else None,
+        logprob_token_ids=listed_ids(body),
         prompt_logprobs=body.prompt_logprobs,
     )
 
@@ -313,7 +315,9 @@ class ChatChoiceEncoder(ChoiceEncoder[ChatRequest]):
     def _logprobs(self, piece: Piece) -> ChatLogprobs | None:
         if not self.body.logprobs or not piece.ids:
             return None
-        return chat_logprobs(self.names, piece.ids, piece.logprobs, given(self.body.top_logprobs, 0))
+        listed = len(self.body.logprob_token_ids or ())
+        top = listed or given(self.body.top_logprobs, 0)
+        return chat_logprobs(self.names, piece.ids, piece.logprobs, top, has_own=bool(listed))
 
 
 class ThoughtCounter:

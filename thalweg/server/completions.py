@@ -13,7 +13,7 @@ from thalweg.server.context import AppContext
 from thalweg.server.generation import PromptJob, asked_tokens, check_fits, make_job, read_prompts, read_truncation
 from thalweg.server.logprobs import CompletionLogprobs, CompletionLogprobsBuilder, prompt_scores
 from thalweg.server.openai_stream import ChoiceEncoder, OpenAIStreamEncoder, PromptChoice
-from thalweg.server.parsing import given, sampling_params
+from thalweg.server.parsing import given, listed_ids, sampling_params
 from thalweg.server.protocol import CompletionRequest, Prompt
 from thalweg.server.stream import respond
 from thalweg.server.structured_output import grammar_of, limited_thought
@@ -33,6 +33,8 @@ async def completions(ctx: AppContext, request: Request, body: CompletionRequest
     if body.best_of is not None and body.best_of not in (1, body.n):
         raise InvalidRequest("best_of", f"is not supported here beyond n: leave it out, got {body.best_of}")
     echoed = body.logprobs if body.echo else None
+    if body.echo and body.logprob_token_ids:
+        raise InvalidRequest("logprob_token_ids", "does not go with echo: only tokens of the output are scored so")
     params = sampling_params(
         body,
         ctx.defaults,
@@ -40,6 +42,7 @@ async def completions(ctx: AppContext, request: Request, body: CompletionRequest
         min_tokens=given(body.min_tokens, 0),
         include_stop_str_in_output=bool(body.include_stop_str_in_output),
         logprobs=body.logprobs,
+        logprob_token_ids=listed_ids(body),
         prompt_logprobs=max((top for top in (body.prompt_logprobs, echoed) if top is not None), default=None),
     )
     grammar = grammar_of(body, body.response_format, any_whitespace=ctx.any_whitespace)
@@ -50,7 +53,8 @@ async def completions(ctx: AppContext, request: Request, body: CompletionRequest
     check_fits(ctx, jobs, body)
     job = await make_job(ctx, request, jobs, body.priority, body.cache_salt)
     choices = [CompletionChoiceEncoder(ctx.front.tokenizer, body, i, jobs[i // params.n]) for i in range(job.choices)]
-    encoder = OpenAIStreamEncoder(f"cmpl-{rid}", "text_completion", model, body, job, choices)
+    adds_usage = ctx.options.enable_force_include_usage
+    encoder = OpenAIStreamEncoder(f"cmpl-{rid}", "text_completion", model, body, job, choices, adds_usage)
     return await respond(ctx, request, job, encoder, body.stream)
 
 
@@ -71,7 +75,10 @@ def _infill_prompt(body: CompletionRequest, tokenizer: Tokenizer) -> Prompt:
 class CompletionChoiceEncoder(ChoiceEncoder[CompletionRequest]):
     def __init__(self, tokenizer: Tokenizer, body: CompletionRequest, index: int, prompt: PromptJob) -> None:
         super().__init__(tokenizer, body, index, prompt)
-        self._logprobs = None if body.logprobs is None else CompletionLogprobsBuilder(self.names, body.logprobs)
+        self._logprobs = None
+        if body.logprobs is not None:
+            top = len(body.logprob_token_ids or ()) or body.logprobs
+            self._logprobs = CompletionLogprobsBuilder(self.names, top)
         self._hidden = frozenset() if body.skip_special_tokens is False else tokenizer.special_ids
 
     def feed(self, piece: Piece) -> list[CompletionChoice]:

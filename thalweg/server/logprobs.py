@@ -102,13 +102,20 @@ class CompletionLogprobsBuilder:
         return {self._names(i): finite(logprob) for i, logprob in pairs}
 
 
-def chat_logprobs(names: TokenNames, ids: Sequence[int], logprobs: Sequence[TokenLogprob], top: int) -> ChatLogprobs:
+def chat_logprobs(
+    names: TokenNames, ids: Sequence[int], logprobs: Sequence[TokenLogprob], top: int, has_own: bool = False
+) -> ChatLogprobs:
+    """has_own: the token itself is always among the alternatives, the first unless it is another."""
+
     def entry(token: int, logprob: float) -> tuple[str, float, list[int]]:
         return names(token), finite(logprob), list(names.raw(token))
 
     content = []
     for token, chosen in zip(ids, logprobs, strict=True):
-        tops = [TopLogprob(*entry(*pair)) for pair in _tops(chosen, top)]
+        pairs = dict(_tops(chosen, top))
+        if has_own and token not in pairs:
+            pairs = {token: chosen.logprob} | pairs
+        tops = [TopLogprob(*entry(*pair)) for pair in pairs.items()]
         content.append(ChatLogprob(*entry(token, chosen.logprob), tops))
     return ChatLogprobs(content)
 

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable
 
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
+from starlette.responses import RedirectResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from thalweg.core.logs import fields
@@ -22,6 +23,22 @@ COUNTED = {  # by the limits of running requests
     *(*GENERATION, "/tokenize", "/detokenize"),
     *("/v1/messages/count_tokens", "/v1/responses/input_tokens"),
 }
+
+
+class RootPath:
+    """The same application under a prefix too, for proxies that pass it on."""
+
+    def __init__(self, app: ASGIApp, prefix: str) -> None:
+        """prefix: as ServerOptions.root_path."""
+        self._app, self._prefix = app, prefix
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope.get("path", "")
+        if path == self._prefix:  # the page's own links are relative
+            return await RedirectResponse(self._prefix + "/")(scope, receive, send)
+        if path.startswith(self._prefix + "/"):
+            scope = {**scope, "path": path.removeprefix(self._prefix)}
+        await self._app(scope, receive, send)
 
 
 class RequestMiddleware:

@@ -16,7 +16,7 @@ import msgspec
 
 from thalweg.core.errors import InvalidRequest
 from thalweg.core.sampling import SamplingParams
-from thalweg.server.protocol import NativeSampling, RefusedFields, SamplingFields
+from thalweg.server.protocol import ChatRequest, CompletionRequest, NativeSampling, RefusedFields, SamplingFields
 
 T = TypeVar("T")
 StructT = TypeVar("StructT", bound=msgspec.Struct)
@@ -141,6 +141,13 @@ def renamed(rename: Callable[[str], str]) -> Iterator[None]:
 
 def given(value: T | None, default: T) -> T:
     return default if value is None else value
+
+
+def listed_ids(body: CompletionRequest | ChatRequest) -> tuple[int, ...]:
+    """Of `logprob_token_ids`. Raises InvalidRequest unless log-probabilities are asked for."""
+    if body.logprob_token_ids and body.logprobs in (None, False):
+        raise InvalidRequest("logprob_token_ids", "needs logprobs")
+    return tuple(body.logprob_token_ids or ())
 
 
 def sampling_params(body: SamplingFields, default: SamplingParams, **own: Any) -> SamplingParams:

@@ -117,6 +117,8 @@ class SamplingFields(StructuredFields, kw_only=True):
 class OpenAIRequest(SamplingFields, kw_only=True):
     """Fields of both OpenAI routes. Hints, such as `prediction`, are not declared: they change no result."""
 
+    REFUSED = tuple(name for name in GenerationRefusedFields.__struct_fields__ if name != "logprob_token_ids")
+
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -129,6 +131,7 @@ class OpenAIRequest(SamplingFields, kw_only=True):
     include_stop_str_in_output: bool | None = None
     prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
+    logprob_token_ids: list[int] | None = None  # instead of the most likely ones
     return_tokens_as_token_ids: bool | None = None  # tokens in log-probabilities are written `token_id:N`
     thinking_token_budget: int | None = None  # tokens after which a thought is ended; -1: no limit
     truncate_prompt_tokens: int | None = None  # keeps so many tokens of a prompt; -1: as many as fit
@@ -142,7 +145,7 @@ class OpenAIRequest(SamplingFields, kw_only=True):
 class CompletionRequest(OpenAIRequest, kw_only=True):
     """POST /v1/completions."""
 
-    REFUSED = tuple(name for name in GenerationRefusedFields.__struct_fields__ if name != "suffix")
+    REFUSED = tuple(name for name in OpenAIRequest.REFUSED if name != "suffix")
 
     prompt: Prompt  # a text, texts, token ids, or lists of token ids
     suffix: str | None = None  # the text after the one to generate

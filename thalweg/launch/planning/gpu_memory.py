@@ -8,7 +8,7 @@ from thalweg.config.engine import EngineConfig
 from thalweg.config.model import ModelFacts
 from thalweg.core.plan import PAGE
 from thalweg.core.report import AUTO, Decision
-from thalweg.core.sampling import MAX_EOS_IDS, MAX_LOGIT_BIAS, MAX_STOP_IDS
+from thalweg.core.sampling import MAX_EOS_IDS, MAX_LOGIT_BIAS, MAX_LOGPROB_IDS, MAX_STOP_IDS
 from thalweg.launch.planning.layouts import ONE, ParallelLayout
 from thalweg.launch.planning.weights import PlannedModel
 from thalweg.launch.resolved import Resolved
@@ -96,9 +96,10 @@ def with_pages(resolved: Resolved, memory: GpuMemory, layout: ParallelLayout) ->
 
 def slot_bytes(slots: int, context: int, table_entry: int = 4, drafts: int = 0) -> int:
     """State of the requests as `batch.slots` keeps it: tokens, page table, eight integers, six sampling numbers, stop
-    ids, biases, the root of a tree. table_entry: bytes, 8 on a CPU. drafts: bytes that drafts add to each.
+    ids, ids to score, biases, the root of a tree. table_entry: bytes, 8 on a CPU. drafts: bytes that
+    drafts add to each.
     """
-    lists = 8 * (MAX_STOP_IDS + MAX_EOS_IDS) + 12 * MAX_LOGIT_BIAS + 8 * 3
+    lists = 8 * (MAX_STOP_IDS + MAX_EOS_IDS + MAX_LOGPROB_IDS) + 12 * MAX_LOGIT_BIAS + 8 * 3
     return slots * (4 * (context + 1) + table_entry * -(-context // PAGE) + 8 * 8 + 6 * 4 + lists + drafts)
 
 

@@ -242,7 +242,7 @@ function showCurl() {
 }
 async function showModels() {
   try {
-    const response = await fetch("/v1/models", { headers: settings.headers() });
+    const response = await fetch("v1/models", { headers: settings.headers() });
     if (!response.ok) return;
     const names = (await response.json()).data.map((card) => card.id);
     if (names.join("\n") === [...$("model").options].map((option) => option.value).join("\n")) return;

@@ -88,6 +88,6 @@ export class Settings {
   showCurl(body) {
     const text = JSON.stringify(body, null, 2).replaceAll("'", "'\\''");
     const key = this.headers().Authorization ? ' \\\n  -H "Authorization: Bearer $API_KEY"' : "";
-    $("curl").textContent = `curl -N ${location.origin}/v1/chat/completions \\\n  -H 'Content-Type: application/json'${key} \\\n  -d '${text}'`;
+    $("curl").textContent = `curl -N ${new URL("v1/chat/completions", document.baseURI)} \\\n  -H 'Content-Type: application/json'${key} \\\n  -d '${text}'`;
   }
 }

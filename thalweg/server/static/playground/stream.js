@@ -14,7 +14,7 @@ export class ServerError extends Error {
 
 // The events of one streamed answer. Throws ServerError; an AbortError when `signal` fires.
 export async function* answersOf(body, headers, signal) {
-  const response = await fetch("/v1/chat/completions", {
+  const response = await fetch("v1/chat/completions", {
     method: "POST",
     headers: { "Content-Type": "application/json", ...headers },
     body: JSON.stringify(body),
