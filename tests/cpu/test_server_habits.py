@@ -133,7 +133,8 @@ def test_all_routes_answer_under_the_prefix_of_a_proxy_too() -> None:
         assert api.get("/llm/a").headers["location"] == "/llm/a/"
         assert api.get("/llm/ab/health", headers=key).status_code == 404
         assert api.get("/openapi.json", headers=key).json()["servers"] == [{"url": "/llm/a"}]
-    for wrong in ("llm", "/llm/", "/a b"):
+    assert [ServerOptions(root_path=path).prefix for path in ("llm", "/a/b/", "/", "")] == ["/llm", "/a/b", "", ""]
+    for wrong in ("//llm", "/a b", "http://x"):
         with pytest.raises(UnsupportedConfig, match="root_path"):
             ServerOptions(root_path=wrong)
 

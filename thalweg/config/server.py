@@ -161,6 +161,11 @@ class ServerOptions(Section):
     )
 
     @property
+    def prefix(self) -> str:
+        """root_path with one / before it and none behind; "" for none."""
+        return ("/" + self.root_path.strip("/")).rstrip("/")
+
+    @property
     def max_bodies_bytes(self) -> int:
         """That the bodies of all requests under way may have together; beyond it the answer is 429."""
         return 16 * self.max_body_bytes
@@ -176,10 +181,8 @@ class ServerOptions(Section):
             raise UnsupportedConfig("admin_api_key: must be ASCII and not empty; leave it out to have no admin routes")
         if self.admin_api_key in self.api_key:
             raise UnsupportedConfig("admin_api_key: must not be one of the api_keys")
-        if self.root_path and not re.fullmatch(r"(/[\w.~-]+)+", self.root_path):
-            raise UnsupportedConfig(
-                f"root_path: must be a path such as /llm, without / at its end, got {self.root_path!r}"
-            )
+        if not re.fullmatch(r"[\w.~/-]*", self.root_path) or "//" in self.root_path:
+            raise UnsupportedConfig(f"root_path: must be a path such as /llm, got {self.root_path!r}")
         endpoint = self.otlp_traces_endpoint
         if endpoint is not None and not endpoint.startswith(("http://", "https://")):
             raise UnsupportedConfig(

@@ -126,7 +126,7 @@ def build(
     by_path: dict[str, dict[str, Route]] = {}
     for route in (*ROUTES, METRICS) if options.metrics else ROUTES:
         by_path.setdefault(route.path, {})[route.method] = route
-    document = openapi.document(by_path, ctx.api_keys.required, options.open_probes, options.root_path)
+    document = openapi.document(by_path, ctx.api_keys.required, options.open_probes, options.prefix)
     pages = {"/openapi.json": lambda request: Response(document, media_type="application/json")}
     open_pages = playground.PAGES if options.playground else {}
     # one route for all methods of a path: a 405 lists them
@@ -140,7 +140,7 @@ def build(
         expose_headers=[options.request_id_header],
     )
     requests = Middleware(RequestMiddleware, ctx, open_pages, on_end)
-    prefix = [Middleware(RootPath, options.root_path)] if options.root_path else []
+    prefix = [Middleware(RootPath, options.prefix)] if options.prefix else []
     middleware = [*prefix, *([cors] if options.cors_origins else []), requests]
     app = Starlette(routes=routes, middleware=middleware, exception_handlers=_error_handlers(ctx), lifespan=lifespan)
     app.router.redirect_slashes = False

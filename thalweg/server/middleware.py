@@ -29,7 +29,7 @@ class RootPath:
     """The same application under a prefix too, for proxies that pass it on."""
 
     def __init__(self, app: ASGIApp, prefix: str) -> None:
-        """prefix: as ServerOptions.root_path."""
+        """prefix: as ServerOptions.prefix."""
         self._app, self._prefix = app, prefix
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
