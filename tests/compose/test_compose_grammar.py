@@ -36,8 +36,8 @@ COLUMNS: dict[str, list[Any]] = {
     "drafts": ["none", "nextn-tree", "adaptive"],
 }
 CASES = covering(COLUMNS, SEED)
-SCHEMA = {"type": "array", "items": {"enum": ["aye", "nay", 7]}, "minItems": 12, "maxItems": 16}
-WORDS = r"([a-d]{2,4} ){12,20}\."
+SCHEMA = {"type": "array", "items": {"enum": ["aye", "nay", 7]}, "minItems": 20, "maxItems": 26}
+WORDS = r"([a-d]{2,4} ){20,30}\."
 TRIGGER = Tokenizer(Path(MODEL)).encode(",", False)[0]
 GRAMMARS = {
     "triggered": Grammar("regex", r"[a-d]{2,4}!", trigger_id=TRIGGER),
@@ -53,7 +53,7 @@ def crowd(engine: LocalEngine, case: dict[str, Any]) -> list[tuple[Ask, Grammar]
     grammar, held = GRAMMARS[case["grammar"]], []
     for i, ask in enumerate(asks):
         if grammar.is_set and i % 2 == 0:
-            params = msgspec.structs.replace(ask.params, ignore_eos=False, max_tokens=130)
+            params = msgspec.structs.replace(ask.params, ignore_eos=False, max_tokens=180)
             held.append((replace(ask, params=params), grammar))
         else:
             held.append((ask, NO_GRAMMAR))

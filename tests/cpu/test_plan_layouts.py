@@ -243,5 +243,5 @@ def test_steps_and_graphs_of_real_starts(
 
 
 def test_slots_of_a_real_start() -> None:
-    root = 24  # bytes of a slot that those starts had not yet
-    assert slot_bytes(257, 163840) == 174_306_652 + 257 * root and slot_bytes(65, 8192) == 2_984_540 + 65 * root
+    later = 24 + 8 * 128  # bytes of a slot that those starts had not yet: a tree's root, ids to score
+    assert slot_bytes(257, 163840) == 174_306_652 + 257 * later and slot_bytes(65, 8192) == 2_984_540 + 65 * later
