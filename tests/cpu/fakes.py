@@ -263,7 +263,7 @@ class _Voice:
             self.index,
             self.decoder.decode(bytes(shown), final=finish is not None),
             tuple(ids),
-            () if want is None else tuple(logprob(token, want) for token in ids),
+            () if want is None else tuple(logprob(token, want, self.params.logprob_token_ids) for token in ids),
             finish,
             self.stop if finish == "stop" else None,
             len(self.prompt),
@@ -274,12 +274,13 @@ class _Voice:
         )
 
 
-def logprob(token: int, top: int) -> TokenLogprob:
+def logprob(token: int, top: int, listed: tuple[int, ...] = ()) -> TokenLogprob:
     """What the scripted model thinks of a token: a function of the token alone, the token itself being the most
-    likely.
+    likely. listed: the others, in place of the next ones.
     """
     best = -0.5 - token / 1000
-    return TokenLogprob(best, tuple((token + i) % EOS for i in range(top)), tuple(best - i for i in range(top)))
+    others = listed or tuple((token + i) % EOS for i in range(top))
+    return TokenLogprob(best, others, tuple(best - i for i in range(len(others))))
 
 
 @contextmanager

@@ -112,9 +112,9 @@ def completion_logprobs(client: openai.OpenAI, model: str) -> None:
 
 
 def listed_logprobs(client: openai.OpenAI, model: str) -> None:
-    extra = {"logprob_token_ids": [5, 2000, 300], "return_tokens_as_token_ids": True}
+    extra = {"logprob_token_ids": [5, 200, 30], "return_tokens_as_token_ids": True}
     kept: dict[str, Any] = {"model": model, "max_tokens": 3, "temperature": 0.0, "extra_body": extra}
-    names = {f"token_id:{token}" for token in (5, 2000, 300)}
+    names = {f"token_id:{token}" for token in (5, 200, 30)}
     log = client.completions.create(prompt=PROMPT, logprobs=1, **kept).choices[0].logprobs
     assert log and log.tokens and log.top_logprobs
     for own, tops in zip(log.tokens, log.top_logprobs, strict=True):

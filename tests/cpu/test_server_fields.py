@@ -49,6 +49,8 @@ WITH: dict[str, dict[str, Any]] = {  # fields that need others
     "min_tokens": {"max_tokens": 20},
     "max_new_tokens": {"max_tokens": None},
     "/v1/completions return_tokens_as_token_ids": {"logprobs": 1},
+    "/v1/completions logprob_token_ids": {"logprobs": 1},
+    "/v1/chat/completions logprob_token_ids": {"logprobs": True},
     "/v1/chat/completions return_tokens_as_token_ids": {"logprobs": True},
     "truncation_side": {"truncate_prompt_tokens": 2},
     "thinking_token_budget": {"chat_template_kwargs": {"thinking": True}},
