@@ -66,7 +66,7 @@ class ServerOptions(Section):
         foreign=("fastapi-root-path",),
     )
     enable_force_include_usage: bool = setting(
-        False, "streams of /v1/completions and /v1/chat/completions end with their usage, asked for or not"
+        False, "chunks of /v1/completions and /v1/chat/completions have the usage so far, asked for or not"
     )
     request_id_header: str = setting("X-Request-Id", "header that may bring a request's id and always carries it back")
     tool_strict_level: str = setting(

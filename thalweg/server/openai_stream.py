@@ -152,7 +152,7 @@ class OpenAIStreamEncoder(StreamEncoder):
         choices: Sequence[ChoiceEncoder[Any]],
         adds_usage: bool,
     ) -> None:
-        """adds_usage: to each stream, as if its client asked for that."""
+        """adds_usage: to each chunk, as if the client asked for that."""
         self._id, self._created, self._model, self._object = id, int(job.accounting.began), model, object
         self._choices = choices
         self._is_chat = object == "chat.completion"
@@ -161,7 +161,7 @@ class OpenAIStreamEncoder(StreamEncoder):
         self._latest: dict[int, Piece] = {}  # of each choice
         options = body.stream_options or StreamOptions()
         self._includes_usage = adds_usage or bool(options.include_usage)
-        self._repeats_usage = self._includes_usage and bool(options.continuous_usage_stats)
+        self._repeats_usage = adds_usage or self._includes_usage and bool(options.continuous_usage_stats)
         chunk = "chat.completion.chunk" if object == "chat.completion" else object
         if body.stream_options is not None and not body.stream:
             raise InvalidRequest("stream_options", "needs stream: true")

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -87,8 +87,11 @@ class RemoteOpenAIServer:
     DUMMY_API_KEY = "token-abc123"
     show_hidden_metrics = False
 
-    def __init__(self, model: str, vllm_serve_args: Sequence[str], **_: Any) -> None:
-        flags = _translated(vllm_serve_args)
+    def __init__(
+        self, model: str, vllm_serve_args: Sequence[str], env_dict: Mapping[str, str] | None = None, **_: Any
+    ) -> None:
+        key = (env_dict or {}).get("VLLM_API_KEY")
+        flags = _translated([*vllm_serve_args, *(["--api-key", key] if key else [])])
         self.host, self.uds = "127.0.0.1", None
         if flags not in _servers or _servers[flags][0].poll() is not None:
             _servers[flags] = self._start(flags)
