@@ -255,6 +255,7 @@ def test_listed_tokens_have_the_log_probabilities_that_a_prompt_gives_them(draft
             wanted = {*params.logprob_token_ids}
             for i, entry in enumerate(choice.logprobs):
                 assert set(entry) == wanted | {choice.token_ids[i]} if wanted else len(entry) in (2, 3)
+                assert not wanted or all(said.rank is None for said in entry.values()), "their order is the request's"
                 for token in wanted:
                     (other,) = llm.generate(
                         [[*ids, *choice.token_ids[:i], token]], SamplingParams(max_tokens=0, prompt_logprobs=0)

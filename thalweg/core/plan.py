@@ -56,7 +56,7 @@ class SamplingNeeds(NamedTuple):
     penalised: bool = False  # some row has a penalty
     biased: bool = False  # a logit bias, or a minimum length (which bans the stop ids for a while)
     logprobs: int = -1  # most alternatives of a row; 0: the chosen token's log-probability only; -1: none
-    listed: int = 0  # most ids of a row that lists those whose log-probabilities it wants
+    num_logprob_ids: int = 0  # most `logprob_token_ids` of a row
 
 
 class PageAppend(NamedTuple):

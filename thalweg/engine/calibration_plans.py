@@ -29,7 +29,7 @@ NEEDS = (
     SamplingNeeds(logprobs=20),
     SamplingNeeds(random=True, truncated=True, logprobs=5),
 )
-ALL_NEEDS = SamplingNeeds(random=True, truncated=True, penalised=True, biased=True, logprobs=20, listed=20)
+ALL_NEEDS = SamplingNeeds(random=True, truncated=True, penalised=True, biased=True, logprobs=20, num_logprob_ids=20)
 
 RowSpec = tuple[int, int, bool]  # tokens before the step, tokens of the step, whether it samples
 

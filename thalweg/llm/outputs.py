@@ -63,7 +63,11 @@ class OutputBuilder:
 
     def add(self, piece: Piece) -> None:
         output = self.output
-        _add(output.outputs[piece.index], piece, self._named(piece.ids, piece.logprobs))
+        _add(
+            output.outputs[piece.index],
+            piece,
+            self._named(piece.ids, piece.logprobs, not self.request.params.logprob_token_ids),
+        )
         output.num_cached_tokens = max(output.num_cached_tokens, piece.cached_tokens)
         if piece.prompt_logprobs and piece.index == 0:
             output.prompt_logprobs = [None, *self._named(output.prompt_token_ids[1:], piece.prompt_logprobs)]
@@ -77,7 +81,7 @@ class OutputBuilder:
     def delta(self, piece: Piece) -> RequestOutput:
         """What the last piece has added, with one output."""
         new = self._empty(piece.index)
-        _add(new, piece, self._named(piece.ids, piece.logprobs))
+        _add(new, piece, self._named(piece.ids, piece.logprobs, not self.request.params.logprob_token_ids))
         new.cumulative_logprob = self.output.outputs[piece.index].cumulative_logprob
         return replace(self.output, outputs=[new])
 
@@ -93,14 +97,16 @@ class OutputBuilder:
             output.logprobs, output.cumulative_logprob = [], 0.0
         return output
 
-    def _named(self, ids: Sequence[int], entries: Sequence[TokenLogprob]) -> Iterator[dict[int, Logprob]]:
-        """The token of each position first, then the alternatives, best first."""
+    def _named(
+        self, ids: Sequence[int], entries: Sequence[TokenLogprob], ranked: bool = True
+    ) -> Iterator[dict[int, Logprob]]:
+        """The token of each position first, then the alternatives. ranked: these are the most likely, best first."""
         for token, entry in zip(ids, entries, strict=bool(entries)):
-            rank = entry.top_ids.index(token) + 1 if token in entry.top_ids else None
+            rank = entry.top_ids.index(token) + 1 if ranked and token in entry.top_ids else None
             named = {token: Logprob(entry.logprob, rank, self._name(token))}
             for place, (other, logprob) in enumerate(zip(entry.top_ids, entry.top_logprobs, strict=True), 1):
                 if other != token:
-                    named[other] = Logprob(logprob, place, self._name(other))
+                    named[other] = Logprob(logprob, place if ranked else None, self._name(other))
             yield named
 
     def _name(self, token: int) -> str:

@@ -225,8 +225,8 @@ class Runner:
         outputs, e = list[Output](), 0
         if sampled is not None:
             tokens, count, done = sampled.tokens_EQ.tolist(), sampled.count_E.tolist(), sampled.done_E.tolist()
-            listed = forwarded.plan.needs.listed
-            logprobs = _token_logprobs(sampled.logprob_N, sampled.top_ids_NK, sampled.top_logprobs_NK, listed)
+            num_listed = forwarded.plan.needs.num_logprob_ids
+            logprobs = _token_logprobs(sampled.logprob_N, sampled.top_ids_NK, sampled.top_logprobs_NK, num_listed)
             nodes: list[list[int]] = [] if sampled.nodes_EQ is None else sampled.nodes_EQ.tolist()
             query = len(tokens[0])
         for i, row in enumerate(forwarded.plan.rows):
@@ -272,14 +272,14 @@ def _row_drafts(drafted: DraftOutput) -> list[RowDrafts]:
 
 
 def _token_logprobs(
-    logprob: Tensor | None, ids: Tensor | None, values: Tensor | None, listed: int = 0
+    logprob: Tensor | None, ids: Tensor | None, values: Tensor | None, num_listed: int = 0
 ) -> list[TokenLogprob]:
-    """listed: so many ids of each row come first, padded with -1. A row that has any keeps only those."""
+    """num_listed: so many ids of each row come first, padded with -1. A row that has any keeps only those."""
     if logprob is None or ids is None or values is None:
         return []
     rows, made = zip(logprob.tolist(), ids.tolist(), values.tolist(), strict=True), []
     for own, row_ids, row_values in rows:
-        count = sum(i >= 0 for i in row_ids[:listed])
-        kept = slice(count) if count else slice(listed, None)
+        count = sum(i >= 0 for i in row_ids[:num_listed])
+        kept = slice(count) if count else slice(num_listed, None)
         made.append(TokenLogprob(own, tuple(row_ids[kept]), tuple(row_values[kept])))
     return made

@@ -216,8 +216,10 @@ def accept(
         first_E1 = torch.arange(len(slot_E), device=slot_E.device).unsqueeze(1) * query
         own_NV = own_NV.index_select(0, (first_E1 + sampled.nodes_EQ).flatten())
     listed_NL = None
-    if needs.listed:
-        listed_NL = slots.logprob_ids_SL[slot_E, : needs.listed].repeat_interleave(len(own_NV) // len(slot_E), 0)
+    if needs.num_logprob_ids:
+        listed_NL = slots.logprob_ids_SL[slot_E, : needs.num_logprob_ids].repeat_interleave(
+            len(own_NV) // len(slot_E), 0
+        )
     tokens_N = sampled.tokens_EQ.flatten().clamp(min=0)
     logprob_N, ids_NK, values_NK = sampler.logprobs(own_NV, tokens_N, needs.logprobs, listed_NL)
     return replace(sampled, logprob_N=logprob_N, top_ids_NK=ids_NK, top_logprobs_NK=values_NK)

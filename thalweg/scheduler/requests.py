@@ -66,7 +66,7 @@ def sampling_needs(params: SamplingParams) -> SamplingNeeds:
         penalised=params.has_penalties,
         biased=bool(params.logit_bias) or params.min_tokens > 0,
         logprobs=-1 if params.logprobs is None else 0 if params.logprob_token_ids else params.logprobs,
-        listed=0 if params.logprobs is None else len(params.logprob_token_ids),
+        num_logprob_ids=0 if params.logprobs is None else len(params.logprob_token_ids),
     )
 
 

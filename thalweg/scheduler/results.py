@@ -48,7 +48,7 @@ class StepResultProcessor:
             r.stop_id = tokens[-1] if tokens and tokens[-1] in r.stop_ids else -1
             r.finish = "length" if r.stop_id < 0 else "stop"
             self.counters.finished += 1
-        most = max(r.needs.logprobs, r.needs.listed)
+        most = max(r.needs.logprobs, r.needs.num_logprob_ids)
         logprobs = requested_logprobs(output.logprobs, most) if output.logprobs else ()
         cached, prompt_logprobs = (r.num_cached_tokens, tuple(r.prompt_logprobs)) if is_first else (0, ())
         if prompt_logprobs:

@@ -68,9 +68,9 @@ _ABOVE_MINIMUM = ("top_p",)
 _NOT_EMPTY = ("messages", "input")  # lists
 
 
-def document(routes: Mapping[str, Mapping[str, Route]], keys: bool, open_probes: bool, root_path: str) -> bytes:
+def document(routes: Mapping[str, Mapping[str, Route]], keys: bool, open_probes: bool, prefix: str) -> bytes:
     """The page as JSON. routes: by path and method. keys: requests need one; open_probes: except for PROBES.
-    root_path: prefix of all paths, "" for none.
+    prefix: of all paths, "" for none.
     """
     all_routes = [route for methods in routes.values() for route in methods.values()]
     types = {kind for route in all_routes for kind in (route.body, *route.responses)}
@@ -89,7 +89,7 @@ def document(routes: Mapping[str, Mapping[str, Route]], keys: bool, open_probes:
     page: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {"title": "Thalweg", "version": __version__, "description": "docs/api.md tells more."},
-        "servers": [{"url": root_path or "/"}],
+        "servers": [{"url": prefix or "/"}],
         "paths": {
             path.replace(":path}", "}"): {
                 method.lower(): _operation(route, schema_of)

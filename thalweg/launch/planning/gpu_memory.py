@@ -96,8 +96,8 @@ def with_pages(resolved: Resolved, memory: GpuMemory, layout: ParallelLayout) ->
 
 def slot_bytes(slots: int, context: int, table_entry: int = 4, drafts: int = 0) -> int:
     """State of the requests as `batch.slots` keeps it: tokens, page table, eight integers, six sampling numbers, stop
-    ids, ids to score, biases, the root of a tree. table_entry: bytes, 8 on a CPU. drafts: bytes that
-    drafts add to each.
+    ids, ids to score, biases, the root of a tree. table_entry: bytes, 8 on a CPU. drafts: bytes that drafts add to
+    each.
     """
     lists = 8 * (MAX_STOP_IDS + MAX_EOS_IDS + MAX_LOGPROB_IDS) + 12 * MAX_LOGIT_BIAS + 8 * 3
     return slots * (4 * (context + 1) + table_entry * -(-context // PAGE) + 8 * 8 + 6 * 4 + lists + drafts)
