@@ -19,6 +19,7 @@ import pytest
 from tests.configs import config
 from thalweg.config.engine import EngineConfig
 from thalweg.config.machine import Machine
+from thalweg.config.server import ServerOptions
 from thalweg.config.setting import Setting
 from thalweg.config.tree import options_of, settings
 from thalweg.core.errors import UnsupportedConfig
@@ -186,15 +187,15 @@ def reads(bases: set[str], *rooms: str) -> set[str]:
     }
 
 
-def read_through_properties(kind: type, direct: set[str]) -> set[str]:
-    """`direct`, and what the properties of `kind` among it read."""
+def read_through_properties(kind: type, direct: set[str], file: str = "config/engine.py") -> set[str]:
+    """`direct`, and what the properties of `kind` among it read. file: where `kind` is defined."""
     found, before = set(direct), set[str]()
     while found != before:
         before = set(found)
         for name in before & {name for name, value in vars(kind).items() if isinstance(value, property)}:
             source = next(
                 node
-                for tree in trees("config/engine.py")
+                for tree in trees(file)
                 for node in ast.walk(tree)
                 if isinstance(node, ast.FunctionDef) and node.name == name
             )
@@ -221,7 +222,7 @@ def test_a_kernel_choice_of_the_engine_reaches_the_layers(name: str) -> None:
 
 
 def test_every_option_of_the_server_is_read_by_the_server() -> None:
-    readers = reads(set(), "server", "launch", "cli.py")
+    readers = read_through_properties(ServerOptions, reads(set(), "server", "launch", "cli.py"), "config/server.py")
     fields = {name for name, one in ALL.items() if one.section in FRONT}
     unread = fields - readers - set(EngineConfig.__struct_fields__)
     assert not unread, f"the server does not read {unread}"
