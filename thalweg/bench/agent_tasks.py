@@ -101,6 +101,8 @@ def _quoted(text: str) -> str:
 class Maker(ToolMaker):
     """Draws conversations."""
 
+    no_call_share = 0.12  # of the requests of a loop
+
     def opened(self, tools: Sequence[Tool]) -> ToolConversation:
         """A conversation with these tools, in some order, and perhaps a system prompt."""
         shown = list(tools)
@@ -122,7 +124,7 @@ class Maker(ToolMaker):
         tools, _ = self.toolbox()
         talk = self.opened(tools)
         for _ in range(self.rng.choices((1, 2, 3), (70, 22, 8))[0]):
-            if self.chance(0.12):
+            if self.chance(self.no_call_share):
                 self._without_call(talk, tools)
             elif self.chance(0.22):
                 self._in_steps(talk, tools)

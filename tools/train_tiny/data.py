@@ -39,16 +39,16 @@ Turn = dict[str, object]
 # Share of the training tokens; a document's usual length in tokens, which turns the share into a probability; and the
 # weight of each learned token: few tokens of a long recall or tool document are learned, so they count more.
 MIX: Mapping[str, tuple[float, int, float]] = {
-    "recall": (0.12, 810, 4.0),
-    "recall_short": (0.06, 200, 3.0),
-    "echo": (0.03, 110, 1.0),
-    "tools": (0.08, 660, 2.0),
-    "agents": (0.47, 786, 2.5),
-    "json": (0.08, 168, 1.5),
-    "sums": (0.07, 78, 0.5),
-    "chat": (0.04, 57, 0.7),
+    "recall": (0.07, 810, 4.0),
+    "recall_short": (0.04, 200, 3.0),
+    "echo": (0.02, 110, 1.0),
+    "tools": (0.06, 660, 2.0),
+    "agents": (0.60, 786, 2.5),
+    "json": (0.10, 168, 1.5),
+    "sums": (0.04, 78, 0.5),
+    "chat": (0.03, 57, 0.7),
     "dialogue": (0.03, 130, 0.8),
-    "prose": (0.02, 350, 0.6),
+    "prose": (0.01, 350, 0.6),
 }
 
 
@@ -78,6 +78,12 @@ class Rows:
     dropout: np.ndarray
 
 
+class _TrainingMaker(Maker):
+    """Draws more requests that no tool fits, which are learned last."""
+
+    no_call_share = 0.25
+
+
 class Source:
     """Draws training documents. Deterministic for one seed."""
 
@@ -93,7 +99,7 @@ class Source:
             "recall_short": self._recall_short,
             "echo": self._echo,
             "tools": self._tools,
-            "agents": lambda: self._agents("agents", Maker(self.rng).draw),
+            "agents": lambda: self._agents("agents", _TrainingMaker(self.rng).draw),
             "json": lambda: self._agents("json", Maker(self.rng).shaped),
             "sums": self._sums,
             "chat": self._chat,

@@ -10,8 +10,9 @@ Letters in names: B rows, T tokens of a row, S keys, H heads, D head width, E ex
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +25,9 @@ Attention = Literal["dense", "sparse", "random"]
 
 FP8_MAX = 448.0
 BLOCK = 128
+
+fused: Callable[..., Any] = torch.compile(dynamic=False) if torch.cuda.is_available() else lambda function: function
+"""Makes one kernel of a function's elementwise work, on a GPU."""
 
 
 def block_scale(weight: Tensor) -> Tensor:
@@ -60,6 +64,26 @@ class Linear(nn.Module):
         return F.linear(x, round_to_fp8(self.weight) if self.quantize else self.weight)
 
 
+@fused
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root-mean-square norm over the last dimension, in fp32; same shape and dtype as `x`."""
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight).to(x.dtype)
+
+
+@fused
+def weighted_gate(gate_BTI: Tensor, up_BTI: Tensor, weight_BTE: Tensor) -> Tensor:
+    """SwiGLU of all experts' channels, side by side, each scaled by its expert's weight: [B, T, I]."""
+    inner = (F.silu(gate_BTI) * up_BTI).unflatten(-1, (weight_BTE.shape[-1], -1))
+    return (inner * weight_BTE.to(inner.dtype)[..., None]).flatten(-2)
+
+
+@fused
+def weighted_relu(products_BTHS: Tensor, w_BTH: Tensor) -> Tensor:
+    """fp32 [B, T, S]: sum over heads of w · relu(product)."""
+    return (F.relu(products_BTHS).float() * w_BTH[..., None]).sum(2)
+
+
 class RMSNorm(nn.Module):
     """Root-mean-square norm in fp32."""
 
@@ -70,8 +94,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Same shape and dtype as `x`."""
-        wide = x.float()
-        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps) * self.weight).to(x.dtype)
+        return rms_norm(x, self.weight, self.eps)
 
 
 def yarn_frequencies(shape: Shape) -> Tensor:
@@ -141,8 +164,7 @@ class Indexer(nn.Module):
     def score(self, q_BTHD: Tensor, k_BSD: Tensor, w_BTH: Tensor) -> Tensor:
         """fp32 [B, T, S]: sum over heads of w · relu(q · k)."""
         with torch.autocast(q_BTHD.device.type, enabled=False):  # sums in bf16 would tie
-            products = F.relu(q_BTHD.flatten(1, 2) @ k_BSD.mT).unflatten(1, q_BTHD.shape[1:3])
-            return (w_BTH[:, :, None] @ products.float())[:, :, 0]
+            return weighted_relu((q_BTHD.flatten(1, 2) @ k_BSD.mT).unflatten(1, q_BTHD.shape[1:3]), w_BTH)
 
 
 class SparseAttention(nn.Module):
@@ -259,9 +281,7 @@ class MoE(nn.Module):
         """The output, and how much of the tokens each expert got [E]."""
         weight_BTE = self.route(x_BTC)
         experts = self.experts
-        inner = F.silu(experts.gate_proj(x_BTC)) * experts.up_proj(x_BTC)
-        inner = inner.unflatten(-1, (self.shape.n_routed_experts, -1)) * weight_BTE.to(inner.dtype)[..., None]
-        routed = experts.down_proj(inner.flatten(-2))
+        routed = experts.down_proj(weighted_gate(experts.gate_proj(x_BTC), experts.up_proj(x_BTC), weight_BTE))
         return routed + self.shared_experts(x_BTC)[0], (weight_BTE > 0).float().mean((0, 1))
 
 

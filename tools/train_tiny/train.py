@@ -34,7 +34,7 @@ from tools.train_tiny.shape import Shape
 from tools.train_tiny.tokenizer import save_tokenizer, train_tokenizer
 
 LENGTH = 1536  # the longest conversations have 1,500 tokens
-SPARSE_FROM, QUANTIZED_FROM = 0.4, 0.75  # share of the time
+SPARSE_FROM, QUANTIZED_FROM = 0.4, 0.85  # share of the time
 DROPOUT_ON_CORPUS = 0.3
 INDEXER_ROWS = 64
 BIAS_STEP = 1e-3
@@ -52,7 +52,6 @@ class Plan:
     workers: int
     rate: float
     device: torch.device
-    compiled: bool
     length: int
     init: Path | None
     start: float
@@ -176,9 +175,6 @@ def train(plan: Plan, tokenizer: Tokenizer) -> TinyModel:
     torch.set_float32_matmul_precision("high")
     model = resume(plan).to(plan.device).train()
     print(f"{parameter_count(model) / 1e6:.2f} M parameters", flush=True)
-    if plan.compiled:
-        for layer in (*model.layers, model.nextn):
-            layer.compile()
     optimizer, stream = (
         optimizer_for(model, plan),
         stream_rows(plan.corpus, tokenizer, plan.length, plan.rows, plan.workers, plan.seed * 1000),
@@ -259,10 +255,9 @@ def main() -> None:
     parser.add_argument("--reserve", type=float, default=40.0, help="seconds of it for export and evaluation")
     parser.add_argument("--save-every", type=float, default=90.0, help="seconds between saves of the master weights")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--compile", action="store_true", help="compile the layers")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = vars(parser.parse_args())
-    plan = Plan(compiled=options.pop("compile"), device=torch.device(options.pop("device")), **options)
+    plan = Plan(device=torch.device(options.pop("device")), **options)
     plan.out.mkdir(parents=True, exist_ok=True)
     tokenizer = make_tokenizer(plan)
     model = train(plan, tokenizer)
