@@ -265,7 +265,8 @@ def tops(made: LocalEngine, prefix: list[int]) -> dict[int, float]:
 
 def test_sampled_tokens_are_distributed_as_plain_decodings() -> None:
     """The three tokens behind a prompt: the second and third are drafts, or what comes in their place."""
-    count, prompt = 600, prompts(1)[0]
+    text = "<｜begin▁of▁sentence｜><｜User｜>Tell me of the house.<｜Assistant｜></think>"  # of which some drafts are right
+    count, prompt = 600, Tokenizer(Path(MODEL)).encode(text)
     plain, made = engine("gumbel-max", 0), engine("rejection-sampling", 2)
     want: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(3):

@@ -70,7 +70,7 @@ def test_attention_in_tiles_equals_attention_at_once(monkeypatch: pytest.MonkeyP
         whole = model.logits(model.forward(given, planes[0]))
         monkeypatch.setattr(context, "TILE_ELEMENTS", 1 << 12)
         cut = model.logits(model.forward(given, planes[1]))
-    assert len(model.metadata.build(given, planes[1]).groups) == 4
+    assert len(model.metadata.build(given, planes[1]).groups) == 5
     torch.testing.assert_close(cut, whole, rtol=1e-4, atol=1e-4)
 
 
