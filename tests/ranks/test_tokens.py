@@ -64,7 +64,7 @@ OVERLAP, NO_RADIX = {"max_steps_in_flight": 2}, {"radix_cache": False}
 CASES = [
     Case("tp2", "penalised", "nextn-3", "json_schema", n=2, pages=6),
     Case("tp2-ep2", "seeded", "nextn-tree", "regex", fields=OVERLAP),
-    Case("dp2", "greedy", "adaptive", "regex", n=2, pages=6),
+    Case("dp2", "greedy", "adaptive", "regex", n=3, pages=6),
     Case("dp2-ep2", "seeded", "nextn-3", "json_schema", fields=OVERLAP | NO_RADIX),
     Case("dp2-ep2", "penalised", "nextn-tree", is_uneven=True),
     Case("tp4", "greedy", "nextn-tree"),
