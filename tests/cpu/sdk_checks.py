@@ -115,10 +115,11 @@ def listed_logprobs(client: openai.OpenAI, model: str) -> None:
     extra = {"logprob_token_ids": [5, 200, 30], "return_tokens_as_token_ids": True}
     kept: dict[str, Any] = {"model": model, "max_tokens": 3, "temperature": 0.0, "extra_body": extra}
     names = {f"token_id:{token}" for token in (5, 200, 30)}
-    log = client.completions.create(prompt=PROMPT, logprobs=1, **kept).choices[0].logprobs
-    assert log and log.tokens and log.top_logprobs
-    for own, tops in zip(log.tokens, log.top_logprobs, strict=True):
-        assert set(tops) == names | {own}
+    for number in (0, 1):
+        log = client.completions.create(prompt=PROMPT, logprobs=number, **kept).choices[0].logprobs
+        assert log and log.tokens and log.top_logprobs
+        for own, tops in zip(log.tokens, log.top_logprobs, strict=True):
+            assert set(tops) == names | {own}
     content: list[Any] = []
     for part in client.chat.completions.create(messages=MESSAGES, logprobs=True, stream=True, **kept):
         content += [] if part.choices[0].logprobs is None else part.choices[0].logprobs.content or []

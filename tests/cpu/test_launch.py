@@ -223,6 +223,7 @@ def test_run_answers_its_prompt_or_standard_input(thalweg: Run) -> None:
     done = thalweg(*flags, "Good", "morrow")
     assert done.status == 0 and done.out.strip() and "> " not in done.out, done.err
     assert thalweg(*flags, text="Good morrow\n").out == done.out
+    assert thalweg("run", "Good morrow", *flags[2:]).out == done.out, "of the bundled model"
     done = thalweg(*flags)
     assert done.status == 2 and "no prompt" in done.err
 

@@ -71,11 +71,17 @@ def test_a_budget_reaches_the_engine(api: httpx.Client) -> None:
     assert (FRONT.grammars[-1].thinking_budget, FRONT.grammars[-1].think_end_id) == (7, end)
     post(api, CHAT, thinking_token_budget=7)  # no thought, so nothing to limit
     assert not FRONT.grammars[-1].masks
+    assert not post(api, CHAT, thinking_token_budget=0, **THINKS)["usage"]["completion_tokens_details"]["reasoning_tokens"]
+    assert not FRONT.grammars[-1].masks, "the prompt itself ends the thought"
     post(api, TEXT, prompt="x<think>", thinking_token_budget=0)
     assert FRONT.grammars[-1].thinking_budget == 0 and FRONT.grammars[-1].starts_in_thought
     thinking = {"type": "enabled", "budget_tokens": 9}
     api.post("/v1/messages", json={"messages": MESSAGES, "max_tokens": 50, "thinking": thinking})
     assert FRONT.grammars[-1].thinking_budget == 9
+    for effort, thinks in (("low", True), ("none", False)):
+        body = {"messages": MESSAGES, "max_tokens": 50, "output_config": {"effort": effort}}
+        content = api.post("/v1/messages", json=body).json()["content"]
+        assert any(block["type"] == "thinking" for block in content) == thinks
     assert post(api, CHAT, thinking_token_budget=-2)["error"]["param"] == "thinking_token_budget"
 
 

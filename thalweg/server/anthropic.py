@@ -97,7 +97,7 @@ class OutputFormat(msgspec.Struct, kw_only=True):
 
 class OutputConfig(msgspec.Struct, kw_only=True):
     format: OutputFormat | None = None  # of the answer's text
-    effort: str | None = None  # for templates with levels of thinking
+    effort: str | None = None  # "none" turns thinking off, any other on; templates with levels read it
 
 
 class Conversation(RefusedFields, kw_only=True):
@@ -196,14 +196,15 @@ def chat_of(body: Conversation, conversion: ChatConversion) -> ChatRequest:
         _add_message(message, f"messages[{i}]", conversion)
     chat = conversion.chat_request(body)
     chat.continue_final_message = bool(body.messages) and body.messages[-1].role == "assistant"
-    chat.chat_template_kwargs = {"thinking": body.thinking is not None and body.thinking.type != "disabled"}
+    effort = None if body.output_config is None else body.output_config.effort
+    if body.thinking is not None or effort is None:
+        chat.chat_template_kwargs = {"thinking": body.thinking is not None and body.thinking.type != "disabled"}
     chat.thinking_token_budget = budget
     chat.tools = [_tool(entry, f"tools[{i}]") for i, entry in enumerate(body.tools or ())] or None
     if body.tool_choice is not None:
         chat.tool_choice = _tool_choice(body.tool_choice)
         chat.parallel_tool_calls = False if body.tool_choice.disable_parallel_tool_use else None
-    if body.output_config is not None:
-        chat.reasoning_effort = body.output_config.effort
+    chat.reasoning_effort = effort
     if body.output_config is not None and body.output_config.format is not None:
         form = body.output_config.format
         chat.response_format = ResponseFormat(type=form.type, json_schema={"schema": form.schema})

@@ -108,8 +108,8 @@ async def prepare_chat(
 
 
 def _read_deepseeks_fields(body: ChatRequest) -> None:
-    """`thinking` and `reasoning_effort` become template arguments, which win where both are given; a last message with
-    `prefix` is continued. Raises InvalidRequest.
+    """`thinking` and `reasoning_effort` become template arguments, which win where both are given, but for a thought
+    without tokens; a last message with `prefix` is continued. Raises InvalidRequest.
     """
     wanted: dict[str, Any] = {}
     if body.reasoning_effort is not None:
@@ -121,6 +121,9 @@ def _read_deepseeks_fields(body: ChatRequest) -> None:
         if "enable_thinking" in given_kwargs:
             wanted.pop("thinking", None)
         body.chat_template_kwargs = wanted | given_kwargs
+    if body.thinking_token_budget == 0:
+        options = body.chat_template_kwargs or {}
+        body.chat_template_kwargs = options | {"enable_thinking" if "enable_thinking" in options else "thinking": False}
     for i, message in enumerate(body.messages):
         if isinstance(message, dict) and message.get("prefix") is True:
             if i != len(body.messages) - 1 or message.get("role") != "assistant":
