@@ -4,6 +4,7 @@ are run. README and all of docs/.
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
@@ -14,10 +15,14 @@ from typing import Any, NoReturn
 
 import msgspec
 import pytest
+from starlette.datastructures import Headers
 
 from thalweg.bench.command import CommandParser
 from thalweg.cli import COMMANDS, main
 from thalweg.config import args as config_args
+from thalweg.config.server import ServerOptions
+from thalweg.config.tree import options_from, read_yaml
+from thalweg.server.api_keys import ApiKeys
 from thalweg.server.app import ROUTES
 
 ROOT = Path(__file__).parents[2]
@@ -108,6 +113,31 @@ def test_each_make_target_exists(page: str, text: str) -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for word in shlex.split(text, comments=True)[1:]:
         assert "=" in word or re.search(rf"^{re.escape(word)}:", makefile, re.M), word
+
+
+def test_files_of_settings_and_of_keys(tmp_path: Path) -> None:
+    """As --config and --api-keys-file read them."""
+
+    def block(page: str) -> Path:
+        (text,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / page).read_text(encoding="utf-8"), re.S)
+        path = tmp_path / page
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    settings = read_yaml(block("configuration.md"))
+    assert settings["max_running_requests"] == 32 and options_from(settings) != options_from({})
+    keys = ApiKeys(ServerOptions(api_keys_file=str(block("security.md"))))
+    found = keys.find(Headers({"x-api-key": "sk-3f0c9a2e"}))
+    assert found is not None and found.name == "batch" and found.entry.private_cache
+
+
+def test_the_program_of_several_ranks(tmp_path: Path) -> None:
+    (text,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/several_gpus.md").read_text(encoding="utf-8"), re.S)
+    (path := tmp_path / "program.py").write_text(text, encoding="utf-8")
+    variables = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(path)]
+    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0 and len(done.stdout.strip()) > 5, done.stderr
 
 
 def test_programs() -> None:
