@@ -136,6 +136,9 @@ def test_all_routes_answer_under_the_prefix_of_a_proxy_too() -> None:
             body = {"prompt": "a", "stream": True}
             text = api.post(f"{prefix}/v1/completions", json=body, headers=key).text
             assert '"usage":{"prompt_tokens":' in text, "asked for or not"
+            body = {"messages": MESSAGES, "stream": True}
+            text = api.post(f"{prefix}/v1/chat/completions", json=body, headers=key).text
+            assert '"usage":{"prompt_tokens":' in text, "of a chat too"
             assert "Thalweg" in api.get(f"{prefix}/").text
         assert api.get("/llm/a").headers["location"] == "/llm/a/"
         assert api.get("/llm/ab/health", headers=key).status_code == 404
