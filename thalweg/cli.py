@@ -230,6 +230,7 @@ def run(argv: Sequence[str]) -> int:
     epilog = """\
 examples:
   thalweg run                                  as thalweg chat
+  thalweg run "What is 27 + 58?"               one answer of the bundled model
   thalweg run models/tiny "What is 27 + 58?"   one answer
   cat question.txt | thalweg run models/tiny   the same, from standard input"""
     text = "Talks to a model in this terminal, or answers one PROMPT."

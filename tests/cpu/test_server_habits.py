@@ -18,7 +18,7 @@ from thalweg.core.messages import TokenDelta
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.streams import Assembler
 from thalweg.text.detokenize import ByteDetokenizer
-from thalweg.text.stop_regex import check
+from thalweg.text.stop_regex import RegexStops, check
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 THINKS = {"chat_template_kwargs": {"thinking": True}}
@@ -178,6 +178,7 @@ def test_a_stop_expression_ends_the_text_with_its_first_match() -> None:
     assert ends("a1b2", "[0-9]", min_tokens=3) == ("a1b2", "[0-9]")
     assert ends("say END1", "END1", stop=("END2",)) == ("say END1", "END1")  # held for the stop string until then
     assert ends("nothing", "z") == ("nothing", None)
+    assert RegexStops(("b+",)).feed("abba") == (2, "b+"), "also within a token of several characters"
 
 
 def test_expressions_that_cannot_be_matched_are_refused(api: httpx.Client) -> None:

@@ -26,6 +26,7 @@ from tools.fuzz_checks import parse
 
 MODEL = str(Path(__file__).resolve().parents[2] / "models" / "tiny")
 HOT = SamplingParams(temperature=1.0, max_tokens=600, skip_special_tokens=False)
+DIGIT = {"type": "integer", "minimum": 0, "maximum": 9}
 FREE_ASK = SamplingParams(temperature=1.0, seed=11, max_tokens=60, ignore_eos=True)
 
 
@@ -115,9 +116,12 @@ def test_overlap_gives_the_same_tokens() -> None:
             Grammar("ebnf", 'root ::= "a" [0-9]+ (" " item)*\nitem ::= "x" | "y"'),
             re.compile(r"a[0-9]+( [xy])*").fullmatch,
         ),
-        (Grammar("lark", 'start: WORD ("," WORD)?\nWORD: /[a-c]{1,3}/'), re.compile(r"[a-c]{1,3}(,[a-c]{1,3})?").fullmatch),
         (
-            Grammar("json_schema", '{"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 9}, "maxItems": 3}'),
+            Grammar("lark", 'start: WORD ("," WORD)?\nWORD: /[a-c]{1,3}/'),
+            re.compile(r"[a-c]{1,3}(,[a-c]{1,3})?").fullmatch,
+        ),
+        (
+            Grammar("json_schema", json.dumps({"type": "array", "items": DIGIT, "maxItems": 3})),
             lambda text: all(0 <= value <= 9 for value in json.loads(text)),
         ),
     ],
@@ -246,11 +250,9 @@ def test_reasoning_comes_before_the_grammar(llm: LLM) -> None:
     asked = [{"role": "user", "content": "What is 12 + 34?"}]
     ids = llm.texts.render(asked, chat_template_kwargs={"thinking": True}).ids
     params = SamplingParams(temperature=0.0, max_tokens=200, skip_special_tokens=False)
-    shape = (
-        '{"type": "object", "properties": {"sum": {"type": "integer", "minimum": 0, "maximum": 999}}, "required": ["sum"], "additionalProperties":'
-        " false}"
-    )
-    grammar = Grammar("json_schema", shape, starts_in_thought=True, think_end_id=closes)
+    number = {"type": "integer", "minimum": 0, "maximum": 999}
+    shape = {"type": "object", "properties": {"sum": number}, "required": ["sum"], "additionalProperties": False}
+    grammar = Grammar("json_schema", json.dumps(shape), starts_in_thought=True, think_end_id=closes)
     text = llm.generate(ids, params, grammar=grammar)[0].outputs[0].text
     thought, _, answer = text.removesuffix("<｜end▁of▁sentence｜>").partition("</think>")
     assert thought.strip() and isinstance(json.loads(answer)["sum"], int)

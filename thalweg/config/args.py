@@ -127,11 +127,11 @@ def parse_options(parser: OptionsParser, argv: Sequence[str], needs_model: bool 
     given = {name: value for name, value in values.items() if value is not None}
     notices = tuple(_notices(given))
     own = vars(args)
-    if (first := own.get("positional_model")) is not None:
-        if parser.takes_words and " " in first and not Path(first).exists():
-            words = (first, *words)
-        else:
-            given["model-path"] = first
+    model = own.get("positional_model")
+    if model and parser.takes_words and " " in model and not Path(model).exists():  # a prompt, for the bundled model
+        words = (model, *words)
+    elif model is not None:
+        given["model-path"] = model
     below = read_yaml(args.config) if own.get("config") is not None else {}
     above = flat({name: value for name, value in given.items() if name not in NO_EFFECT_FLAGS}, COMMAND_LINE)
     values = below | secrets_of(os.environ) | above

@@ -63,11 +63,7 @@ class OutputBuilder:
 
     def add(self, piece: Piece) -> None:
         output = self.output
-        _add(
-            output.outputs[piece.index],
-            piece,
-            self._named(piece.ids, piece.logprobs, not self.request.params.logprob_token_ids),
-        )
+        _add(output.outputs[piece.index], piece, self._logprobs(piece))
         output.num_cached_tokens = max(output.num_cached_tokens, piece.cached_tokens)
         if piece.prompt_logprobs and piece.index == 0:
             output.prompt_logprobs = [None, *self._named(output.prompt_token_ids[1:], piece.prompt_logprobs)]
@@ -81,7 +77,7 @@ class OutputBuilder:
     def delta(self, piece: Piece) -> RequestOutput:
         """What the last piece has added, with one output."""
         new = self._empty(piece.index)
-        _add(new, piece, self._named(piece.ids, piece.logprobs, not self.request.params.logprob_token_ids))
+        _add(new, piece, self._logprobs(piece))
         new.cumulative_logprob = self.output.outputs[piece.index].cumulative_logprob
         return replace(self.output, outputs=[new])
 
@@ -96,6 +92,9 @@ class OutputBuilder:
         if self.request.params.logprobs is not None:
             output.logprobs, output.cumulative_logprob = [], 0.0
         return output
+
+    def _logprobs(self, piece: Piece) -> Iterator[dict[int, Logprob]]:
+        return self._named(piece.ids, piece.logprobs, not self.request.params.logprob_token_ids)
 
     def _named(
         self, ids: Sequence[int], entries: Sequence[TokenLogprob], ranked: bool = True

@@ -197,8 +197,10 @@ def chat_of(body: Conversation, conversion: ChatConversion) -> ChatRequest:
     chat = conversion.chat_request(body)
     chat.continue_final_message = bool(body.messages) and body.messages[-1].role == "assistant"
     effort = None if body.output_config is None else body.output_config.effort
-    if body.thinking is not None or effort is None:
-        chat.chat_template_kwargs = {"thinking": body.thinking is not None and body.thinking.type != "disabled"}
+    if body.thinking is not None:
+        chat.chat_template_kwargs = {"thinking": body.thinking.type != "disabled"}
+    elif effort is None:
+        chat.chat_template_kwargs = {"thinking": False}
     chat.thinking_token_budget = budget
     chat.tools = [_tool(entry, f"tools[{i}]") for i, entry in enumerate(body.tools or ())] or None
     if body.tool_choice is not None:

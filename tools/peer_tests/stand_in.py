@@ -58,7 +58,7 @@ def _translated(arguments: Sequence[str]) -> tuple[str, ...]:
 
 
 def _thinking_template() -> Path:
-    """The small model's chat template, with thinking where the request does not choose, as the tests' models have it."""
+    """The small model's chat template, with thinking where the request does not choose, as the tests expect."""
     path = Path(tempfile.gettempdir()) / "thinks_by_default.jinja"
     path.write_text(_template_source("{%- set thinking = thinking if thinking is defined else true -%}"))
     return path

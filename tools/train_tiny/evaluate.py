@@ -178,6 +178,7 @@ def measure_greedy(
     return hits, tries, texts
 
 
+@torch.compiler.set_stance("force_eager")  # each batch has other lengths
 def evaluate(
     model: TinyModel, tokenizer: Tokenizer, count: int, device: torch.device, seconds: float = math.inf
 ) -> dict[str, dict[str, float]]:
@@ -185,7 +186,6 @@ def evaluate(
 
     seconds: a task does not begin after so many, and is then missing.
     """
-    torch.compiler.set_stance("force_eager")  # each batch has other lengths
     model = model.to(device).eval()
     began = time.monotonic()
     steps: dict[str, Callable[[], dict[str, float]]] = {}

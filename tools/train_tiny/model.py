@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from tools.train_tiny.shape import Shape
 
 Attention = Literal["dense", "sparse", "random"]
-"""Which keys a query sees: all, the indexer's `index_topk`, or as many drawn at random (to show what the indexer is worth)."""
+"""Which keys a query sees: all, the indexer's `index_topk`, or as many drawn at random, to show the indexer's worth."""
 
 FP8_MAX = 448.0
 BLOCK = 128
