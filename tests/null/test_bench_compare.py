@@ -223,7 +223,11 @@ def test_every_command_has_a_reading(tmp_path: Path) -> None:
     assert batches["batch 32, 128 in, 128 out"]["median_decode_latency"].values == pytest.approx(
         [1e3 * run["median_decode_latency"] for run in raw["runs"]]
     )
-    assert points(load(root / "cpu/eval_tiny.json"))["tools"]["share"].hits == (997, 1000)
+    tools = next(
+        task for task in json.loads((root / "cpu/eval_tiny.json").read_text())["results"] if task["task"] == "tools"
+    )
+    share = points(load(root / "cpu/eval_tiny.json"))["tools"]["share"]
+    assert share.hits == (tools["hits"], tools["total"]) and tools["total"] >= 100
     phases = [{"name": "weights", "seconds": 1.0}]
     start = {"start": "warm", "ready_seconds": 5.0, "first_token_seconds": 5.5, "cpu_seconds": 4.0, "phases": phases}
     found = points([{"command": "thalweg bench startup", "starts": [start, start]}])["warm start"]
