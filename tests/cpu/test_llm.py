@@ -30,6 +30,7 @@ TEXT = (
     "It is a truth universally acknowledged, that a single man in possession of a good fortune, must be in want of a"
     " wife."
 )
+GREEDY_LONG = SamplingParams(temperature=0.0, max_tokens=200)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
 
 
@@ -476,6 +477,41 @@ def test_a_structure_in_a_chat_holds_after_the_thought(llm: LLM) -> None:
         thought, _, answer = result.outputs[0].text.rpartition("</think>")
         assert isinstance(json.loads(answer)["sum"], int) and bool(thought) == thinking
         assert result.prompt is not None and "12 + 34" in result.prompt
+
+
+def test_a_thought_is_limited(llm: LLM) -> None:
+    asked = [{"role": "user", "content": "What is 12 + 34?"}]
+    whole = llm.chat(asked, GREEDY_LONG, thinking=True)[0].outputs[0]
+    limits = [SamplingParams(temperature=0.0, max_tokens=200, thinking_token_budget=budget) for budget in (5, -1, 0)]
+    cut, same, none = (result.outputs[0] for result in llm.chat([asked] * 3, limits, thinking=True))
+    end = llm.get_tokenizer().mark_id("</think>")
+    assert whole.token_ids.index(end) > 5 and same.token_ids == whole.token_ids
+    assert cut.token_ids.index(end) == 5 and cut.token_ids[:5] == whole.token_ids[:5]
+    assert none.token_ids[0] == end
+    shape = StructuredOutputsParams(regex="[0-9]{2}")
+    both = SamplingParams(temperature=0.0, max_tokens=200, thinking_token_budget=5, structured_outputs=shape)
+    assert re.fullmatch(r".*</think>[0-9]{2}", llm.chat(asked, both, thinking=True)[0].outputs[0].text, re.DOTALL)
+    (prompt,) = llm.generate("Well<think>", limits[0])
+    assert prompt.outputs[0].token_ids.index(end) <= 5
+    with pytest.raises(InvalidRequest, match="thinking_token_budget: must be"):
+        llm.chat(asked, SamplingParams(thinking_token_budget=-2))
+
+
+def test_calls_are_of_the_tools_that_a_chat_offers(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bias makes the model begin a call, whatever it would rather do."""
+    shape = {"type": "object", "properties": {"kind": {"enum": ["x7", "y8"]}}, "required": ["kind"]}
+    tools = [{"type": "function", "function": {"name": "zab.qu", "parameters": shape}}]
+    begins = SamplingParams(temperature=1.0, max_tokens=300, logit_bias={llm.get_tokenizer().encode("｜DSML｜")[-1]: 60})
+    asked = [[{"role": "user", "content": "Sing of the sea, and do it well."}]] * 4
+    seeds = [msgspec.structs.replace(begins, seed=seed) for seed in range(4)]
+    texts = [result.outputs[0].text for result in llm.chat(asked, seeds, tools=tools)]
+    names = [name for text in texts for name in re.findall(r'invoke name="([^"]*)"', text)]
+    assert names and set(names) == {"zab.qu"}
+    kinds = [kind for text in texts for kind in re.findall(r'name="kind" string="true">([^<]*)<', text)]
+    assert kinds and set(kinds) <= {"x7", "y8"}
+    monkeypatch.setattr(llm.texts, "masks_calls", False)
+    free = [result.outputs[0].text for result in llm.chat(asked, seeds, tools=tools)]
+    assert free != texts
 
 
 def test_default_parameters_are_the_models(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+import anthropic
 import httpx
 import openai
 import pytest
@@ -86,6 +87,42 @@ def test_a_budget_reaches_the_engine(api: httpx.Client) -> None:
     assert post(api, CHAT, thinking_token_budget=-2)["error"]["param"] == "thinking_token_budget"
 
 
+@pytest.mark.parametrize(
+    "path, field",
+    [
+        ("/v1/chat/completions", "reasoning_effort"),
+        ("/v1/chat/completions", "reasoning"),
+        ("/v1/responses", "reasoning_effort"),
+        ("/v1/responses", "reasoning"),
+        ("/v1/messages", "reasoning_effort"),
+        ("/v1/messages", "output_config"),
+    ],
+)
+def test_an_effort_turns_thinking_on_and_off_in_all_apis(api: httpx.Client, path: str, field: str) -> None:
+    body = {"input": MESSAGES} if path == "/v1/responses" else {"messages": MESSAGES, "max_tokens": 50}
+    for effort, thinks in (("high", True), ("none", False)):
+        value = effort if field == "reasoning_effort" else {"effort": effort}
+        assert ("I muse" in api.post(path, json={**body, field: value}).text) == thinks
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_thought_can_come_as_its_signature_alone(api: httpx.Client, stream: bool) -> None:
+    client = anthropic.Anthropic(base_url=str(api.base_url), api_key="x", max_retries=0)
+    ask: Any = {"model": "default", "max_tokens": 50, "messages": MESSAGES}
+    found = []
+    for display in ("summarized", "omitted"):
+        thinking = {"type": "adaptive", "display": display}
+        if stream:
+            with client.messages.stream(thinking=thinking, **ask) as events:
+                message: Any = events.get_final_message()
+        else:
+            message = client.messages.create(thinking=thinking, **ask)
+        thought, text = message.content
+        assert text.text == "Well"
+        found.append((thought.thinking, thought.signature))
+    assert [text for text, _ in found] == ["I muse", ""] and found[0][1] == found[1][1] != ""
+
+
 def test_overflow_has_the_code_and_the_words_that_clients_look_for(api: httpx.Client) -> None:
     long = [{"role": "user", "content": "x" * CONTEXT}]
     client = openai.OpenAI(base_url=f"{api.base_url}/v1", api_key="x", max_retries=0)
@@ -111,6 +148,11 @@ def test_small_habits(api: httpx.Client) -> None:
     assert post(api, TEXT)["choices"][0]["matched_stop"] == EOS
     assert post(api, TEXT, stop="l")["choices"][0]["matched_stop"] == "l"
     assert post(api, TEXT, max_tokens=1)["choices"][0]["matched_stop"] is None
+    assert post(api, CHAT, logprobs=0)["choices"][0]["logprobs"] is None
+    assert len(post(api, CHAT, logprobs=1)["choices"][0]["logprobs"]["content"]) == 5
+    assert "top_logprobs" in post(api, CHAT, logprobs=5)["error"]["message"]
+    assert post(api, CHAT, best_of=2)["error"]["param"] == "best_of" and "choices" in post(api, CHAT, best_of=1)
+    assert api.get("/v1/models/default").json()["id"] == api.get("/v1/models").json()["data"][0]["id"]
     assert post(api, TEXT, max_new_tokens=2)["usage"]["completion_tokens"] == 2
     assert post(api, TEXT, max_new_tokens=CONTEXT)["error"]["param"] == "max_new_tokens"
     assert post(api, CHAT, prediction={"type": "content", "content": "W"})["choices"][0]["message"]["content"] == "Well"

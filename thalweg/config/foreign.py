@@ -79,7 +79,6 @@ disable-cuda-graph-padding: use --cuda-graph-bs, which says which rows are recor
 enable-memory-saver custom-weight-loader: not in this version
 api-server-count node-ips dist-init-addr: not in this version: one process serves one engine
 max-logprobs: not needed: the limit is fixed, and the error names it
-disable-log-stats: use --no-metrics
 profile: use thalweg roofline, or POST /start_profile while a server runs
 middleware: use a proxy in front
 """)
@@ -106,6 +105,7 @@ stream-interval 1: every step's tokens are sent at once
 num-continuous-decode-steps 1: every step is planned anew
 grammar-backend llguidance: it is the only one
 tokenizer-mode auto: there is one way to tokenize
+disable-log-stats: steps are not logged; --no-metrics turns /metrics off
 enable-trace: --otlp-traces-endpoint alone turns traces on
 speculative-accept-threshold-single 1.0: drafts are accepted without loss
 speculative-accept-threshold-acc 1.0: drafts are accepted without loss

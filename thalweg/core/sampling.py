@@ -120,7 +120,9 @@ class SamplingParams(msgspec.Struct, metaclass=_NamesNearest, frozen=True, kw_on
     logprobs: int | None = None  # None: off; k: the chosen token and the k most likely ones
     prompt_logprobs: int | None = None  # the same for the prompt's tokens
     logprob_token_ids: tuple[int, ...] = ()  # instead of the most likely ones: the tokens beside the chosen one
-    structured_outputs: StructuredOutputsParams | None = None  # in Python; the engine receives it as a `Grammar`
+    # in Python; the engine receives these as a `Grammar`
+    structured_outputs: StructuredOutputsParams | None = None
+    thinking_token_budget: int | None = None  # tokens after which a thought is ended; None and -1: no limit
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE  # of `AsyncLLM`
 
     if TYPE_CHECKING:  # what is taken is wider than what is kept
@@ -150,6 +152,7 @@ class SamplingParams(msgspec.Struct, metaclass=_NamesNearest, frozen=True, kw_on
             prompt_logprobs: int | None = None,
             logprob_token_ids: Iterable[int] | None = (),
             structured_outputs: StructuredOutputsParams | None = None,
+            thinking_token_budget: int | None = None,
             output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE,
         ) -> None: ...
 

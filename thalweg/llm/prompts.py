@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any, NamedTuple, NotRequired, TypedDict, cast
 
 import msgspec
@@ -19,8 +21,15 @@ from thalweg.core.sampling import SamplingParams, typed_params
 from thalweg.engine.local import SubmitOptions
 from thalweg.launch.resolve import resolve
 from thalweg.server.parsing import convert, native_params
-from thalweg.server.protocol import NativeSampling
-from thalweg.server.structured_output import after_thought, grammar_of, outputs_grammar
+from thalweg.server.protocol import ChatRequest, NativeSampling
+from thalweg.server.structured_output import (
+    after_thought,
+    call_grammar,
+    grammar_of,
+    limited_thought,
+    outputs_grammar,
+    with_budget,
+)
 from thalweg.text.grammar import check as check_grammar
 from thalweg.text.retention import ThinkingRetention
 
@@ -56,7 +65,7 @@ class TokenizedPrompt(NamedTuple):
     ids: tuple[int, ...]
     salt: int = 0  # of the prefix cache
     retention: CacheRetention = RETAIN_ALL
-    place_grammar: Callable[[Grammar], Grammar] = lambda grammar: grammar  # behind a thought, in a conversation
+    place_grammar: Callable[[Grammar, SamplingParams], Grammar] = lambda grammar, _: grammar  # behind a thought
 
 
 @dataclass(slots=True)
@@ -76,6 +85,7 @@ class TextFrontend:
 
     def __init__(self, model: str | None, config: Mapping[str, Any], progress: bool) -> None:
         options = keyword_options(**({} if model is None else {"model": model}), **config)
+        self.masks_calls = options.server.tool_strict_level != "off"
         self.resolved = resolve(options, progress=progress)
         self.tokenizer, self.format = self.resolved.reader(), self.resolved.chat
         self.retention = ThinkingRetention(self.format, self.tokenizer.mark_id)
@@ -87,9 +97,9 @@ class TextFrontend:
 
     def _tokenize(self, prompt: Any, where: str) -> TokenizedPrompt:
         if isinstance(prompt, str):
-            return TokenizedPrompt(prompt, tuple(self.tokenizer.encode(prompt)))
+            return self._plain(prompt, tuple(self.tokenizer.encode(prompt)))
         if not isinstance(prompt, Mapping):
-            return TokenizedPrompt(None, _token_ids(prompt, where))
+            return self._plain(None, _token_ids(prompt, where))
         for key in prompt:
             if key not in PROMPT_KEYS:
                 raise InvalidRequest(f"{where}.{key}", f"is not known; a prompt has {', '.join(PROMPT_KEYS)}")
@@ -101,7 +111,13 @@ class TextFrontend:
                 raise InvalidRequest(f"{where}.{key}", f"must be a text, got {value!r}")
         read = tuple(self.tokenizer.encode(text or "")) if ids is None else _token_ids(ids, f"{where}.prompt_token_ids")
         digest = hashlib.blake2b((salt or "").encode("utf-8", "replace"), digest_size=7).digest()
-        return TokenizedPrompt(text, read, int.from_bytes(digest) if salt else 0)
+        return self._plain(text, read, int.from_bytes(digest) if salt else 0)
+
+    def _plain(self, text: str | None, ids: tuple[int, ...], salt: int = 0) -> TokenizedPrompt:
+        """A prompt that no template made."""
+        return TokenizedPrompt(
+            text, ids, salt, place_grammar=lambda grammar, _: limited_thought(self.tokenizer, grammar, ids)
+        )
 
     def render(
         self,
@@ -122,15 +138,35 @@ class TextFrontend:
             continue_final_message=continue_final_message,
             template_kwargs=arguments,
         )
-        find, formats = self.tokenizer.mark_id, self.format.formats
-        return TokenizedPrompt(
-            text,
-            tuple(self.tokenizer.encode(text)),
-            retention=self.retention.keep(text, arguments, bool(tools)),
-            place_grammar=lambda grammar: after_thought(
-                grammar, formats, find, text, arguments, continue_final_message or not add_generation_prompt
-            ),
-        )
+        continues = continue_final_message or not add_generation_prompt
+        place = partial(self._place, text, tools or (), arguments, continues)
+        retention = self.retention.keep(text, arguments, bool(tools))
+        return TokenizedPrompt(text, tuple(self.tokenizer.encode(text)), retention=retention, place_grammar=place)
+
+    def _place(
+        self,
+        prompt: str,
+        tools: Sequence[Mapping[str, Any]],
+        arguments: Mapping[str, Any],
+        continues: bool,
+        grammar: Grammar,
+        params: SamplingParams,
+    ) -> Grammar:
+        """The grammar behind the thought of a rendered prompt. Where none is asked for, calls are of these tools."""
+        formats, find = self.format.formats, self.tokenizer.mark_id
+        if not grammar.is_set and tools and self.masks_calls:
+            body = ChatRequest(
+                messages=[],
+                tools=[dict(tool) for tool in tools],
+                ignore_eos=params.ignore_eos,
+                chat_template_kwargs=dict(arguments),
+                continue_final_message=continues,
+            )
+            calls = call_grammar(body, formats, find, prompt)
+            with suppress(InvalidRequest):  # what does not compile is not enforced
+                _unenforced(calls)
+                grammar = msgspec.structs.replace(calls, thinking_budget=grammar.thinking_budget)
+        return after_thought(grammar, formats, find, prompt, arguments, continues)
 
     def prepare(
         self,
@@ -146,13 +182,12 @@ class TextFrontend:
         params = _each(sampling_params, (SamplingParams, Mapping, type(None)), "sampling_params", count)
         grammars = _each(grammar, Grammar, "grammar", count)
         priorities = _each(priority, (int, type(None)), "priority", count)
-        unenforced = dict[Grammar, tuple[str, ...]]()
         for place, (prompt, one, own, rank) in enumerate(zip(prompts, params, grammars, priorities, strict=True)):
             read, structure = self._params(one)
             if own.is_set and structure.is_set:
                 raise InvalidRequest(structure.field, f"asks for a second structure beside {own.field}: give one")
-            placed = structure if structure.is_set else own
-            placed = placed if placed.think_end_id >= 0 else prompt.place_grammar(placed)
+            placed = with_budget(structure if structure.is_set else own, read.thinking_token_budget)
+            placed = placed if placed.think_end_id >= 0 else prompt.place_grammar(placed, read)
             if not -(2**31) <= (rank or 0) < 2**31:
                 raise InvalidRequest("priority", f"must fit 32 bits, got {rank}")
             try:
@@ -160,15 +195,14 @@ class TextFrontend:
             except InvalidRequest as error:
                 field = _place("prompt", place, count) if error.field == "prompt" else error.field
                 raise InvalidRequest(field, error.message) from None
-            if placed.is_set and placed not in unenforced:
-                unenforced[placed] = check_grammar(placed)
             options: SubmitOptions = {
                 "grammar": placed,
                 "retention": prompt.retention,
                 "salt": prompt.salt,
                 "priority": rank or 0,
             }
-            warnings = unenforced.get(placed, ())
+            warnings = _unenforced(placed) if placed.is_set else ()
+            read = msgspec.structs.replace(read, structured_outputs=None, thinking_token_budget=None)
             prepared.append(PreparedRequest(request_ids[place], prompt.text, prompt.ids, read, options, warnings))
         return prepared
 
@@ -178,9 +212,7 @@ class TextFrontend:
             return self.resolved.sampling, NO_GRAMMAR
         if isinstance(params, SamplingParams):
             read = typed_params(params)
-            if read.structured_outputs is None:
-                return read, NO_GRAMMAR
-            return msgspec.structs.replace(read, structured_outputs=None), outputs_grammar(read.structured_outputs)
+            return read, outputs_grammar(read.structured_outputs)
         for name in params:
             if name not in NativeSampling.__struct_fields__:
                 guess = nearest(str(name), NativeSampling.__struct_fields__)
@@ -189,6 +221,12 @@ class TextFrontend:
         native = convert(dict(params), NativeSampling, "sampling_params")
         native.refuse("sampling_params.")
         return native_params(native, self.resolved.sampling), grammar_of(native, where="sampling_params.")
+
+
+@lru_cache(256)
+def _unenforced(grammar: Grammar) -> tuple[str, ...]:
+    """What the grammar does not enforce. Raises InvalidRequest if it does not compile."""
+    return check_grammar(grammar)
 
 
 def conversations(messages: Conversations) -> list[Sequence[Message]]:

@@ -88,6 +88,7 @@ class ToolChoice(msgspec.Struct, kw_only=True):
 class Thinking(msgspec.Struct, kw_only=True):
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: int | None = None  # tokens after which the thought is ended
+    display: Literal["summarized", "omitted"] | None = None  # "omitted": the thought comes as its signature alone
 
 
 class OutputFormat(msgspec.Struct, kw_only=True):
@@ -115,6 +116,7 @@ class Conversation(RefusedFields, kw_only=True):
     container: Any = None
     thread: Any = None  # of messages that the server keeps
     output_config: OutputConfig | None = None
+    reasoning_effort: str | None = None  # an extension: `effort` of output_config, by OpenAI's name
 
     def refuse(self, where: str = "") -> None:
         """Raises InvalidRequest. For `thread` it has the code upon which clients send the whole conversation."""
@@ -196,7 +198,9 @@ def chat_of(body: Conversation, conversion: ChatConversion) -> ChatRequest:
         _add_message(message, f"messages[{i}]", conversion)
     chat = conversion.chat_request(body)
     chat.continue_final_message = bool(body.messages) and body.messages[-1].role == "assistant"
-    effort = None if body.output_config is None else body.output_config.effort
+    effort = body.reasoning_effort
+    if body.output_config is not None and body.output_config.effort is not None:
+        effort = body.output_config.effort
     if body.thinking is not None:
         chat.chat_template_kwargs = {"thinking": body.thinking.type != "disabled"}
     elif effort is None:
@@ -280,9 +284,10 @@ _DELTAS = {  # type, field of the text
 
 
 class MessagesStreamEncoder(PartsEncoder):
-    def __init__(self, id: str, model: str, max_tokens: int, parser: AnswerParser, job: GenerationJob) -> None:
+    def __init__(self, id: str, model: str, body: MessagesRequest, parser: AnswerParser, job: GenerationJob) -> None:
         super().__init__(parser)
-        self._id, self._model, self._max_tokens = id, model, max_tokens
+        self._id, self._model, self._max_tokens = id, model, body.max_tokens
+        self._hides_thought = body.thinking is not None and body.thinking.display == "omitted"
         self._warnings = list(job.warnings) or UNSET
 
     def begin(self, piece: Piece) -> bytes:
@@ -296,7 +301,7 @@ class MessagesStreamEncoder(PartsEncoder):
     async def response(self, pieces: Sequence[Piece]) -> MessagesResponse:
         (piece,) = pieces
         self.parser.feed(piece.text, piece.finish)
-        content = [_content(part, part.text) for part in self.parser.parts]
+        content = [_content(part, part.text, self._hides_thought) for part in self.parser.parts]
         reason, stop = self._stop_reason(piece), _stop_sequence(piece)
         usage = _usage(piece)
         return MessagesResponse(self._id, self._model, content, reason, stop, usage, warnings=self._warnings)
@@ -306,6 +311,8 @@ class MessagesStreamEncoder(PartsEncoder):
         if event.type == "open":
             return named_event("content_block_start", index=part.index, content_block=_content(part, ""))
         if event.type == "delta":
+            if self._hides_thought and part.kind is PartKind.REASONING:
+                return b""
             type, field = _DELTAS[part.kind]
             return _delta(part, type, field, event.text)
         is_thought = part.kind is PartKind.REASONING
@@ -332,7 +339,7 @@ def _usage(piece: Piece) -> MessagesUsage:
     return MessagesUsage(piece.prompt_tokens - piece.cached_tokens, piece.completion_tokens, piece.cached_tokens)
 
 
-def _content(part: Part, text: str) -> MessageContent:
+def _content(part: Part, text: str, hides_thought: bool = False) -> MessageContent:
     """The part's block. text: of the part, "" in its start event. `input` must be an object: of a call that is not
     complete it has the members that are.
     """
@@ -340,7 +347,7 @@ def _content(part: Part, text: str) -> MessageContent:
         case PartKind.TEXT:
             return TextContent(text)
         case PartKind.REASONING:
-            return ThinkingContent(text, _signature(text))
+            return ThinkingContent("" if hides_thought else text, _signature(text))
     arguments = text if part.complete and text else json.dumps(whole_members(text))  # writes half a surrogate, too
     return ToolUseContent(part.id, part.name, msgspec.Raw(arguments.encode()))
 
@@ -371,7 +378,7 @@ async def messages(ctx: AppContext, request: Request, body: MessagesRequest) -> 
     chat = chat_of(body, conversion)
     job, new_parser = await prepare_chat(ctx, request, chat, conversion.client_field, may_cut=True)
     parser = new_parser(new_id=lambda: f"toolu_{secrets.token_hex(12)}")
-    encoder = MessagesStreamEncoder(f"msg_{job.prompts[0].rid}", model, body.max_tokens, parser, job)
+    encoder = MessagesStreamEncoder(f"msg_{job.prompts[0].rid}", model, body, parser, job)
     return await respond(ctx, request, job, encoder, body.stream)
 
 

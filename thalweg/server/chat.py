@@ -112,8 +112,11 @@ def _read_deepseeks_fields(body: ChatRequest) -> None:
     without tokens; a last message with `prefix` is continued. Raises InvalidRequest.
     """
     wanted: dict[str, Any] = {}
-    if body.reasoning_effort is not None:
-        wanted |= {"reasoning_effort": body.reasoning_effort, "thinking": body.reasoning_effort != "none"}
+    effort = body.reasoning_effort
+    if effort is None and body.reasoning is not None:
+        effort = body.reasoning.effort
+    if effort is not None:
+        wanted |= {"reasoning_effort": effort, "thinking": effort != "none"}
     if body.thinking is not None:
         wanted["thinking"] = body.thinking.type == "enabled"
     if wanted:
@@ -167,6 +170,8 @@ def _check_count(field: str, values: Sequence[Any] | None, limit: int) -> None:
 
 
 def _params(ctx: AppContext, body: ChatRequest) -> SamplingParams:
+    if body.logprobs not in (None, 0, 1):
+        raise InvalidRequest("logprobs", f"must be true or false (top_logprobs is the number), got {body.logprobs}")
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequest("top_logprobs", "needs logprobs: true")
     parsed = ctx.chat.formats.reasoning or ctx.chat.formats.tools  # the parsers read special tokens

@@ -16,7 +16,7 @@ from thalweg.server.openai_stream import ChoiceEncoder, OpenAIStreamEncoder, Pro
 from thalweg.server.parsing import given, listed_ids, sampling_params
 from thalweg.server.protocol import CompletionRequest, Prompt
 from thalweg.server.stream import respond
-from thalweg.server.structured_output import grammar_of, limited_thought
+from thalweg.server.structured_output import grammar_of, limited_thought, with_budget
 from thalweg.text.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's, for this route only
@@ -46,10 +46,11 @@ async def completions(ctx: AppContext, request: Request, body: CompletionRequest
         prompt_logprobs=max((top for top in (body.prompt_logprobs, echoed) if top is not None), default=None),
     )
     grammar = grammar_of(body, body.response_format, any_whitespace=ctx.any_whitespace)
+    limit = partial(limited_thought, ctx.front.tokenizer, with_budget(grammar, body.thinking_token_budget))
     prompt, add_special = _infill_prompt(body, ctx.front.tokenizer), body.add_special_tokens is not False
     prompts = await read_prompts(ctx, "prompt", prompt, add_special, read_truncation(ctx, body))
-    rid, limit = ctx.rid(body.rid, request), partial(limited_thought, ctx.front.tokenizer, body.thinking_token_budget)
-    jobs = [PromptJob(*prompt, params, rid, limit(grammar, prompt.ids)) for prompt in prompts]
+    rid = ctx.rid(body.rid, request)
+    jobs = [PromptJob(*prompt, params, rid, limit(prompt.ids)) for prompt in prompts]
     check_fits(ctx, jobs, body)
     job = await make_job(ctx, request, jobs, body.priority, body.cache_salt)
     choices = [CompletionChoiceEncoder(ctx.front.tokenizer, body, i, jobs[i // params.n]) for i in range(job.choices)]

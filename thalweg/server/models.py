@@ -71,7 +71,7 @@ async def models(ctx: AppContext, request: Request) -> ModelList | AnthropicMode
 
 
 async def model(ctx: AppContext, request: Request) -> ModelCard | AnthropicModel:
-    name = ctx.served_name(request.path_params["name"])
+    name = ctx.model(request.path_params["name"])
     return _anthropic_card(ctx, name) if ANTHROPIC_HEADER in request.headers else _card(ctx, name)
 
 

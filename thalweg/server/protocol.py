@@ -155,12 +155,21 @@ class CompletionRequest(OpenAIRequest, kw_only=True):
     best_of: int | None = None
 
 
+class EffortOption(msgspec.Struct, kw_only=True):
+    """OpenRouter's and the Responses API's `reasoning`."""
+
+    effort: str | None = None
+
+
 class ChatRequest(OpenAIRequest, kw_only=True):
     """POST /v1/chat/completions. The chat encoder checks messages and tools."""
 
+    REFUSED = (*OpenAIRequest.REFUSED, "best_of")
+    HARMLESS: ClassVar[dict[str, Any]] = {**OpenAIRequest.HARMLESS, "best_of": 1}
+
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None
-    logprobs: bool | None = None
+    logprobs: bool | int | None = None  # 0 and 1 are false and true
     top_logprobs: int | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
@@ -169,6 +178,8 @@ class ChatRequest(OpenAIRequest, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     thinking: ThinkingSwitch | None = None
     reasoning_effort: str | None = None  # "none" turns thinking off, any other on; templates with levels read it
+    reasoning: EffortOption | None = None  # the same, in an object
+    best_of: Any = None
     separate_reasoning: bool | None = None
     include_reasoning: bool | None = None  # false: thoughts are left out of the answer
     echo: bool | None = None  # the content begins with that of the last message, if it is continued

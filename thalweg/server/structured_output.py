@@ -233,9 +233,8 @@ def with_budget(grammar: Grammar, budget: int | None) -> Grammar:
     return grammar if budget is None else structs.replace(grammar, thinking_budget=budget)
 
 
-def limited_thought(tokenizer: Tokenizer, budget: int | None, grammar: Grammar, ids: Sequence[int]) -> Grammar:
-    """The grammar of a prompt without messages whose thought is limited. Raises InvalidRequest."""
-    grammar = with_budget(grammar, budget)
+def limited_thought(tokenizer: Tokenizer, grammar: Grammar, ids: Sequence[int]) -> Grammar:
+    """The grammar of a prompt without messages, with its thought's limit. Raises InvalidRequest."""
     if grammar.thinking_budget < 0:
         return grammar
     is_inside = is_in_thought(tokenizer.decode(ids[-TAIL:], skip_special_tokens=False))

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.queues import Queue
 from pathlib import Path
 from random import Random
@@ -31,6 +31,7 @@ from thalweg.bench.tasks import (
 )
 from thalweg.text.chat import builtin
 from tools.train_tiny.corpus import Section, read_sections
+from tools.train_tiny.forced import Forced
 from tools.train_tiny.smalltalk import LOOSE_SUMS, draw_smalltalk
 from tools.train_tiny.tokenizer import ASSISTANT, BOS, END_THINK, EOS, THINK, USER
 
@@ -43,8 +44,9 @@ MIX: Mapping[str, tuple[float, int, float]] = {
     "recall_short": (0.04, 200, 3.0),
     "echo": (0.02, 110, 1.0),
     "tools": (0.06, 660, 2.0),
-    "agents": (0.60, 786, 2.5),
+    "agents": (0.55, 786, 2.5),
     "json": (0.10, 168, 1.5),
+    "forced": (0.05, 44, 1.2),
     "sums": (0.04, 78, 0.5),
     "chat": (0.03, 57, 0.7),
     "dialogue": (0.03, 130, 0.8),
@@ -57,13 +59,15 @@ class Document:
     """A conversation or a piece of prose, and how much each learned token of it counts.
 
     `from_corpus`: it will be seen many times, so it is trained with dropout; and the user's words are learned as well.
-    `given`: the assistant's first turns, which are not learned.
+    `given`: the assistant's first turns, which are not learned. `forced`: the first tokens of each of its turns, which
+    are not learned either, since a grammar chose them.
     """
 
     text: str
     weight: float
     from_corpus: bool
     given: int = 0
+    forced: int = 0
 
 
 @dataclass(frozen=True)
@@ -93,6 +97,7 @@ class Source:
         self.runs = [run for section in self.sections for run in section.runs]
         self.words = sorted({word for section in self.sections for word in section.text.split() if word.isalpha()})
         self.kinds = list(MIX)
+        self.forms = Forced(self.rng)
         self.odds = [share / length for share, length, _ in MIX.values()]
         self.makers: Mapping[str, Callable[[], Document]] = {
             "recall": self._recall,
@@ -101,6 +106,7 @@ class Source:
             "tools": self._tools,
             "agents": lambda: self._agents("agents", _TrainingMaker(self.rng).draw),
             "json": lambda: self._agents("json", Maker(self.rng).shaped),
+            "forced": self._forced,
             "sums": self._sums,
             "chat": self._chat,
             "dialogue": self._dialogue,
@@ -193,6 +199,16 @@ class Source:
         turns = [_with_thought(turn, i, talk.messages) for i, turn in enumerate(talk.messages)]
         return _conversation(kind, turns, thinking, talk.tools, talk.response_format, talk.given)
 
+    def _forced(self) -> Document:
+        """One or two answers in a form that no one named."""
+        turns: list[Turn] = []
+        for _ in range(self.rng.choice((1, 1, 1, 2))):
+            question, answer = self.forms.draw()
+            turns += [_said(question), {"role": "assistant", "content": answer}]
+        if self.rng.random() < 0.1:
+            turns.insert(0, {"role": "system", "content": "You are a helpful assistant."})
+        return replace(_conversation("forced", turns, thinking=False), forced=1)
+
     def _chat(self) -> Document:
         turns: list[Turn] = []
         thinking = self.rng.random() < 0.3
@@ -279,10 +295,11 @@ class Packer:
         ids = self.tokenizer.encode(document.text, add_special_tokens=False).ids
         if document.from_corpus:
             return ids, [0.0] + [document.weight] * (len(ids) - 1)
-        weight, speaking, turns = [], False, 0
+        weight, speaking, turns, said = [], False, 0, 0
         marks = (self.marks[THINK], self.marks[END_THINK])
         for previous, token in zip([-1, *ids], ids, strict=False):
-            weight.append(document.weight if speaking and turns >= document.given else 0.0)
+            said = said + 1 if speaking else 0
+            weight.append(document.weight if said > document.forced and turns >= document.given else 0.0)
             if token == self.marks[EOS]:
                 speaking, turns = False, turns + 1
             elif token in marks and (previous == self.marks[ASSISTANT] or turns):  # after a question, or after results

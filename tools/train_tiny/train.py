@@ -127,7 +127,7 @@ def losses(
     document = torch.from_numpy(rows.document).to(device, non_blocking=True).long()
     keep = 1 - DROPOUT_ON_CORPUS * torch.from_numpy(rows.dropout).to(device, non_blocking=True).float()[..., None]
     chosen = torch.randperm(tokens.shape[1], device=device)[:INDEXER_ROWS]
-    with torch.autocast(device.type, dtype=torch.bfloat16):
+    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"):
         hidden = model(tokens, model.view(document, attention, chosen, keep))
         # row i of the main model is asked for token i+1; row i-1 of the draft layer for the same token
         asked = (weight[:, 1:] > 0) & (document[:, 1:] == document[:, :-1])

@@ -64,7 +64,9 @@ class ResponsesInput(RefusedFields, kw_only=True):
     truncation: str | None = None
     conversation: Any = None
     prompt: Any = None
-    chat_template_kwargs: dict[str, Any] | None = None  # an extension
+    # extensions
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None  # `effort` of reasoning, by its name in chats
 
 
 class ResponsesRequest(ResponsesInput, kw_only=True):
