@@ -319,6 +319,9 @@ COMMANDS = {
     "generate": Command("complete prompts in this process", generate),
     "plan": Command("show memory, lower bounds of step times, and every setting with its reason", plan),
     "warmup": Command("compile the kernels that serving with these flags needs", warmup),
+    "quantize": Command(
+        "write a checkpoint in another format: int4, w4afp8, nvfp4, mxfp4, int8, fp8", _main("quantize.cli")
+    ),
     "render": Command("show the prompt and token ids of a conversation", _main("launch.render")),
     "parse": Command("parse raw model output into reasoning, content and tool calls", _main("launch.parse")),
     "bench": Command("measure speed: of a server, batches, a start, kernels; compare results", _main("bench.cli")),

@@ -31,6 +31,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("llm",),
     ("",),  # the package itself, whose names are loaded at their first use
     ("bench",),
+    ("quantize",),
     ("cli",),
     ("__main__",),
 )

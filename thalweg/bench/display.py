@@ -92,6 +92,9 @@ class ProgressBar(NamedTuple):
     def advance(self, count: int = 1, note: str = "") -> None:
         self.progress.update(self.task, advance=count, note=note)
 
+    def reach(self, done: int, total: int) -> None:
+        self.progress.update(self.task, completed=done, total=total)
+
     def label(self, text: str) -> None:
         self.progress.update(self.task, description=text[:60])
 

@@ -115,9 +115,11 @@ class TextFrontend:
 
     def _plain(self, text: str | None, ids: tuple[int, ...], salt: int = 0) -> TokenizedPrompt:
         """A prompt that no template made."""
-        return TokenizedPrompt(
-            text, ids, salt, place_grammar=lambda grammar, _: limited_thought(self.tokenizer, grammar, ids)
-        )
+
+        def place(grammar: Grammar, params: SamplingParams) -> Grammar:
+            return limited_thought(self.tokenizer, grammar, ids) if grammar.thinking_budget >= 0 else grammar
+
+        return TokenizedPrompt(text, ids, salt, place_grammar=place)
 
     def render(
         self,
@@ -186,7 +188,9 @@ class TextFrontend:
             read, structure = self._params(one)
             if own.is_set and structure.is_set:
                 raise InvalidRequest(structure.field, f"asks for a second structure beside {own.field}: give one")
-            placed = with_budget(structure if structure.is_set else own, read.thinking_token_budget)
+            placed = structure if structure.is_set else own
+            if read.thinking_token_budget is not None:
+                placed = with_budget(placed, read.thinking_token_budget)
             placed = placed if placed.think_end_id >= 0 else prompt.place_grammar(placed, read)
             if not -(2**31) <= (rank or 0) < 2**31:
                 raise InvalidRequest("priority", f"must fit 32 bits, got {rank}")
@@ -212,7 +216,8 @@ class TextFrontend:
             return self.resolved.sampling, NO_GRAMMAR
         if isinstance(params, SamplingParams):
             read = typed_params(params)
-            return read, outputs_grammar(read.structured_outputs)
+            shape = read.structured_outputs
+            return read, NO_GRAMMAR if shape is None else outputs_grammar(shape)
         for name in params:
             if name not in NativeSampling.__struct_fields__:
                 guess = nearest(str(name), NativeSampling.__struct_fields__)

@@ -1,0 +1,221 @@
+"""`thalweg quantize`: codes are the nearest ones, errors those of the formats, and results load, serve and go on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tests.cpu import zoo
+from thalweg import LLM, SamplingParams
+from thalweg.bench.make_checkpoint import main as make_checkpoint
+from thalweg.core.errors import UnsupportedConfig
+from thalweg.models.catalog import read_facts
+from thalweg.quant.catalog import Declared, Stored
+from thalweg.quant.scheme import Scheme, TensorSpec
+from thalweg.quantize import convert
+from thalweg.quantize.cli import main
+from thalweg.quantize.convert import ShardWriter
+from thalweg.quantize.round import encode
+from thalweg.quantize.targets import TARGETS, config_of
+from thalweg.weights.index import INDEX
+from thalweg.weights.stream import Safetensors
+
+TINY = Path(__file__).parents[2] / "models/tiny"
+EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
+# root mean squared error of normal weights in groups as written here, by the producers' own rounding
+ERRORS = {"int4": 0.111, "w4afp8": 0.117, "nvfp4": 0.0955, "mxfp4": 0.112, "int8": 0.0079, "fp8": 0.0265}
+E2M1, INTEGERS = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.5, -1, -1.5, -2, -3, -4, -6]), torch.arange(-8.0, 8.0)
+LEVELS = {"int4": INTEGERS, "w4afp8": INTEGERS, "nvfp4": E2M1, "mxfp4": E2M1}
+
+
+def scheme_of(name: str) -> Scheme:
+    config = config_of(name, None, None, (), has_experts=True, is_fp8=False)
+    return convert.written(Declared(config).of(TensorSpec(EXPERT, (64, 256), torch.bfloat16)))
+
+
+def quantize(*words: str) -> int:
+    return main([str(word) for word in words])
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_errors_are_those_of_the_format(name: str) -> None:
+    torch.manual_seed(3)
+    numbers, scheme = torch.randn(256, 1024), scheme_of(name)
+    weight = TensorSpec(EXPERT, (256, 1024), torch.bfloat16)
+    tensors = encode(scheme, weight, numbers, float(numbers.abs().max()))
+    assert [(tuple(t.shape), t.dtype) for t in tensors] == [(s.shape, s.dtype) for s in scheme.stored(weight)]
+    error = (scheme.decode(weight, tensors, ()).float() - numbers).square().mean().sqrt()
+    assert float(error) == pytest.approx(ERRORS[name], rel=0.02)
+
+
+@pytest.mark.parametrize("name", LEVELS)
+def test_each_code_is_the_nearest_under_its_stored_scale(name: str) -> None:
+    """Of all levels that the format has, none is nearer to a number than the one that it decodes to."""
+    torch.manual_seed(4)
+    numbers, scheme = torch.randn(16, 256) * 0.1, scheme_of(name)
+    weight = TensorSpec(EXPERT, (16, 256), torch.bfloat16)
+    tensors = encode(scheme, weight, numbers, float(numbers.abs().max()))
+    decoded, levels = scheme.decode(weight, tensors, ()).float(), LEVELS[name]
+    group = scheme.group  # type: ignore[attr-defined]
+    scale = step_of(name, tensors).repeat_interleave(group, 1)
+    distance = (numbers[..., None] - scale[..., None] * levels).abs()
+    assert torch.allclose((numbers - decoded).abs(), distance.amin(-1), atol=1e-6)
+
+
+def step_of(name: str, tensors: tuple[Tensor, ...]) -> Tensor:
+    """What a code of 1 stands for in each group."""
+    _, scale, *more = tensors
+    if name == "mxfp4":
+        return torch.exp2(scale.float() - 127)
+    return scale.float() / more[0] if more else scale.float()
+
+
+@pytest.mark.parametrize("name", ("nvfp4", "mxfp4"))
+def test_halves_go_to_the_even_code_and_zeros_stay(name: str) -> None:
+    halves = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0, -0.25, -2.5, 0, 0, 0, 0, 0, 6.0])
+    rows = torch.cat((halves, torch.zeros(48))).repeat(2, 1)
+    scheme, weight = scheme_of(name), TensorSpec(EXPERT, (2, 64), torch.bfloat16)
+    decoded = scheme.decode(weight, encode(scheme, weight, rows, 6.0), ())
+    assert decoded[0, :11].tolist() == pytest.approx([0, 1, 1, 2, 2, 4, 4, 6, 0, -2, 0]) and not decoded[:, 16:].any()
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("formats")
+    for name in TARGETS:
+        assert quantize(str(TINY), str(folder / name), "--format", name, "--threads", "2") == 0
+    return folder
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_the_bundled_model_still_adds(made: Path, name: str) -> None:
+    asked = [[{"role": "user", "content": f"What is {a} + {b}?"}] for a, b in ((12, 34), (905, 77), (481, 519))]
+    with LLM(str(made / name)) as llm:
+        texts = [out.outputs[0].text for out in llm.chat(asked, SamplingParams(temperature=0.0, max_tokens=40))]
+    assert texts == ["12 + 34 = 46", "905 + 77 = 982", "481 + 519 = 1000"]
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_what_is_not_rounded_keeps_its_bits(made: Path, name: str) -> None:
+    before, after = load_file(TINY / "model.safetensors"), load_file(made / name / "model.safetensors")
+    facts = read_facts(made / name)
+    with Safetensors(made / name) as stream:
+        stored = Stored(stream.specs, facts.quantization_config)
+        scheme = stored.of(TensorSpec(EXPERT, (128, 256), torch.bfloat16))
+    assert scheme.name == scheme_of(name).name
+    plain = [key for key in before if before[key].dtype in (torch.bfloat16, torch.float32) and "scale" not in key]
+    assert len(plain) > 30 and all(torch.equal(before[key], after[key]) for key in plain)
+    attention = "model.layers.0.self_attn.o_proj.weight"
+    same = name != "int8"
+    assert (after[attention].view(torch.uint8).equal(before[attention].view(torch.uint8))) == same
+    if name == "fp8":
+        assert all(before[key].view(torch.uint8).equal(after[key].view(torch.uint8)) for key in before)
+
+
+def test_names_and_configuration_are_the_producers(made: Path) -> None:
+    """Those that compressed-tensors 0.20.0 read: it gave the same numbers for these tensors."""
+    config = json.loads((made / "int4/config.json").read_text())["quantization_config"]
+    assert config["format"] == "mixed-precision"
+    assert [group["format"] for group in config["config_groups"].values()] == ["pack-quantized", "float-quantized"]
+    keys = load_file(made / "int4/model.safetensors")
+    module = EXPERT.removesuffix(".weight")
+    assert keys[f"{module}.weight_shape"].tolist() == [128, 256] and f"{module}.weight" not in keys
+    assert keys[f"{module}.weight_packed"].dtype == torch.int32
+    assert keys["model.layers.0.self_attn.o_proj.weight_scale"].shape == (2, 2)
+    totals = load_file(made / "nvfp4/model.safetensors")
+    gate, up = (totals[f"model.layers.1.mlp.experts.3.{half}_proj.weight_global_scale"] for half in ("gate", "up"))
+    assert torch.equal(gate, up), "engines join them, and have one scale for both"
+    assert sorted(path.name for path in (made / "int4").iterdir()) == sorted(
+        {path.name for path in TINY.iterdir()} - {"README.md", "LICENSE", "results.json"}
+    )
+
+
+def test_shards_have_an_index_and_an_interrupted_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    flags = ("--format", "mxfp4", "--shard-size", "0.002")
+    assert quantize(str(TINY), str(whole), *flags) == 0
+    names = sorted(path.name for path in whole.glob("*.safetensors"))
+    assert len(names) > 4 and set(json.loads((whole / INDEX).read_text())["weight_map"].values()) == set(names)
+    written = ShardWriter.put
+
+    def until(self: ShardWriter, spec: TensorSpec, tensor: Tensor) -> None:
+        if self.path.name == names[2]:
+            raise KeyboardInterrupt
+        written(self, spec, tensor)
+
+    monkeypatch.setattr(ShardWriter, "put", until)
+    assert quantize(str(TINY), str(cut), *flags) == 130
+    monkeypatch.undo()
+    assert {path.name for path in cut.glob("*.safetensors")} == set(names[:2])
+    assert quantize(str(TINY), str(cut), "--format", "mxfp4", "--shard-size", "0.003") == 2
+    assert quantize(str(TINY), str(cut), "--format", "int4", "--shard-size", "0.002") == 2
+    capsys.readouterr()
+    assert quantize(str(TINY), str(cut), *flags) == 0
+    assert "of which a former run wrote 2" in capsys.readouterr().out
+    assert not list(cut.glob("*.part"))
+    for path in whole.iterdir():
+        assert (cut / path.name).read_bytes() == path.read_bytes()
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama"])
+def test_a_dense_model_of_plain_weights(tmp_path: Path, family: str) -> None:
+    """A source in bf16: all its linear layers are rounded, and what engines keep plain is not."""
+    config = zoo.draw_config(family, 5)
+    config |= {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config |= {"head_dim": 32, "torch_dtype": "bfloat16"}
+    folder, shape = tmp_path / "plain", tmp_path / "shape"
+    shape.mkdir()
+    (shape / "config.json").write_text(json.dumps(config))
+    assert make_checkpoint([str(shape), str(folder)]) == 0
+    for name in ("int4", "int8", "fp8", "nvfp4"):
+        assert quantize(str(folder), str(tmp_path / name), "--format", name) == 0
+        tensors = load_file(tmp_path / name / "model.safetensors")
+        plain = {key for key, value in tensors.items() if value.dtype == torch.bfloat16 and value.dim() == 2}
+        assert not any("proj" in key and not key.endswith("scale") for key in plain)
+        assert "model.embed_tokens.weight" in plain
+    assert quantize(str(folder), str(tmp_path / "w"), "--format", "w4afp8") == 2
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        (("--format", "int5"), "invalid choice"),
+        (("--format", "mxfp4", "--group-size", "32"), "groups of its own"),
+        (("--format", "int8", "--modules", "experts"), "int8 is of linear"),
+        (("--format", "fp8", "--ignore", "re:.*"), "without `re:`"),
+    ],
+)
+def test_flags_that_contradict(tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: Any, said: str) -> None:
+    try:
+        assert quantize(str(TINY), str(tmp_path / "out"), *flags) == 2
+    except SystemExit as error:
+        assert error.code == 2
+    assert said in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def test_a_group_that_does_not_divide_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    weight = TensorSpec(EXPERT, (4, 96), torch.bfloat16)
+    with pytest.raises(UnsupportedConfig, match=r"96 columns.*--group-size be one of \[16, 32\]"):
+        encode(scheme_of("int4"), weight, torch.ones(4, 96), 1.0)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/notes.txt").write_text("mine")
+    assert quantize(str(TINY), str(tmp_path / "other"), "--format", "int8") == 2
+    assert "has other files" in capsys.readouterr().err
+
+
+def test_modules_are_left_out(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert (
+        quantize(str(TINY), str(out), "--format", "int4", "--group-size", "32", "--ignore", r"re:.*layers\.1\..*") == 0
+    )
+    keys = load_file(out / "model.safetensors")
+    assert keys["model.layers.1.mlp.experts.0.up_proj.weight"].dtype == torch.bfloat16
+    assert keys["model.layers.2.mlp.experts.0.up_proj.weight_scale"].shape == (128, 8)

@@ -1,0 +1,1 @@
+"""`thalweg quantize`: writes a checkpoint in another published format."""

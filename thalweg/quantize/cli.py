@@ -1,0 +1,94 @@
+"""`thalweg quantize MODEL OUT --format F`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from thalweg.bench.command import CommandParser, add_flags, command
+from thalweg.bench.display import markdown_table, progress_bar
+from thalweg.bench.errors import BenchError
+from thalweg.config.bundled import find_bundled
+from thalweg.core.format import format_bytes
+from thalweg.launch.hub import fetch_weights, locate
+from thalweg.models.catalog import read_facts
+from thalweg.quant.fp8_block import KERNEL_BLOCK
+from thalweg.quantize.convert import Result, convert
+from thalweg.quantize.targets import TARGETS, config_of
+
+FLAGS = """
+--modules     modules   what is quantized: the routed experts, or all linear layers; default: the experts, where
+                        there are some
+--ignore      text...   modules that stay as they are: names, or `re:` and an expression of the whole name
+--group-size  groups    weights that share a scale in int4; default: 128
+--shard-size  number=5  GB of a file, at most
+--threads     count     weights that are rounded at a time; default: one a CPU core, 8 at most
+--device      device    where they are rounded; default: a GPU where there is one
+"""
+EPILOG = """\
+formats:
+{formats}
+
+The source may be in any format that Thalweg serves. Weights are rounded to nearest, one at a time, so memory does not
+grow with the model. A run that was interrupted goes on when it is started again with the same flags.
+
+examples:
+  thalweg quantize models/tiny tiny-int4 --format int4
+  thalweg quantize deepseek-ai/DeepSeek-V3 v3-w4afp8 --format w4afp8
+  thalweg quantize Qwen/Qwen2.5-72B-Instruct qwen-int4 --format int4 --ignore 're:.*down_proj'"""
+
+
+def is_fp8(config: Mapping[str, Any]) -> bool:
+    """Whether a model is published in the FP8 blocks that stay as they are."""
+    return config.get("quant_method") == "fp8" and tuple(config.get("weight_block_size") or ()) == KERNEL_BLOCK
+
+
+def report(result: Result) -> list[str]:
+    """A row for each kind of weight that was rounded."""
+    rows = [
+        (where, error.tensors, error.format, format_bytes(error.nbytes), f"{error.relative:.2%}")
+        for where, error in result.errors.items()
+    ]
+    return markdown_table(("weights", "tensors", "format", "bytes", "error"), rows) if rows else []
+
+
+@command("thalweg quantize")
+def main(argv: list[str]) -> int:
+    """0: written; 1: an error; 2: wrong flags."""
+    parser = CommandParser(
+        prog="thalweg quantize",
+        description="Writes a checkpoint in another published format, which other engines and libraries read, too.",
+        usage="thalweg quantize MODEL OUT --format FORMAT [--flag value ...]",
+        epilog=EPILOG.format(formats="\n".join(f"  {name:<8}{target.summary}" for name, target in TARGETS.items())),
+    )
+    parser.add_argument(
+        "model", type=find_bundled, metavar="MODEL", help="folder of a checkpoint, or org/name on the hub"
+    )
+    parser.add_argument("out", type=Path, metavar="OUT", help="folder that is written")
+    parser.add_argument("--format", required=True, choices=TARGETS, help="see below")
+    sizes = {"modules": ("experts", "linear"), "groups": ("32", "64", "128"), "device": ("cpu", "cuda")}
+    add_flags(parser, "", FLAGS, **sizes)
+    args = parser.parse_args(argv)
+    checkpoint = locate(args.model)
+    facts = read_facts(checkpoint.folder)
+    fetch_weights(checkpoint)
+    group = int(args.group_size) if args.group_size else None
+    had = facts.quantization_config
+    config = config_of(args.format, args.modules or None, group, args.ignore, facts.moe is not None, is_fp8(had))
+    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    threads = args.threads or min(os.cpu_count() or 1, 8)
+    with progress_bar("rounding weights", 0) as bar:
+        try:
+            result = convert(
+                checkpoint.folder, args.out, config, int(args.shard_size * 1e9), device, threads, bar.reach
+            )
+        except OSError as error:
+            raise BenchError(str(error)) from error
+    kept = f", of which a former run wrote {result.kept}" if result.kept else ""
+    print(f"{args.out}: {result.tensors} tensors, {format_bytes(result.nbytes)} in {result.files} files{kept}")
+    print("\n".join(report(result)))
+    return 0

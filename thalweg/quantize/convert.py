@@ -1,0 +1,333 @@
+"""Writes a checkpoint anew in another format, a weight at a time.
+
+Sizes follow from names and shapes, so files are laid out before anything is read, and each weight is written to its
+place. A file that is whole has its final name: a second run goes on from there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thalweg.bench.make_checkpoint import COPIED
+from thalweg.core.errors import UnsupportedConfig
+from thalweg.core.files import read_object
+from thalweg.core.format import format_bytes
+from thalweg.layers.reference import ReferenceLayers
+from thalweg.models import catalog
+from thalweg.quant.catalog import Declared, Stored
+from thalweg.quant.compressed_tensors import PackedInts
+from thalweg.quant.fp8_block import Fp8Block
+from thalweg.quant.pairs import NibblePairs
+from thalweg.quant.scheme import UNQUANTIZED, Scheme, TensorSpec
+from thalweg.quant.w4afp8 import W4aFp8
+from thalweg.quantize.round import encode
+from thalweg.weights.index import INDEX
+from thalweg.weights.stream import DTYPES, SINGLE, Safetensors
+
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+FUSED = (("gate_proj", "up_proj"), ("q_proj", "k_proj", "v_proj"), ("q_a_proj", "kv_a_proj_with_mqa"))
+SHAPE = "weight_shape"
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class WeightJob:
+    """A weight, and how it is stored in the source and in the result. Without a weight: a tensor that is copied."""
+
+    weight: TensorSpec
+    source: Scheme
+    target: Scheme
+    reads: tuple[str, ...]
+    writes: tuple[TensorSpec, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(spec.nbytes for spec in self.writes)
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether the stored tensors stay, perhaps under other names."""
+        if isinstance(self.source, Fp8Block) and isinstance(self.target, Fp8Block):
+            return self.source.block == self.target.block
+        return self.source is self.target is UNQUANTIZED
+
+
+@dataclass
+class Error:
+    """Of weights that were rounded."""
+
+    tensors: int = 0
+    nbytes: int = 0
+    squared: float = 0.0  # sum of squared differences
+    total: float = 0.0  # sum of squared weights
+    format: str = ""
+
+    @property
+    def relative(self) -> float:
+        """Root of the mean squared error, as a share of the weights'."""
+        return (self.squared / self.total) ** 0.5 if self.total else 0.0
+
+
+@dataclass
+class Result:
+    tensors: int
+    nbytes: int
+    files: int
+    kept: int  # files that a former run wrote
+    errors: dict[str, Error] = field(default_factory=dict)  # by the last part of the module's name
+
+
+def jobs_of(folder: Path, stream: Safetensors, config: Mapping[str, Any]) -> list[WeightJob]:
+    """Every tensor of the result, in the order of the source. config: its quantization_config. Raises
+    CheckpointError.
+    """
+    facts = catalog.read_facts(folder)
+    dtype = catalog.published_dtype(facts)
+    model = catalog.assemble(facts, ReferenceLayers(dtype, torch.device("meta"), published=dtype))
+    tables = [model.table()] + ([catalog.build_nextn(model).table()] if facts.nextn else [])
+    weights = {spec.name: spec for table in tables for spec in table.sources()}
+    stored, declared = Stored(stream.specs, facts.quantization_config), Declared(config)
+    jobs, done = [], set[str]()
+    for weight in weights.values():
+        source = stored.of(weight)
+        held = source.stored(weight)
+        if source is UNQUANTIZED and weight.name not in stream.specs:
+            continue  # a model may have tensors that not every checkpoint of it has
+        reads = tuple(read.name for read in source.reads(weight, ()))
+        done |= {*reads, *(spec.name for spec in held), *source.beside(weight)}
+        target = written(declared.of(weight)) if len(weight.shape) == 2 else UNQUANTIZED
+        jobs.append(_job(weight, source, target, reads, stream))
+    jobs += [_copy(spec) for name, spec in stream.specs.items() if name not in done]
+    order = {name: place for place, name in enumerate(stream.specs)}
+    return sorted(jobs, key=lambda job: order[job.reads[0]])
+
+
+def written(scheme: Scheme) -> Scheme:
+    """With the type of scales that is written."""
+    is_int = isinstance(scheme, PackedInts | W4aFp8)
+    return replace(scheme, scale_types=(torch.bfloat16,)) if is_int else scheme  # type: ignore[type-var]
+
+
+def _job(weight: TensorSpec, source: Scheme, target: Scheme, reads: tuple[str, ...], stream: Safetensors) -> WeightJob:
+    if target is UNQUANTIZED:
+        dtype = stream.specs[weight.name].dtype if source is UNQUANTIZED else weight.dtype
+        return WeightJob(weight, source, target, reads, (replace(weight, dtype=dtype),))
+    writes = target.stored(weight)
+    if isinstance(target, PackedInts):
+        writes += (TensorSpec(target.named(weight, SHAPE), (2,), torch.int64),)
+    job = WeightJob(weight, source, target, reads, writes)
+    if job.is_copied:  # scales keep their type
+        held = [stream.specs[name] for name in reads]
+        job = replace(job, writes=tuple(replace(spec, dtype=h.dtype) for spec, h in zip(writes, held, strict=True)))
+    return job
+
+
+def _copy(spec: TensorSpec) -> WeightJob:
+    return WeightJob(spec, UNQUANTIZED, UNQUANTIZED, (spec.name,), (spec,))
+
+
+class Source:
+    """Reads weights as numbers."""
+
+    def __init__(self, stream: Safetensors, jobs: Sequence[WeightJob], device: torch.device) -> None:
+        self.stream, self.device = stream, device
+        self._siblings: dict[str, list[WeightJob]] = defaultdict(list)
+        for job in jobs:
+            if isinstance(job.target, NibblePairs) and job.target.total:
+                self._siblings[_fused(job.weight.name)].append(job)
+
+    def tensors(self, job: WeightJob) -> list[Tensor]:
+        return [self.stream.copy(name) for name in job.reads]
+
+    def numbers(self, job: WeightJob) -> Tensor:
+        """float32, on the device."""
+        tensors = [tensor.to(self.device) for tensor in self.tensors(job)]
+        return job.source.decode(job.weight, tensors, ()).float()
+
+    def largest(self, job: WeightJob) -> float:
+        """Absolute value among the weights that engines join with this one: they get one scale of the tensor."""
+        joined = self._siblings.get(_fused(job.weight.name), ())
+        return max((float(self.numbers(other).abs().max()) for other in joined), default=0.0)
+
+
+def _fused(name: str) -> str:
+    """The name of a matrix as engines join it with its neighbours."""
+    for parts in FUSED:
+        for part in parts:
+            if f".{part}." in name:
+                return name.replace(f".{part}.", f".{'+'.join(parts)}.")
+    return name
+
+
+def rounded(source: Source, job: WeightJob) -> tuple[tuple[Tensor, ...], Error]:
+    """The tensors to write, and the error of what was rounded. Raises UnsupportedConfig."""
+    if job.is_copied:
+        return tuple(source.tensors(job)), Error()
+    numbers = source.numbers(job)
+    if job.target is UNQUANTIZED:
+        return (numbers.to(job.writes[0].dtype),), Error()
+    tensors = encode(job.target, job.weight, numbers, source.largest(job))
+    difference = job.target.decode(job.weight, tensors, ()).float() - numbers
+    error = Error(1, job.nbytes, float(difference.square().sum()), float(numbers.square().sum()), job.target.name)
+    if job.writes[-1].name.endswith(SHAPE):
+        tensors += (torch.tensor(job.weight.shape),)
+    return tensors, error
+
+
+def shards(jobs: Sequence[WeightJob], most: int) -> list[list[WeightJob]]:
+    """Consecutive jobs of up to `most` bytes together."""
+    files: list[list[WeightJob]] = [[]]
+    size = 0
+    for job in jobs:
+        if files[-1] and size + job.nbytes > most:
+            files.append([])
+            size = 0
+        files[-1].append(job)
+        size += job.nbytes
+    return files
+
+
+class ShardWriter:
+    """A safetensors file whose tensors come in any order. A context manager: the file gets its name at the end."""
+
+    def __init__(self, path: Path, specs: Sequence[TensorSpec]) -> None:
+        self.path, self._part = path, path.with_suffix(".part")
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        self._places, end = dict[str, int](), 0
+        for spec in sorted(specs, key=lambda spec: -spec.dtype.itemsize):  # aligned
+            begin, end = end, end + spec.nbytes
+            offsets = [begin, end]
+            header[spec.name] = {"dtype": NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": offsets}
+            self._places[spec.name] = begin
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        self._file = os.open(self._part, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+        self._data = 8 + len(text)
+        self._write(len(text).to_bytes(8, "little") + text, 0)
+        os.truncate(self._file, self._data + end)
+
+    def put(self, spec: TensorSpec, tensor: Tensor) -> None:
+        assert (tuple(tensor.shape), tensor.dtype) == (spec.shape, spec.dtype), (spec, tensor.shape, tensor.dtype)
+        self._write(
+            tensor.contiguous().cpu().reshape(-1).view(torch.uint8).numpy(), self._data + self._places[spec.name]
+        )
+
+    def _write(self, data: Any, at: int) -> None:
+        rest = memoryview(data)
+        while rest:
+            count = os.pwrite(self._file, rest, at)
+            rest, at = rest[count:], at + count
+
+    def __enter__(self) -> ShardWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            os.fsync(self._file)
+        os.close(self._file)
+        if kind is None:
+            self._part.replace(self.path)
+
+
+def convert(
+    folder: Path,
+    out: Path,
+    config: Mapping[str, Any],
+    shard: int,
+    device: torch.device,
+    threads: int,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Result:
+    """Writes the checkpoint of `folder` to `out` with this quantization_config.
+
+    shard: bytes of a file at most. threads: weights at a time. progress: called with the weights done, and all of
+    them. Raises CheckpointError, UnsupportedConfig, OSError.
+    """
+    with Safetensors(folder) as stream:
+        jobs = jobs_of(folder, stream, config)
+        files = shards(jobs, shard)
+        names = [f"model-{i:05}-of-{len(files):05}.safetensors" for i in range(1, len(files) + 1)]
+        names = [SINGLE] if len(files) == 1 else names
+        _prepare(folder, out, config, sum(job.nbytes for job in jobs), set(names))
+        result = Result(sum(len(job.writes) for job in jobs), sum(job.nbytes for job in jobs), len(files), 0)
+        source, done = Source(stream, jobs, device), 0
+        for name, some in zip(names, files, strict=True):
+            specs = [spec for job in some for spec in job.writes]
+            if (out / name).exists():
+                result.kept += 1
+                done += len(some)
+                continue
+            with ShardWriter(out / name, specs) as writer, ThreadPoolExecutor(threads) as pool:
+                for job, (tensors, error) in _in_turn(pool, threads, source, some):
+                    for spec, tensor in zip(job.writes, tensors, strict=True):
+                        writer.put(spec, tensor)
+                    _add(result.errors, job, error)
+                    done += 1
+                    progress(done, len(jobs))
+    if len(files) > 1:
+        where = {
+            spec.name: name for name, some in zip(names, files, strict=True) for job in some for spec in job.writes
+        }
+        index = {"metadata": {"total_size": result.nbytes}, "weight_map": where}
+        (out / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    return result
+
+
+def _in_turn(
+    pool: ThreadPoolExecutor, threads: int, source: Source, jobs: Sequence[WeightJob]
+) -> Iterator[tuple[WeightJob, tuple[tuple[Tensor, ...], Error]]]:
+    """Results in the order of the jobs; no more of them are made ahead than there are threads."""
+    running: list[tuple[WeightJob, Future[tuple[tuple[Tensor, ...], Error]]]] = []
+    for job in jobs:
+        running.append((job, pool.submit(rounded, source, job)))
+        if len(running) > threads:
+            first, future = running.pop(0)
+            yield first, future.result()
+    for first, future in running:
+        yield first, future.result()
+
+
+def _add(errors: dict[str, Error], job: WeightJob, error: Error) -> None:
+    if not error.tensors:
+        return
+    where = "experts" if ".experts." in job.weight.name else job.weight.name.split(".")[-2]
+    had = errors.setdefault(where, Error(format=error.format))
+    had.tensors += 1
+    had.nbytes += error.nbytes
+    had.squared += error.squared
+    had.total += error.total
+
+
+def _prepare(folder: Path, out: Path, config: Mapping[str, Any], total: int, names: set[str]) -> None:
+    """config.json and the tokenizer. Raises UnsupportedConfig for a folder with something else, or a full disk."""
+    own = read_object(folder / "config.json")
+    for name in ("quantization_config", "compression_config"):
+        own.pop(name, None)
+    text = json.dumps(own | {"quantization_config": dict(config)}, indent=2, ensure_ascii=False) + "\n"
+    written = out / "config.json"
+    if out.exists() and any(out.iterdir()):
+        if not written.exists() or written.read_text(encoding="utf-8") != text:
+            raise UnsupportedConfig(f"{out} has other files: give a new folder, or the same flags to go on with it")
+        strange = sorted(path.name for path in out.glob("*.safetensors") if path.name not in names)
+        if strange:
+            raise UnsupportedConfig(f"{out}/{strange[0]} is of another --shard-size: give that one, or a new folder")
+    out.mkdir(parents=True, exist_ok=True)
+    total -= sum(path.stat().st_size for path in out.glob("*.safetensors"))
+    if total > (free := shutil.disk_usage(out).free):
+        raise UnsupportedConfig(f"{out}: {format_bytes(total)} are to be written, and {format_bytes(free)} are free")
+    for pattern in COPIED:
+        for file in folder.glob(pattern):
+            if file.name != "config.json":
+                shutil.copyfile(file, out / file.name)
+    written.write_text(text, encoding="utf-8")
