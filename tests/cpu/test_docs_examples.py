@@ -4,11 +4,13 @@ are run. README and all of docs/.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -48,6 +50,8 @@ def commands() -> Iterator[tuple[str, str]]:
 ALL = list(commands())
 TYPED = [(page, text) for page, text in ALL if re.match(r"(?:[A-Z_]+=\S+ )*thalweg ", text)]
 CURLS = [(page, text) for page, text in ALL if text.startswith("curl ")]
+PYTHON = [(page, text) for page, text in ALL if re.match(r"(?:[A-Z_]+=\S+ )*python ", text)]
+EXTRAS = [(page, extra) for page, text in ALL for extra in re.findall(r"pip install .*?(?:thalweg|\.)\[(\w+)\]", text)]
 MAKE = [(page, text) for page, text in ALL if text.startswith("make ")]
 
 
@@ -76,7 +80,7 @@ def parse_only(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_there_are_examples() -> None:
-    assert len(TYPED) > 60 and len(CURLS) > 15 and len(MAKE) > 5
+    assert len(TYPED) > 60 and len(CURLS) > 15 and len(MAKE) > 5 and len(PYTHON) > 3 and EXTRAS
 
 
 @pytest.mark.parametrize(("page", "text"), TYPED, ids=[f"{page}-{i}" for i, (page, _) in enumerate(TYPED)])
@@ -113,6 +117,31 @@ def test_each_make_target_exists(page: str, text: str) -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for word in shlex.split(text, comments=True)[1:]:
         assert "=" in word or re.search(rf"^{re.escape(word)}:", makefile, re.M), word
+
+
+@pytest.mark.parametrize(("page", "text"), PYTHON, ids=[f"{page}-{i}" for i, (page, _) in enumerate(PYTHON)])
+def test_each_program_exists_and_knows_its_flags(page: str, text: str) -> None:
+    words = shlex.split(re.split(r"\s(?:\||>|&&?|2>)\s?", text)[0], comments=True)
+    words = words[words.index("python") + 1 :]
+    if words[0] == "-c":
+        return
+    found = importlib.util.find_spec(words[1]) if words[0] == "-m" else None
+    path = ROOT / words[0] if words[0] != "-m" else Path(found.origin if found and found.origin else "missing")
+    assert path.is_file(), text
+    if not path.is_relative_to(ROOT) or ".venv" in path.parts:
+        return  # a library's
+    folder = [path, *path.parent.rglob("*.py")] if path.name == "__init__.py" else [path]
+    source = "".join(one.read_text(encoding="utf-8") for one in folder)
+    package = path.parent / "__main__.py"
+    source += package.read_text(encoding="utf-8") if path.name == "__init__.py" and package.exists() else ""
+    for flag in (word.partition("=")[0] for word in words[1:] if word.startswith("--")):
+        assert f'"{flag}"' in source or re.search(rf"^{flag}\s", source, re.M), f"{flag} in {text}"
+
+
+@pytest.mark.parametrize(("page", "extra"), EXTRAS)
+def test_each_extra_can_be_installed(page: str, extra: str) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert extra in project["optional-dependencies"]
 
 
 def test_files_of_settings_and_of_keys(tmp_path: Path) -> None:
