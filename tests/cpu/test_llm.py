@@ -501,7 +501,9 @@ def test_calls_are_of_the_tools_that_a_chat_offers(llm: LLM, monkeypatch: pytest
     """A bias makes the model begin a call, whatever it would rather do."""
     shape = {"type": "object", "properties": {"kind": {"enum": ["x7", "y8"]}}, "required": ["kind"]}
     tools = [{"type": "function", "function": {"name": "zab.qu", "parameters": shape}}]
-    begins = SamplingParams(temperature=1.0, max_tokens=300, logit_bias={llm.get_tokenizer().encode("｜DSML｜")[-1]: 60})
+    begins = SamplingParams(
+        temperature=1.0, max_tokens=300, logit_bias={llm.get_tokenizer().encode("｜DSML｜")[-1]: 60}
+    )
     asked = [[{"role": "user", "content": "Sing of the sea, and do it well."}]] * 4
     seeds = [msgspec.structs.replace(begins, seed=seed) for seed in range(4)]
     texts = [result.outputs[0].text for result in llm.chat(asked, seeds, tools=tools)]

@@ -18,9 +18,11 @@ from thalweg.core.errors import UnsupportedConfig
 from thalweg.models.catalog import read_facts
 from thalweg.quant.catalog import Declared, Stored
 from thalweg.quant.scheme import Scheme, TensorSpec
-from thalweg.quantize import convert
+from thalweg.quantize import calibrate, convert
+from thalweg.quantize.calibrate import Calibration
 from thalweg.quantize.cli import main
 from thalweg.quantize.convert import ShardWriter
+from thalweg.quantize.feedback import round_with_feedback, second_moments
 from thalweg.quantize.round import encode
 from thalweg.quantize.targets import TARGETS, config_of
 from thalweg.weights.index import INDEX
@@ -219,3 +221,115 @@ def test_modules_are_left_out(tmp_path: Path) -> None:
     keys = load_file(out / "model.safetensors")
     assert keys["model.layers.1.mlp.experts.0.up_proj.weight"].dtype == torch.bfloat16
     assert keys["model.layers.2.mlp.experts.0.up_proj.weight_scale"].shape == (128, 8)
+
+
+# --- on a text ---
+
+
+def test_feedback_makes_outputs_nearer() -> None:
+    """Inputs that are correlated, as those of layers are; and without any correlation it is rounding to nearest."""
+    torch.manual_seed(5)
+    numbers = torch.randn(64, 256)
+    inputs = torch.randn(2048, 32) @ torch.randn(32, 256) + 0.3 * torch.randn(2048, 256)
+    weight = TensorSpec("model.layers.0.mlp.up_proj.weight", (64, 256), torch.bfloat16)
+    for name in ("int4", "nvfp4", "mxfp4", "int8"):
+        scheme = convert.written(Declared(config_of(name, "linear", None, (), False, False)).of(weight))
+        plain = encode(scheme, weight, numbers, float(numbers.abs().max()))
+        fed = round_with_feedback(scheme, numbers, second_moments(inputs), float(numbers.abs().max()))  # type: ignore[arg-type]
+        assert [(t.shape, t.dtype) for t in fed] == [(t.shape, t.dtype) for t in plain]
+        errors = [float(((scheme.decode(weight, t, ()) - numbers) @ inputs.t()).norm()) for t in (plain, fed)]
+        assert errors[1] < 0.5 * errors[0]
+        same = round_with_feedback(scheme, numbers, torch.eye(256), float(numbers.abs().max()))  # type: ignore[arg-type]
+        assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(plain, same, strict=True))
+
+
+@pytest.mark.parametrize("family", ["qwen2", "v32"])
+def test_what_layers_read_is_what_transformers_layers_read(tmp_path: Path, family: str) -> None:
+    config = zoo.draw_config(family, 7)
+    model = zoo.reference(config, 7)
+    zoo.save(model, config, tmp_path / "model")
+    facts = read_facts(tmp_path / "model")
+    ids = tuple(range(3, 67))
+    text, seen = Calibration(ids, 32), dict[str, list[Tensor]]()
+    for name, module in model.named_modules():
+        if name.endswith(("o_proj", "down_proj", "q_proj", "q_a_proj")) and hasattr(module, "weight"):
+            module.register_forward_pre_hook(
+                lambda _, x, name=name: seen.setdefault(name, []).append(x[0].flatten(0, 1))
+            )
+    with torch.no_grad():
+        model(torch.tensor(ids).view(2, 32))
+    batch, value, found = text.batch(torch.device("cpu")), None, dict[str, Tensor]()
+    for layer in range(facts.layers):
+        value, inputs = calibrate._run_layer(
+            facts, tmp_path / "model", layer, batch, value, text.pages, torch.device("cpu")
+        )
+        found |= {name.removesuffix(".weight"): torch.cat(read) for name, read in inputs.of.items()}
+    both = seen.keys() & found.keys()
+    assert len(both) >= 2 * facts.layers
+    for name in both:
+        assert torch.allclose(found[name], torch.cat(seen[name]).float(), atol=2e-4, rtol=1e-3), name
+
+
+def test_a_calibrated_run_is_nearer_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "text").write_text(" ".join(f"What is {i} + {7 * i}? It is {8 * i}." for i in range(200)))
+    flags = ("--format", "int4", "--modules", "linear", "--group-size", "32")
+    more = ("--calibrate", str(tmp_path / "text"), "--calibration-tokens", "1500")
+    assert quantize(str(TINY), str(tmp_path / "plain"), *flags) == 0
+    assert quantize(str(TINY), str(tmp_path / "whole"), *flags, *more) == 0
+    assert not (tmp_path / "whole" / convert.SCRATCH).exists()
+    sample = "What is 45 + 315? It is 360. What is 46 + 322? It is 368."
+    scores = []
+    for folder in (TINY, tmp_path / "plain", tmp_path / "whole"):
+        with LLM(str(folder)) as llm:
+            scores.append(torch.tensor(llm.score(sample, use_tqdm=False)[0]))
+    assert (scores[2] - scores[0]).norm() < 0.9 * (scores[1] - scores[0]).norm()
+
+    rounded, calls = calibrate.round_with_feedback, []
+
+    def until(*arguments: Any) -> tuple[Tensor, ...]:
+        calls.append(1)
+        if len(calls) == 20:
+            raise KeyboardInterrupt
+        return rounded(*arguments)
+
+    monkeypatch.setattr(calibrate, "round_with_feedback", until)
+    assert quantize(str(TINY), str(tmp_path / "cut"), *flags, *more) == 130
+    assert quantize(str(TINY), str(tmp_path / "cut"), *flags, "--calibrate", str(tmp_path / "text")) == 2  # more tokens
+    done = len(calls)
+    assert quantize(str(TINY), str(tmp_path / "cut"), *flags, *more) == 0
+    assert done > len(calls) - done, "the layers that were done are not rounded again"
+    cut, whole = (list((tmp_path / name / "model.safetensors").read_bytes()) for name in ("cut", "whole"))
+    differing = sum(a != b for a, b in zip(cut, whole, strict=True))
+    assert differing < len(whole) / 1000, "sums differ in their last bits from run to run"
+
+
+def test_w4afp8_gets_the_scales_of_its_experts_inputs(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("To be, or not to be, that is the question. " * 60)
+    more = ("--calibrate", str(tmp_path / "text"), "--calibration-tokens", "600")
+    assert quantize(str(TINY), str(tmp_path / "out"), "--format", "w4afp8", *more) == 0
+    tensors = load_file(tmp_path / "out/model.safetensors")
+    where = "model.layers.1.mlp.experts"
+    scales = {
+        name: [float(tensors[f"{where}.{e}.{name}.input_scale"]) for e in range(16)] for name in ("w1", "w2", "w3")
+    }
+    assert scales["w1"] == scales["w3"] and all(0 < value < 1 for each in scales.values() for value in each)
+    assert len(set(scales["w2"])) > 8
+    with LLM(str(tmp_path / "out")) as llm:
+        assert (
+            "46"
+            in llm.chat([{"role": "user", "content": "What is 12 + 34?"}], SamplingParams(temperature=0))[0]
+            .outputs[0]
+            .text
+        )
+
+
+def test_a_text_that_changes_nothing_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "text").write_text("word " * 3000)
+    (tmp_path / "short").write_text("a few words")
+    for name, text, said in (
+        ("fp8", "text", "nothing that a text"),
+        ("int4", "text", "nothing that a text"),
+        ("int8", "short", "too short"),
+    ):
+        assert quantize(str(TINY), str(tmp_path / "out"), "--format", name, "--calibrate", str(tmp_path / text)) == 2
+        assert said in capsys.readouterr().err and not (tmp_path / "out").exists()

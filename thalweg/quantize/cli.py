@@ -17,14 +17,19 @@ from thalweg.core.format import format_bytes
 from thalweg.launch.hub import fetch_weights, locate
 from thalweg.models.catalog import read_facts
 from thalweg.quant.fp8_block import KERNEL_BLOCK
+from thalweg.quantize.calibrate import Calibration
 from thalweg.quantize.convert import Result, convert
 from thalweg.quantize.targets import TARGETS, config_of
+from thalweg.text.tokenizer import Tokenizer
 
 FLAGS = """
 --modules     modules   what is quantized: the routed experts, or all linear layers; default: the experts, where
                         there are some
 --ignore      text...   modules that stay as they are: names, or `re:` and an expression of the whole name
 --group-size  groups    weights that share a scale in int4; default: 128
+--calibrate   path      a text: linear layers are rounded by what they compute on it (GPTQ), and w4afp8 gets scales of
+                        its experts' inputs
+--calibration-tokens  count=16384  of the text
 --shard-size  number=5  GB of a file, at most
 --threads     count     weights that are rounded at a time; default: one a CPU core, 8 at most
 --device      device    where they are rounded; default: a GPU where there is one
@@ -48,10 +53,10 @@ def is_fp8(config: Mapping[str, Any]) -> bool:
 
 
 def report(result: Result) -> list[str]:
-    """A row for each kind of weight that was rounded."""
+    """A row for each kind of weight: its error, or, calibrated, that of what it computes."""
     rows = [
-        (where, error.tensors, error.format, format_bytes(error.nbytes), f"{error.relative:.2%}")
-        for where, error in result.errors.items()
+        (where, error.tensors, how, format_bytes(error.nbytes), f"{error.relative:.2%}")
+        for (where, how), error in sorted(result.errors.items())
     ]
     return markdown_table(("weights", "tensors", "format", "bytes", "error"), rows) if rows else []
 
@@ -81,13 +86,19 @@ def main(argv: list[str]) -> int:
     config = config_of(args.format, args.modules or None, group, args.ignore, facts.moe is not None, is_fp8(had))
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     threads = args.threads or min(os.cpu_count() or 1, 8)
-    with progress_bar("rounding weights", 0) as bar:
-        try:
+    try:
+        text = None if args.calibrate is None else args.calibrate.read_text(encoding="utf-8")
+        calibration = None
+        if text is not None:
+            tokenizer = Tokenizer(checkpoint.folder)
+            calibration = Calibration.of_text(text, tokenizer.encode, args.calibration_tokens, facts.context)
+        with progress_bar("calibrating layers", 0, text is not None) as layers, progress_bar("writing", 0) as bar:
+            shard = int(args.shard_size * 1e9)
             result = convert(
-                checkpoint.folder, args.out, config, int(args.shard_size * 1e9), device, threads, bar.reach
+                checkpoint.folder, args.out, config, shard, device, threads, bar.reach, calibration, layers.reach
             )
-        except OSError as error:
-            raise BenchError(str(error)) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise BenchError(str(error)) from error
     kept = f", of which a former run wrote {result.kept}" if result.kept else ""
     print(f"{args.out}: {result.tensors} tensors, {format_bytes(result.nbytes)} in {result.files} files{kept}")
     print("\n".join(report(result)))

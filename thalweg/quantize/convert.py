@@ -31,14 +31,16 @@ from thalweg.quant.fp8_block import Fp8Block
 from thalweg.quant.pairs import NibblePairs
 from thalweg.quant.scheme import UNQUANTIZED, Scheme, TensorSpec
 from thalweg.quant.w4afp8 import W4aFp8
+from thalweg.quantize.calibrate import Calibrated, Calibration, calibrate, feeds_back, input_scales
 from thalweg.quantize.round import encode
 from thalweg.weights.index import INDEX
 from thalweg.weights.stream import DTYPES, SINGLE, Safetensors
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 FUSED = (("gate_proj", "up_proj"), ("q_proj", "k_proj", "v_proj"), ("q_a_proj", "kv_a_proj_with_mqa"))
-SHAPE = "weight_shape"
-CPU = torch.device("cpu")
+SHAPE, INPUT = "weight_shape", "input_scale"
+SCRATCH = ".calibration"
+Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ class Error:
     nbytes: int = 0
     squared: float = 0.0  # sum of squared differences
     total: float = 0.0  # sum of squared weights
-    format: str = ""
+    format: str = ""  # "calibrated": of outputs, not of weights
 
     @property
     def relative(self) -> float:
@@ -85,12 +87,13 @@ class Result:
     nbytes: int
     files: int
     kept: int  # files that a former run wrote
-    errors: dict[str, Error] = field(default_factory=dict)  # by the last part of the module's name
+    # by the last part of the module's name, and the format
+    errors: dict[tuple[str, str], Error] = field(default_factory=dict)
 
 
-def jobs_of(folder: Path, stream: Safetensors, config: Mapping[str, Any]) -> list[WeightJob]:
-    """Every tensor of the result, in the order of the source. config: its quantization_config. Raises
-    CheckpointError.
+def jobs_of(folder: Path, stream: Safetensors, config: Mapping[str, Any], has_inputs: bool) -> list[WeightJob]:
+    """Every tensor of the result, in the order of the source. config: its quantization_config. has_inputs: with static
+    scales of experts' activations, where the format has them. Raises CheckpointError.
     """
     facts = catalog.read_facts(folder)
     dtype = catalog.published_dtype(facts)
@@ -107,7 +110,11 @@ def jobs_of(folder: Path, stream: Safetensors, config: Mapping[str, Any]) -> lis
         reads = tuple(read.name for read in source.reads(weight, ()))
         done |= {*reads, *(spec.name for spec in held), *source.beside(weight)}
         target = written(declared.of(weight)) if len(weight.shape) == 2 else UNQUANTIZED
-        jobs.append(_job(weight, source, target, reads, stream))
+        job = _job(weight, source, target, reads, stream)
+        if has_inputs and isinstance(target, W4aFp8):
+            name = replace(target, is_renamed=(False, True)).named(weight, INPUT)
+            job = replace(job, writes=(*job.writes, TensorSpec(name, (1,), torch.float32)))
+        jobs.append(job)
     jobs += [_copy(spec) for name, spec in stream.specs.items() if name not in done]
     order = {name: place for place, name in enumerate(stream.specs)}
     return sorted(jobs, key=lambda job: order[job.reads[0]])
@@ -142,6 +149,8 @@ class Source:
 
     def __init__(self, stream: Safetensors, jobs: Sequence[WeightJob], device: torch.device) -> None:
         self.stream, self.device = stream, device
+        self.calibrated: Calibrated | None = None
+        self.input_scales: Mapping[str, float] = {}
         self._siblings: dict[str, list[WeightJob]] = defaultdict(list)
         for job in jobs:
             if isinstance(job.target, NibblePairs) and job.target.total:
@@ -154,6 +163,22 @@ class Source:
         """float32, on the device."""
         tensors = [tensor.to(self.device) for tensor in self.tensors(job)]
         return job.source.decode(job.weight, tensors, ()).float()
+
+    def calibrate(
+        self, model: Path, jobs: Sequence[WeightJob], text: Calibration, folder: Path, progress: Progress
+    ) -> None:
+        """Rounds linear layers by what they compute on the text."""
+        by_name = {job.weight.name: job for job in jobs if not job.is_copied}
+        targets = {name: job.target for name, job in by_name.items()}
+
+        def numbers(name: str) -> Tensor:
+            return self.numbers(by_name[name])
+
+        def largest(name: str) -> float:
+            return self.largest(by_name[name])
+
+        self.calibrated = calibrate(model, targets, text, folder, self.device, numbers, largest, progress)
+        self.input_scales = input_scales(self.calibrated)
 
     def largest(self, job: WeightJob) -> float:
         """Absolute value among the weights that engines join with this one: they get one scale of the tensor."""
@@ -174,14 +199,24 @@ def rounded(source: Source, job: WeightJob) -> tuple[tuple[Tensor, ...], Error]:
     """The tensors to write, and the error of what was rounded. Raises UnsupportedConfig."""
     if job.is_copied:
         return tuple(source.tensors(job)), Error()
-    numbers = source.numbers(job)
-    if job.target is UNQUANTIZED:
-        return (numbers.to(job.writes[0].dtype),), Error()
-    tensors = encode(job.target, job.weight, numbers, source.largest(job))
-    difference = job.target.decode(job.weight, tensors, ()).float() - numbers
-    error = Error(1, job.nbytes, float(difference.square().sum()), float(numbers.square().sum()), job.target.name)
-    if job.writes[-1].name.endswith(SHAPE):
-        tensors += (torch.tensor(job.weight.shape),)
+    found = source.calibrated.tensors(job.weight.name) if source.calibrated is not None else None
+    if found is not None:
+        tensors, (squared, total) = found
+        error = Error(1, job.nbytes, squared, total, f"{job.target.name}, calibrated")
+    else:
+        numbers = source.numbers(job)
+        if job.target is UNQUANTIZED:
+            return (numbers.to(job.writes[0].dtype),), Error()
+        tensors = encode(job.target, job.weight, numbers, source.largest(job))
+        difference = job.target.decode(job.weight, tensors, ()).float() - numbers
+        squared, total = float(difference.square().sum()), float(numbers.square().sum())
+        error = Error(1, job.nbytes, squared, total, job.target.name)
+    match job.writes[-1].name.rpartition(".")[2]:
+        case name if name == SHAPE:
+            tensors += (torch.tensor(job.weight.shape),)
+        case name if name == INPUT:
+            most = max(source.input_scales.values(), default=1.0)  # for an expert that no token chose
+            tensors += (torch.tensor([source.input_scales.get(job.weight.name, most)]),)
     return tensors, error
 
 
@@ -247,21 +282,28 @@ def convert(
     shard: int,
     device: torch.device,
     threads: int,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Progress = lambda done, total: None,
+    calibration: Calibration | None = None,
+    calibrating: Progress = lambda done, total: None,
 ) -> Result:
     """Writes the checkpoint of `folder` to `out` with this quantization_config.
 
     shard: bytes of a file at most. threads: weights at a time. progress: called with the weights done, and all of
-    them. Raises CheckpointError, UnsupportedConfig, OSError.
+    them. calibration: a text, on whose activations linear layers are rounded. calibrating: its progress, by layers.
+    Raises CheckpointError, UnsupportedConfig, OSError.
     """
     with Safetensors(folder) as stream:
-        jobs = jobs_of(folder, stream, config)
+        jobs = jobs_of(folder, stream, config, calibration is not None)
+        if calibration is not None:
+            _check_calibrated(jobs)
         files = shards(jobs, shard)
         names = [f"model-{i:05}-of-{len(files):05}.safetensors" for i in range(1, len(files) + 1)]
         names = [SINGLE] if len(files) == 1 else names
         _prepare(folder, out, config, sum(job.nbytes for job in jobs), set(names))
         result = Result(sum(len(job.writes) for job in jobs), sum(job.nbytes for job in jobs), len(files), 0)
         source, done = Source(stream, jobs, device), 0
+        if calibration is not None and not all((out / name).exists() for name in names):
+            source.calibrate(folder, jobs, calibration, out / SCRATCH, calibrating)
         for name, some in zip(names, files, strict=True):
             specs = [spec for job in some for spec in job.writes]
             if (out / name).exists():
@@ -281,7 +323,16 @@ def convert(
         }
         index = {"metadata": {"total_size": result.nbytes}, "weight_map": where}
         (out / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    shutil.rmtree(out / SCRATCH, ignore_errors=True)
     return result
+
+
+def _check_calibrated(jobs: Sequence[WeightJob]) -> None:
+    """Raises UnsupportedConfig where a text changes nothing."""
+    targets = [(job.weight.name, job.target) for job in jobs if not job.is_copied]
+    if not any(isinstance(to, W4aFp8) or feeds_back(to) and ".experts." not in name for name, to in targets):
+        message = "experts and FP8 blocks are rounded to nearest, so there is nothing that a text changes here"
+        raise UnsupportedConfig(f"--calibrate: {message}")
 
 
 def _in_turn(
@@ -298,11 +349,11 @@ def _in_turn(
         yield first, future.result()
 
 
-def _add(errors: dict[str, Error], job: WeightJob, error: Error) -> None:
+def _add(errors: dict[tuple[str, str], Error], job: WeightJob, error: Error) -> None:
     if not error.tensors:
         return
     where = "experts" if ".experts." in job.weight.name else job.weight.name.split(".")[-2]
-    had = errors.setdefault(where, Error(format=error.format))
+    had = errors.setdefault((where, error.format), Error())
     had.tensors += 1
     had.nbytes += error.nbytes
     had.squared += error.squared

@@ -23,7 +23,9 @@ from thalweg.quant.w4afp8 import W4aFp8
 
 E4M3_MAX, E2M1_MAX, INT8_MAX = 448.0, 6.0, 127
 E2M1_BOUNDS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # between the codes 0, 0.5, 1, 1.5, 2, 3, 4, 6
+E2M1_LEVELS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 TINY = 2.0**-126
+Grouped = NibblePairs | ScaledCodes  # the codes of a row share scales in groups of columns
 
 
 def total_scale(largest: float) -> float:
@@ -59,42 +61,70 @@ def _blocks(scheme: Fp8Block, numbers_NK: Tensor, largest: float) -> tuple[Tenso
     return codes[: shape[0], : shape[1]].contiguous(), scale
 
 
-def _channels(scheme: ScaledCodes, numbers_NK: Tensor, largest: float) -> tuple[Tensor, ...]:
-    top = INT8_MAX if scheme.kind == "int8" else E4M3_MAX
-    scale = (numbers_NK.abs().amax(1, keepdim=True) / top).clamp_min(TINY)
-    scaled = numbers_NK / scale
-    return (scaled.round().to(torch.int8) if scheme.kind == "int8" else scaled.to(torch.float8_e4m3fn)), scale
-
-
-def _pairs(scheme: NibblePairs, numbers_NK: Tensor, largest: float) -> tuple[Tensor, ...]:
+def _grouped(scheme: Grouped, numbers_NK: Tensor, largest: float) -> tuple[Tensor, ...]:
     rows, columns = numbers_NK.shape
-    grouped = numbers_NK.reshape(rows, -1, scheme.group or columns)
-    amax = grouped.abs().amax(2)
-    if scheme.kind == "e2m1":
-        scale, step, more = _e2m1_scales(scheme, amax, largest)
-        codes = _e2m1(grouped / step[..., None])
-    else:
+    grouped_NGK = numbers_NK.reshape(rows, -1, group_of(scheme, columns))
+    stored, steps_NG, more = group_scales(scheme, grouped_NGK.abs().amax(2), largest)
+    codes = nearest(scheme, grouped_NGK / steps_NG[..., None])
+    return pack(scheme, codes.flatten(1), stored, more)
+
+
+def group_of(scheme: Grouped, columns: int) -> int:
+    """Columns that share a scale."""
+    return (scheme.steps[1] if isinstance(scheme, ScaledCodes) else scheme.group) or columns
+
+
+def group_scales(scheme: Grouped, amax_NG: Tensor, largest: float) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    """Of groups with these largest numbers: the stored scales, what a code of 1 stands for, and the scale of the tensor
+    where there is one.
+    """
+    if isinstance(scheme, ScaledCodes):
+        scale = (amax_NG / (INT8_MAX if scheme.kind == "int8" else E4M3_MAX)).clamp_min(TINY)
+        return scale, scale, ()
+    if scheme.kind == "int4":
         # compressed-tensors spreads 15 steps over twice the largest number; W4AFP8's largest code is 7
-        scale = (amax / (7.0 if isinstance(scheme, W4aFp8) else 7.5)).clamp_min(TINY).to(scheme.scale_types[0])
-        codes, more = (grouped / scale.float()[..., None]).round().clamp(-8, 7).to(torch.int32) + 8, ()
-    flat = codes.flatten(1)
-    if scheme.code_types[0] == torch.int32:
-        return pack_words(flat, 1), scale, *more
-    pairs = (flat[:, ::2] | flat[:, 1::2] << 4).to(torch.uint8)
-    return (pairs ^ 0x88 if scheme.is_signed else pairs).view(scheme.code_types[0]), scale, *more
-
-
-def _e2m1_scales(scheme: NibblePairs, amax: Tensor, largest: float) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-    """The stored scales, the step of each group, and the stored scale of the tensor."""
+        scale = (amax_NG / (7.0 if isinstance(scheme, W4aFp8) else 7.5)).clamp_min(TINY).to(scheme.scale_types[0])
+        return scale, scale.float(), ()
     if scheme.total:
         total = total_scale(largest)
-        scale = (amax / E2M1_MAX * total).clamp(max=E4M3_MAX).to(torch.float8_e4m3fn)
+        scale = (amax_NG / E2M1_MAX * total).clamp(max=E4M3_MAX).to(torch.float8_e4m3fn)
         step = scale.float() / total
-        return scale, torch.where(step > 0, step, 1.0), (torch.tensor([total], device=amax.device),)
+        return scale, torch.where(step > 0, step, 1.0), (torch.tensor([total], device=amax_NG.device),)
     # the power of two below the largest number, which is rounded to a code of one bit behind the point first
-    power = ((amax.clamp_min(TINY).view(torch.int32) + 0x200000) >> 23) - 127
+    power = ((amax_NG.clamp_min(TINY).view(torch.int32) + 0x200000) >> 23) - 127
     exponent = (power - 2).clamp(-127, 127)
     return (exponent + 127).to(torch.uint8), torch.exp2(exponent.float()), ()
+
+
+def nearest(scheme: Grouped, x: Tensor) -> Tensor:
+    """The codes of the levels nearest to x, which is in steps: int32 from 0 to 15, int8, or e4m3."""
+    match scheme.kind:
+        case "int8":
+            return x.round().clamp(-INT8_MAX, INT8_MAX).to(torch.int8)
+        case "e4m3":
+            return x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+        case "int4":
+            return x.round().clamp(-8, 7).to(torch.int32) + 8
+    return _e2m1(x)
+
+
+def levels(scheme: Grouped, codes: Tensor) -> Tensor:
+    """What codes stand for, in steps: float32."""
+    if scheme.kind in ("int8", "e4m3"):
+        return codes.float()
+    if scheme.kind == "int4":
+        return codes.float() - 8
+    return torch.tensor(E2M1_LEVELS, device=codes.device)[codes & 7] * (1 - (codes >> 3) * 2)
+
+
+def pack(scheme: Grouped, codes_NK: Tensor, scales: Tensor, more: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The tensors of `scheme.stored`."""
+    if isinstance(scheme, ScaledCodes):
+        return codes_NK, scales
+    if scheme.code_types[0] == torch.int32:
+        return pack_words(codes_NK, 1), scales, *more
+    pairs = (codes_NK[:, ::2] | codes_NK[:, 1::2] << 4).to(torch.uint8)
+    return (pairs ^ 0x88 if scheme.is_signed else pairs).view(scheme.code_types[0]), scales, *more
 
 
 def _e2m1(x: Tensor) -> Tensor:
@@ -108,8 +138,8 @@ def _e2m1(x: Tensor) -> Tensor:
 
 ROUNDERS: dict[type[Scheme], Callable[[Any, Tensor, float], tuple[Tensor, ...]]] = {
     Fp8Block: _blocks,
-    ScaledCodes: _channels,
-    NibblePairs: _pairs,
-    PackedInts: _pairs,
-    W4aFp8: _pairs,
+    ScaledCodes: _grouped,
+    NibblePairs: _grouped,
+    PackedInts: _grouped,
+    W4aFp8: _grouped,
 }

@@ -57,6 +57,16 @@ def evaluation(result: Result) -> Lines:
     return table(["task", "items", "result", "95 % interval"], rows)
 
 
+def formats(result: Result) -> Lines:
+    """A row for each format, a column for each task."""
+    rows = []
+    for one in result["rows"]:
+        shown = [f"{task['share']:.1%}" if "share" in task else f"{task['perplexity']:.1f}" for task in one["tasks"]]
+        rows.append([one["format"], f"{one['bytes'] / 1e6:.1f}", *shown])
+    tasks = [task["task"] if "share" in task else f"{task['task']}, perplexity" for task in result["rows"][0]["tasks"]]
+    return table(["format", "MB", *tasks], rows)
+
+
 def ablation(result: Result) -> Lines:
     return sections(result)
 
@@ -385,6 +395,7 @@ def collectives(result: Result) -> Lines:
 KINDS: dict[str, Callable[[Result], Lines]] = {
     "report": report,
     "eval": evaluation,
+    "formats": formats,
     "ablation": ablation,
     "compare-transformers": compare_transformers,
     "load": load,

@@ -46,7 +46,9 @@ def commands() -> tuple[list[str], list[str]]:
         again = entry["again"]
         on_cpu = [name for name in entry["files"] if name.startswith("cpu/")]
         if on_cpu and "models/tiny" in again:
-            found.append(again.replace("thalweg ", f"{shlex.quote(sys.executable)} -m thalweg ", 1))
+            python = shlex.quote(sys.executable)
+            program, _, rest = again.partition(" ")
+            found.append(f"{python} {rest}" if program == "python" else f"{python} -m {program} {rest}")
         elif on_cpu and "models/tiny" in entry["code"]:
             by_hand += on_cpu
     return [*found, f"{shlex.quote(sys.executable)} -m tools.release.docs"], by_hand
