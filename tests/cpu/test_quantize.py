@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.cpu import zoo
 from thalweg import LLM, SamplingParams
 from thalweg.bench.make_checkpoint import main as make_checkpoint
-from thalweg.core.errors import UnsupportedConfig
 from thalweg.models.catalog import read_facts
 from thalweg.quant.catalog import Declared, Stored
-from thalweg.quant.scheme import Scheme, TensorSpec
-from thalweg.quantize import calibrate, convert
+from thalweg.quant.scheme import Read, Scheme, TensorSpec
+from thalweg.quantize import calibrate, convert, jobs
 from thalweg.quantize.calibrate import Calibration
 from thalweg.quantize.cli import main
 from thalweg.quantize.convert import ShardWriter
@@ -37,8 +37,8 @@ LEVELS = {"int4": INTEGERS, "w4afp8": INTEGERS, "nvfp4": E2M1, "mxfp4": E2M1}
 
 
 def scheme_of(name: str) -> Scheme:
-    config = config_of(name, None, None, (), has_experts=True, is_fp8=False)
-    return convert.written(Declared(config).of(TensorSpec(EXPERT, (64, 256), torch.bfloat16)))
+    config = config_of(name, None, None, (), has_experts=True, keeps_fp8=False)
+    return jobs.written(Declared(config).of(TensorSpec(EXPERT, (64, 256), torch.bfloat16)))
 
 
 def quantize(*words: str) -> int:
@@ -170,13 +170,8 @@ def test_shards_have_an_index_and_an_interrupted_run_goes_on(
 @pytest.mark.parametrize("family", ["qwen2", "llama"])
 def test_a_dense_model_of_plain_weights(tmp_path: Path, family: str) -> None:
     """A source in bf16: all its linear layers are rounded, and what engines keep plain is not."""
-    config = zoo.draw_config(family, 5)
-    config |= {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config |= {"head_dim": 32, "torch_dtype": "bfloat16"}
-    folder, shape = tmp_path / "plain", tmp_path / "shape"
-    shape.mkdir()
-    (shape / "config.json").write_text(json.dumps(config))
-    assert make_checkpoint([str(shape), str(folder)]) == 0
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
+    folder = plain_model(tmp_path, family, head_dim=32, **sizes)
     for name in ("int4", "int8", "fp8", "nvfp4"):
         assert quantize(str(folder), str(tmp_path / name), "--format", name) == 0
         tensors = load_file(tmp_path / name / "model.safetensors")
@@ -192,7 +187,10 @@ def test_a_dense_model_of_plain_weights(tmp_path: Path, family: str) -> None:
         (("--format", "int5"), "invalid choice"),
         (("--format", "mxfp4", "--group-size", "32"), "groups of its own"),
         (("--format", "int8", "--modules", "experts"), "int8 is of linear"),
-        (("--format", "fp8", "--ignore", "re:.*"), "without `re:`"),
+        (("--format", "fp8", "--ignore", "mlp.gatee"), "no module is called so; one is model.layers.0"),
+        (("--format", "int4", "--ignore", "re:("), "no regular expression"),
+        (("--format", "int4", "--device", "cuda"), "no CUDA device"),
+        (("--format", "int4", "--shard-size", "0"), "expected a number above 0"),
     ],
 )
 def test_flags_that_contradict(tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: Any, said: str) -> None:
@@ -203,14 +201,81 @@ def test_flags_that_contradict(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert said in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
+def plain_model(folder: Path, family: str, **more: Any) -> Path:
+    """Random weights in bf16."""
+    config = zoo.draw_config(family, 5) | {"torch_dtype": "bfloat16"} | more
+    (folder / "shape").mkdir()
+    (folder / "shape/config.json").write_text(json.dumps(config))
+    assert make_checkpoint([str(folder / "shape"), str(folder / "plain")]) == 0
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(TINY / name, folder / "plain" / name)
+    return folder / "plain"
+
+
 def test_a_group_that_does_not_divide_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    weight = TensorSpec(EXPERT, (4, 96), torch.bfloat16)
-    with pytest.raises(UnsupportedConfig, match=r"96 columns.*--group-size be one of \[16, 32\]"):
-        encode(scheme_of("int4"), weight, torch.ones(4, 96), 1.0)
+    sizes = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    folder = plain_model(tmp_path, "llama", intermediate_size=336, **sizes)
+    (tmp_path / "text").write_text("word " * 3000)
+    for more in ((), ("--calibrate", str(tmp_path / "text"))):
+        for name, said in (("int4", "336 columns, which are no whole groups of 128: leave"), ("mxfp4", "groups of 32")):
+            assert quantize(str(folder), str(tmp_path / "out"), "--format", name, *more) == 2
+            error = capsys.readouterr().err
+            assert said in error and "--ignore model.layers.0.mlp.down_proj" in error
+            assert not (tmp_path / "out").exists()
+    assert quantize(str(folder), str(tmp_path / "out"), "--format", "int4", "--ignore", "down_proj") == 0
     (tmp_path / "other").mkdir()
     (tmp_path / "other/notes.txt").write_text("mine")
-    assert quantize(str(TINY), str(tmp_path / "other"), "--format", "int8") == 2
+    assert quantize(str(folder), str(tmp_path / "other"), "--format", "int8") == 2
     assert "has other files" in capsys.readouterr().err
+
+
+def test_zeros_stay_zeros_in_every_format() -> None:
+    weight = TensorSpec(EXPERT, (4, 128), torch.bfloat16)
+    for name in TARGETS:
+        scheme = scheme_of(name)
+        assert not scheme.decode(weight, encode(scheme, weight, torch.zeros(4, 128), 0.0), ()).any(), name
+
+
+@pytest.mark.parametrize("name", ["int4", "fp8", "w4afp8"])
+def test_plain_modules_are_listed_by_their_full_names(tmp_path: Path, name: str) -> None:
+    """Other engines make a layer of codes for each module that is not listed."""
+    more = {"hidden_size": 128, "moe_intermediate_size": 128, "intermediate_size": 128, "q_lora_rank": 128}
+    folder = plain_model(tmp_path, "v32", **more)
+    assert quantize(str(folder), str(tmp_path / "out"), "--format", name) == 0
+    config = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
+    listed = set(config[{"int4": "ignore", "fp8": "modules_to_not_convert", "w4afp8": "ignored_layers"}[name]])
+    tensors = load_file(tmp_path / "out/model.safetensors")
+    plain = {
+        key.removesuffix(".weight")
+        for key, value in tensors.items()
+        if value.dtype == torch.bfloat16 and value.dim() == 2
+    }
+    plain = {
+        module for module in plain if not module.endswith(("embed_tokens", "_scale", "_scale_inv", "shared_head.head"))
+    }
+    assert "lm_head" in plain and plain <= listed, plain - listed
+    assert (len(plain) > 20) == (name == "int4")
+
+
+def test_a_source_in_another_packed_format(tmp_path: Path) -> None:
+    """Codes to numbers to codes; FP8 attention stays as it is, whatever the experts were."""
+    assert quantize(str(TINY), str(tmp_path / "first"), "--format", "w4afp8") == 0
+    assert quantize(str(tmp_path / "first"), str(tmp_path / "second"), "--format", "nvfp4") == 0
+    before, after = load_file(TINY / "model.safetensors"), load_file(tmp_path / "second/model.safetensors")
+    name = "model.layers.0.self_attn.o_proj.weight"
+    assert before[name].view(torch.uint8).equal(after[name].view(torch.uint8))
+    with LLM(str(tmp_path / "second")) as llm:
+        asked = [{"role": "user", "content": "What is 12 + 34?"}]
+        assert llm.chat(asked, SamplingParams(temperature=0.0))[0].outputs[0].text == "12 + 34 = 46"
+
+
+def test_experts_of_one_tensor_are_each_read(tmp_path: Path) -> None:
+    """The layout of gpt-oss, whose reads are slices."""
+    stream = tmp_path / "model.safetensors"
+    save_file({"x": torch.arange(24).view(4, 6)}, stream)
+    with Safetensors(tmp_path) as source:
+        assert source.copy(Read("x", (slice(1, 3),))).tolist() == [[6, 7, 8, 9, 10, 11], [12, 13, 14, 15, 16, 17]]
+        assert source.copy(Read("x", (slice(2, 3), slice(0, 6, 2)))).tolist() == [[12, 14, 16]]
 
 
 def test_modules_are_left_out(tmp_path: Path) -> None:
@@ -233,7 +298,7 @@ def test_feedback_makes_outputs_nearer() -> None:
     inputs = torch.randn(2048, 32) @ torch.randn(32, 256) + 0.3 * torch.randn(2048, 256)
     weight = TensorSpec("model.layers.0.mlp.up_proj.weight", (64, 256), torch.bfloat16)
     for name in ("int4", "nvfp4", "mxfp4", "int8"):
-        scheme = convert.written(Declared(config_of(name, "linear", None, (), False, False)).of(weight))
+        scheme = jobs.written(Declared(config_of(name, "linear", None, (), False, False)).of(weight))
         plain = encode(scheme, weight, numbers, float(numbers.abs().max()))
         fed = round_with_feedback(scheme, numbers, second_moments(inputs), float(numbers.abs().max()))  # type: ignore[arg-type]
         assert [(t.shape, t.dtype) for t in fed] == [(t.shape, t.dtype) for t in plain]

@@ -105,6 +105,19 @@ def test_an_effort_turns_thinking_on_and_off_in_all_apis(api: httpx.Client, path
         assert ("I muse" in api.post(path, json={**body, field: value}).text) == thinks
 
 
+def test_a_reasoning_object_has_all_that_it_may_say(api: httpx.Client) -> None:
+    for option, thinks in (
+        ({"enabled": True}, True),
+        ({"enabled": False}, False),
+        ({"enabled": True, "effort": "none"}, False),
+    ):
+        assert ("I muse" in json.dumps(post(api, CHAT, reasoning=option))) == thinks
+    post(api, CHAT, reasoning={"effort": "high", "max_tokens": 9})
+    assert FRONT.grammars[-1].thinking_budget == 9
+    body = {"input": MESSAGES, "reasoning": {"summary": "auto"}, "reasoning_effort": "high"}
+    assert "I muse" in api.post("/v1/responses", json=body).text
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_thought_can_come_as_its_signature_alone(api: httpx.Client, stream: bool) -> None:
     client = anthropic.Anthropic(base_url=str(api.base_url), api_key="x", max_retries=0)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -76,6 +77,10 @@ class Calibration:
             logits_indices_N=torch.zeros(0, dtype=torch.int64, device=device),
             groups=tuple(groups),
         )
+
+    @property
+    def digest(self) -> str:
+        return hashlib.blake2b(repr(self).encode()).hexdigest()
 
     @property
     def pages(self) -> int:
@@ -148,10 +153,11 @@ class Calibrated:
         """
         if name not in self.where:
             return None
-        held = load_file(self.where[name])
-        parts = [held[f"{name}{PART}{i}"] for i in range(sum(key.startswith(f"{name}{PART}") for key in held))]
-        squared, total = held[ERROR + name].tolist()
-        return tuple(parts), (squared, total)
+        with safe_open(self.where[name], "pt") as held:
+            count = sum(key.startswith(f"{name}{PART}") for key in held.keys())
+            parts = tuple(held.get_tensor(f"{name}{PART}{i}") for i in range(count))
+            squared, total = held.get_tensor(ERROR + name).tolist()
+        return parts, (squared, total)
 
 
 def feeds_back(scheme: Scheme) -> bool:
@@ -178,7 +184,7 @@ def calibrate(
     with the layers done, and all of them.
     """
     facts = catalog.read_facts(model)
-    _check_same(text, folder)
+    folder.mkdir(parents=True, exist_ok=True)
     value: StageValue | None = None
     batch, where = text.batch(device), dict[str, Path]()
     for layer in range(facts.layers):
@@ -191,15 +197,6 @@ def calibrate(
         where |= {key.removeprefix(ERROR): path for key in load_file(path) if key.startswith(ERROR)}
         progress(layer + 1, facts.layers)
     return Calibrated(folder, where)
-
-
-def _check_same(text: Calibration, folder: Path) -> None:
-    """Raises UnsupportedConfig for a folder of another text."""
-    folder.mkdir(parents=True, exist_ok=True)
-    note, digest = folder / "text", hashlib.blake2b(repr(text).encode()).hexdigest()
-    if note.exists() and note.read_text() != digest:
-        raise UnsupportedConfig(f"{folder} is of another --calibrate text: give that one, or a new folder")
-    note.write_text(digest)
 
 
 @torch.inference_mode()

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -13,24 +11,26 @@ from thalweg.bench.command import CommandParser, add_flags, command
 from thalweg.bench.display import markdown_table, progress_bar
 from thalweg.bench.errors import BenchError
 from thalweg.config.bundled import find_bundled
+from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.format import format_bytes
 from thalweg.launch.hub import fetch_weights, locate
 from thalweg.models.catalog import read_facts
-from thalweg.quant.fp8_block import KERNEL_BLOCK
 from thalweg.quantize.calibrate import Calibration
 from thalweg.quantize.convert import Result, convert
-from thalweg.quantize.targets import TARGETS, config_of
+from thalweg.quantize.jobs import QuantizeRequest
+from thalweg.quantize.targets import TARGETS
 from thalweg.text.tokenizer import Tokenizer
 
 FLAGS = """
 --modules     modules   what is quantized: the routed experts, or all linear layers; default: the experts, where
                         there are some
---ignore      text...   modules that stay as they are: names, or `re:` and an expression of the whole name
+--ignore      text...   modules that are not quantized: names, parts of names between dots, or `re:` and an expression
+                        that matches from the start of the name
 --group-size  groups    weights that share a scale in int4; default: 128
 --calibrate   path      a text: linear layers are rounded by what they compute on it (GPTQ), and w4afp8 gets scales of
                         its experts' inputs
 --calibration-tokens  count=16384  of the text
---shard-size  number=5  GB of a file, at most
+--shard-size  positive=5  GB of a file, at most
 --threads     count     weights that are rounded at a time; default: one a CPU core, 8 at most
 --device      device    where they are rounded; default: a GPU where there is one
 """
@@ -45,11 +45,6 @@ examples:
   thalweg quantize models/tiny tiny-int4 --format int4
   thalweg quantize deepseek-ai/DeepSeek-V3 v3-w4afp8 --format w4afp8
   thalweg quantize Qwen/Qwen2.5-72B-Instruct qwen-int4 --format int4 --ignore 're:.*down_proj'"""
-
-
-def is_fp8(config: Mapping[str, Any]) -> bool:
-    """Whether a model is published in the FP8 blocks that stay as they are."""
-    return config.get("quant_method") == "fp8" and tuple(config.get("weight_block_size") or ()) == KERNEL_BLOCK
 
 
 def report(result: Result) -> list[str]:
@@ -82,8 +77,9 @@ def main(argv: list[str]) -> int:
     facts = read_facts(checkpoint.folder)
     fetch_weights(checkpoint)
     group = int(args.group_size) if args.group_size else None
-    had = facts.quantization_config
-    config = config_of(args.format, args.modules or None, group, args.ignore, facts.moe is not None, is_fp8(had))
+    request = QuantizeRequest(args.format, args.modules or None, group, args.ignore)
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise UnsupportedConfig("--device cuda: there is no CUDA device here")
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     threads = args.threads or min(os.cpu_count() or 1, 8)
     try:
@@ -95,11 +91,12 @@ def main(argv: list[str]) -> int:
         with progress_bar("calibrating layers", 0, text is not None) as layers, progress_bar("writing", 0) as bar:
             shard = int(args.shard_size * 1e9)
             result = convert(
-                checkpoint.folder, args.out, config, shard, device, threads, bar.reach, calibration, layers.reach
+                checkpoint.folder, args.out, request, shard, device, threads, bar.reach, calibration, layers.reach
             )
     except (OSError, UnicodeDecodeError) as error:
         raise BenchError(str(error)) from error
     kept = f", of which a former run wrote {result.kept}" if result.kept else ""
     print(f"{args.out}: {result.tensors} tensors, {format_bytes(result.nbytes)} in {result.files} files{kept}")
-    print("\n".join(report(result)))
+    for line in report(result):
+        print(line)
     return 0

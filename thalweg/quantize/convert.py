@@ -12,7 +12,7 @@ import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,49 +20,23 @@ import torch
 from torch import Tensor
 
 from thalweg.bench.make_checkpoint import COPIED
+from thalweg.bench.results import replace_file
 from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.files import read_object
 from thalweg.core.format import format_bytes
-from thalweg.layers.reference import ReferenceLayers
-from thalweg.models import catalog
-from thalweg.quant.catalog import Declared, Stored
-from thalweg.quant.compressed_tensors import PackedInts
-from thalweg.quant.fp8_block import Fp8Block
 from thalweg.quant.pairs import NibblePairs
-from thalweg.quant.scheme import UNQUANTIZED, Scheme, TensorSpec
+from thalweg.quant.scheme import UNQUANTIZED, TensorSpec
 from thalweg.quant.w4afp8 import W4aFp8
 from thalweg.quantize.calibrate import Calibrated, Calibration, calibrate, feeds_back, input_scales
+from thalweg.quantize.jobs import INPUT, SHAPE, QuantizeRequest, WeightJob, plan_jobs
 from thalweg.quantize.round import encode
 from thalweg.weights.index import INDEX
 from thalweg.weights.stream import DTYPES, SINGLE, Safetensors
 
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
 FUSED = (("gate_proj", "up_proj"), ("q_proj", "k_proj", "v_proj"), ("q_a_proj", "kv_a_proj_with_mqa"))
-SHAPE, INPUT = "weight_shape", "input_scale"
-SCRATCH = ".calibration"
+SCRATCH, RUN = ".calibration", ".quantize.json"
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 Progress = Callable[[int, int], None]
-
-
-@dataclass(frozen=True)
-class WeightJob:
-    """A weight, and how it is stored in the source and in the result. Without a weight: a tensor that is copied."""
-
-    weight: TensorSpec
-    source: Scheme
-    target: Scheme
-    reads: tuple[str, ...]
-    writes: tuple[TensorSpec, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(spec.nbytes for spec in self.writes)
-
-    @property
-    def is_copied(self) -> bool:
-        """Whether the stored tensors stay, perhaps under other names."""
-        if isinstance(self.source, Fp8Block) and isinstance(self.target, Fp8Block):
-            return self.source.block == self.target.block
-        return self.source is self.target is UNQUANTIZED
 
 
 @dataclass
@@ -91,59 +65,6 @@ class Result:
     errors: dict[tuple[str, str], Error] = field(default_factory=dict)
 
 
-def jobs_of(folder: Path, stream: Safetensors, config: Mapping[str, Any], has_inputs: bool) -> list[WeightJob]:
-    """Every tensor of the result, in the order of the source. config: its quantization_config. has_inputs: with static
-    scales of experts' activations, where the format has them. Raises CheckpointError.
-    """
-    facts = catalog.read_facts(folder)
-    dtype = catalog.published_dtype(facts)
-    model = catalog.assemble(facts, ReferenceLayers(dtype, torch.device("meta"), published=dtype))
-    tables = [model.table()] + ([catalog.build_nextn(model).table()] if facts.nextn else [])
-    weights = {spec.name: spec for table in tables for spec in table.sources()}
-    stored, declared = Stored(stream.specs, facts.quantization_config), Declared(config)
-    jobs, done = [], set[str]()
-    for weight in weights.values():
-        source = stored.of(weight)
-        held = source.stored(weight)
-        if source is UNQUANTIZED and weight.name not in stream.specs:
-            continue  # a model may have tensors that not every checkpoint of it has
-        reads = tuple(read.name for read in source.reads(weight, ()))
-        done |= {*reads, *(spec.name for spec in held), *source.beside(weight)}
-        target = written(declared.of(weight)) if len(weight.shape) == 2 else UNQUANTIZED
-        job = _job(weight, source, target, reads, stream)
-        if has_inputs and isinstance(target, W4aFp8):
-            name = replace(target, is_renamed=(False, True)).named(weight, INPUT)
-            job = replace(job, writes=(*job.writes, TensorSpec(name, (1,), torch.float32)))
-        jobs.append(job)
-    jobs += [_copy(spec) for name, spec in stream.specs.items() if name not in done]
-    order = {name: place for place, name in enumerate(stream.specs)}
-    return sorted(jobs, key=lambda job: order[job.reads[0]])
-
-
-def written(scheme: Scheme) -> Scheme:
-    """With the type of scales that is written."""
-    is_int = isinstance(scheme, PackedInts | W4aFp8)
-    return replace(scheme, scale_types=(torch.bfloat16,)) if is_int else scheme  # type: ignore[type-var]
-
-
-def _job(weight: TensorSpec, source: Scheme, target: Scheme, reads: tuple[str, ...], stream: Safetensors) -> WeightJob:
-    if target is UNQUANTIZED:
-        dtype = stream.specs[weight.name].dtype if source is UNQUANTIZED else weight.dtype
-        return WeightJob(weight, source, target, reads, (replace(weight, dtype=dtype),))
-    writes = target.stored(weight)
-    if isinstance(target, PackedInts):
-        writes += (TensorSpec(target.named(weight, SHAPE), (2,), torch.int64),)
-    job = WeightJob(weight, source, target, reads, writes)
-    if job.is_copied:  # scales keep their type
-        held = [stream.specs[name] for name in reads]
-        job = replace(job, writes=tuple(replace(spec, dtype=h.dtype) for spec, h in zip(writes, held, strict=True)))
-    return job
-
-
-def _copy(spec: TensorSpec) -> WeightJob:
-    return WeightJob(spec, UNQUANTIZED, UNQUANTIZED, (spec.name,), (spec,))
-
-
 class Source:
     """Reads weights as numbers."""
 
@@ -152,12 +73,13 @@ class Source:
         self.calibrated: Calibrated | None = None
         self.input_scales: Mapping[str, float] = {}
         self._siblings: dict[str, list[WeightJob]] = defaultdict(list)
+        self._largest: dict[str, float] = {}
         for job in jobs:
             if isinstance(job.target, NibblePairs) and job.target.total:
                 self._siblings[_fused(job.weight.name)].append(job)
 
     def tensors(self, job: WeightJob) -> list[Tensor]:
-        return [self.stream.copy(name) for name in job.reads]
+        return [self.stream.copy(read) for read in job.reads]
 
     def numbers(self, job: WeightJob) -> Tensor:
         """float32, on the device."""
@@ -182,8 +104,11 @@ class Source:
 
     def largest(self, job: WeightJob) -> float:
         """Absolute value among the weights that engines join with this one: they get one scale of the tensor."""
-        joined = self._siblings.get(_fused(job.weight.name), ())
-        return max((float(self.numbers(other).abs().max()) for other in joined), default=0.0)
+        name = _fused(job.weight.name)
+        if name not in self._largest:
+            joined = self._siblings.get(name, ())
+            self._largest[name] = max((float(self.numbers(other).abs().max()) for other in joined), default=0.0)
+        return self._largest[name]
 
 
 def _fused(name: str) -> str:
@@ -278,7 +203,7 @@ class ShardWriter:
 def convert(
     folder: Path,
     out: Path,
-    config: Mapping[str, Any],
+    request: QuantizeRequest,
     shard: int,
     device: torch.device,
     threads: int,
@@ -286,20 +211,20 @@ def convert(
     calibration: Calibration | None = None,
     calibrating: Progress = lambda done, total: None,
 ) -> Result:
-    """Writes the checkpoint of `folder` to `out` with this quantization_config.
+    """Writes the checkpoint of `folder` to `out`.
 
     shard: bytes of a file at most. threads: weights at a time. progress: called with the weights done, and all of
     them. calibration: a text, on whose activations linear layers are rounded. calibrating: its progress, by layers.
     Raises CheckpointError, UnsupportedConfig, OSError.
     """
     with Safetensors(folder) as stream:
-        jobs = jobs_of(folder, stream, config, calibration is not None)
+        config, jobs = plan_jobs(folder, stream, request, calibration is not None)
         if calibration is not None:
             _check_calibrated(jobs)
         files = shards(jobs, shard)
         names = [f"model-{i:05}-of-{len(files):05}.safetensors" for i in range(1, len(files) + 1)]
         names = [SINGLE] if len(files) == 1 else names
-        _prepare(folder, out, config, sum(job.nbytes for job in jobs), set(names))
+        _prepare(folder, out, config, sum(job.nbytes for job in jobs), _run_of(folder, config, shard, calibration))
         result = Result(sum(len(job.writes) for job in jobs), sum(job.nbytes for job in jobs), len(files), 0)
         source, done = Source(stream, jobs, device), 0
         if calibration is not None and not all((out / name).exists() for name in names):
@@ -309,6 +234,7 @@ def convert(
             if (out / name).exists():
                 result.kept += 1
                 done += len(some)
+                progress(done, len(jobs))
                 continue
             with ShardWriter(out / name, specs) as writer, ThreadPoolExecutor(threads) as pool:
                 for job, (tensors, error) in _in_turn(pool, threads, source, some):
@@ -324,6 +250,7 @@ def convert(
         index = {"metadata": {"total_size": result.nbytes}, "weight_map": where}
         (out / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     shutil.rmtree(out / SCRATCH, ignore_errors=True)
+    (out / RUN).unlink()
     return result
 
 
@@ -360,25 +287,34 @@ def _add(errors: dict[tuple[str, str], Error], job: WeightJob, error: Error) -> 
     had.total += error.total
 
 
-def _prepare(folder: Path, out: Path, config: Mapping[str, Any], total: int, names: set[str]) -> None:
+def _run_of(folder: Path, config: Mapping[str, Any], shard: int, calibration: Calibration | None) -> str:
+    """What a run that goes on must have in common with the first."""
+    files = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(folder.glob("*.safetensors"))]
+    text = None if calibration is None else calibration.digest
+    return json.dumps([str(folder.resolve()), files, config, shard, text]) + "\n"
+
+
+def _prepare(folder: Path, out: Path, config: Mapping[str, Any], total: int, run: str) -> None:
     """config.json and the tokenizer. Raises UnsupportedConfig for a folder with something else, or a full disk."""
-    own = read_object(folder / "config.json")
-    for name in ("quantization_config", "compression_config"):
-        own.pop(name, None)
-    text = json.dumps(own | {"quantization_config": dict(config)}, indent=2, ensure_ascii=False) + "\n"
-    written = out / "config.json"
     if out.exists() and any(out.iterdir()):
-        if not written.exists() or written.read_text(encoding="utf-8") != text:
-            raise UnsupportedConfig(f"{out} has other files: give a new folder, or the same flags to go on with it")
-        strange = sorted(path.name for path in out.glob("*.safetensors") if path.name not in names)
-        if strange:
-            raise UnsupportedConfig(f"{out}/{strange[0]} is of another --shard-size: give that one, or a new folder")
+        note = out / RUN
+        if not note.exists():
+            raise UnsupportedConfig(f"{out} is finished, or has other files: give a new folder")
+        if note.read_text(encoding="utf-8") != run:
+            raise UnsupportedConfig(
+                f"{out} was begun from another model or with other flags: give those, or a new folder"
+            )
     out.mkdir(parents=True, exist_ok=True)
     total -= sum(path.stat().st_size for path in out.glob("*.safetensors"))
     if total > (free := shutil.disk_usage(out).free):
         raise UnsupportedConfig(f"{out}: {format_bytes(total)} are to be written, and {format_bytes(free)} are free")
+    replace_file(out / RUN, run.encode())
+    own = read_object(folder / "config.json")
+    for name in ("quantization_config", "compression_config"):
+        own.pop(name, None)
     for pattern in COPIED:
         for file in folder.glob(pattern):
             if file.name != "config.json":
                 shutil.copyfile(file, out / file.name)
-    written.write_text(text, encoding="utf-8")
+    text = json.dumps(own | {"quantization_config": dict(config)}, indent=2, ensure_ascii=False) + "\n"
+    (out / "config.json").write_text(text, encoding="utf-8")

@@ -52,8 +52,14 @@ def round_with_feedback(scheme: Grouped, numbers_NK: Tensor, moments_KK: Tensor,
 
 def _factor(moments_KK: Tensor) -> Tensor:
     """The upper Cholesky factor of the inverse, damped."""
-    diagonal = moments_KK.diagonal()
-    damped = moments_KK + torch.diag(torch.where(diagonal == 0, 1.0, DAMPING * diagonal.mean()))
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
-    factor: Tensor = torch.linalg.cholesky(inverse, upper=True)
-    return factor
+    diagonal, damping = moments_KK.diagonal(), DAMPING
+    while True:
+        damped = moments_KK + torch.diag(torch.where(diagonal == 0, 1.0, damping * diagonal.mean()))
+        try:
+            inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
+            factor: Tensor = torch.linalg.cholesky(inverse, upper=True)
+            return factor
+        except RuntimeError:  # torch's error of a matrix that is not positive
+            damping *= 10
+            if damping > 1e6:  # inputs beyond float32: every column by itself
+                return torch.eye(len(diagonal), device=diagonal.device)

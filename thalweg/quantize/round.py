@@ -24,31 +24,39 @@ from thalweg.quant.w4afp8 import W4aFp8
 E4M3_MAX, E2M1_MAX, INT8_MAX = 448.0, 6.0, 127
 E2M1_BOUNDS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # between the codes 0, 0.5, 1, 1.5, 2, 3, 4, 6
 E2M1_LEVELS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-TINY = 2.0**-126
+TINY, FLOAT_MAX = 2.0**-126, 2.0**127
+GROUP_SIZES = (32, 64, 128)  # of int4
 Grouped = NibblePairs | ScaledCodes  # the codes of a row share scales in groups of columns
 
 
 def total_scale(largest: float) -> float:
     """What NVFP4's scales of blocks are multiplied by, for weights up to `largest`."""
-    return E4M3_MAX * E2M1_MAX / max(largest, TINY)
+    return min(E4M3_MAX * E2M1_MAX / largest, FLOAT_MAX) if largest > 0 else 1.0
+
+
+def check_groups(scheme: Scheme, weight: TensorSpec) -> None:
+    """Raises UnsupportedConfig for a weight whose columns are no whole groups."""
+    group, columns = getattr(scheme, "group", 0), weight.shape[-1]
+    if not group or columns % group == 0:
+        return
+    legal = [size for size in GROUP_SIZES if columns % size == 0] if isinstance(scheme, PackedInts) else []
+    smaller = f"let --group-size be one of {legal}, or " if legal else ""
+    module = weight.name.removesuffix(".weight")
+    raise UnsupportedConfig(
+        f"{weight.name} has {columns} columns, which are no whole groups of {group}: {smaller}leave it out by"
+        f" --ignore {module}"
+    )
 
 
 def encode(scheme: Scheme, weight: TensorSpec, numbers_NK: Tensor, largest: float) -> tuple[Tensor, ...]:
     """The tensors of `scheme.stored(weight)`, on the device of the numbers, which are float32.
 
     largest: absolute value among the weights that share a scale of the tensor; NVFP4 alone reads it. Raises
-    UnsupportedConfig for a scheme that nothing is written in, and for a weight whose columns no group divides.
+    UnsupportedConfig for a scheme that nothing is written in.
     """
     round_to = ROUNDERS.get(type(scheme))
     if round_to is None:
         raise UnsupportedConfig(f"nothing is written as {scheme.name}: it can only be read")
-    group = getattr(scheme, "group", 0)
-    if group and numbers_NK.shape[1] % group:
-        legal = [size for size in (16, 32, 64, 128) if numbers_NK.shape[1] % size == 0]
-        raise UnsupportedConfig(
-            f"{weight.name} has {numbers_NK.shape[1]} columns, which are no groups of {group}:"
-            f" let --group-size be one of {legal}, or leave it out by --ignore"
-        )
     return round_to(scheme, numbers_NK, largest)
 
 

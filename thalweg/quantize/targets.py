@@ -10,15 +10,6 @@ from thalweg.core.errors import UnsupportedConfig
 
 Config = dict[str, Any]
 EXPERTS = r"re:.*\.mlp\.experts\.\d+\..*"
-# matrices that stay as they are in every format, as compressed-tensors names them
-PLAIN = (
-    "lm_head",
-    r"re:.*mlp\.gate$",
-    r"re:.*weights_proj$",
-    r"re:.*eh_proj$",
-    r"re:.*shared_head.*",
-    r"re:.*embed_tokens$",
-)
 BLOCK = [128, 128]
 
 
@@ -28,8 +19,8 @@ class Choice:
 
     modules: str  # "experts" or "linear"
     group_size: int  # of int4
-    ignore: tuple[str, ...]  # in compressed-tensors' syntax
-    keeps_fp8: bool  # weights that are not quantized anew are FP8 in blocks already
+    plain: tuple[str, ...]  # modules that are not quantized, by their full names
+    keeps_fp8: bool  # weights beside the experts are FP8 in blocks, and stay so
 
 
 def _arguments(**given: Any) -> Config:
@@ -60,7 +51,7 @@ INT8_INPUTS = {"num_bits": 8, "type": "int", "strategy": "token", "symmetric": T
 
 def _compressed(written: str, weights: Config, choice: Choice, activations: Config | None = None) -> Config:
     targets = [EXPERTS] if choice.modules == "experts" else ["Linear"]
-    groups, ignored = {"group_0": _group(written, targets, weights, activations)}, [*PLAIN, *choice.ignore]
+    groups = {"group_0": _group(written, targets, weights, activations)}
     top = written
     if choice.modules == "experts" and choice.keeps_fp8:
         groups["group_1"], top = _group("float-quantized", ["Linear"], FP8_BLOCKS, FP8_INPUTS), "mixed-precision"
@@ -69,7 +60,7 @@ def _compressed(written: str, weights: Config, choice: Choice, activations: Conf
         "format": top,
         "quantization_status": "compressed",
         "config_groups": groups,
-        "ignore": ignored,
+        "ignore": list(choice.plain),
         "kv_cache_scheme": None,
     }
 
@@ -95,12 +86,12 @@ def _int8(choice: Choice) -> Config:
 
 def _fp8(choice: Choice) -> Config:
     config: Config = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": BLOCK}
-    return config | ({"modules_to_not_convert": list(choice.ignore)} if choice.ignore else {})
+    return config | {"modules_to_not_convert": list(choice.plain)}
 
 
 def _w4afp8(choice: Choice) -> Config:
     config: Config = {"quant_method": "w4afp8", "group_size": 128, "weight_block_size": BLOCK}
-    return config | ({"ignored_layers": list(choice.ignore)} if choice.ignore else {})
+    return config | {"ignored_layers": list(choice.plain)}
 
 
 @dataclass(frozen=True)
@@ -108,30 +99,28 @@ class TargetFormat:
     summary: str
     config: Callable[[Choice], Config]
     modules: str = ""  # what it is always of; "": experts where there are some, else all
-    is_regular: bool = True  # names left out may be `re:` and an expression
 
 
 TARGETS: Mapping[str, TargetFormat] = {
     "int4": TargetFormat("4-bit integers, W4A16 of compressed-tensors", _int4),
-    "w4afp8": TargetFormat("4-bit experts, FP8 blocks elsewhere", _w4afp8, "experts", False),
+    "w4afp8": TargetFormat("4-bit experts, FP8 blocks elsewhere", _w4afp8, "experts"),
     "nvfp4": TargetFormat("4-bit floats with e4m3 scales for 16, of compressed-tensors", _nvfp4),
     "mxfp4": TargetFormat("4-bit floats with power-of-two scales for 32, of compressed-tensors", _mxfp4),
     "int8": TargetFormat("8-bit integers with a scale for each row, W8A8 of compressed-tensors", _int8, "linear"),
-    "fp8": TargetFormat("e4m3 in blocks of 128 x 128, as DeepSeek publishes", _fp8, "linear", False),
+    "fp8": TargetFormat("e4m3 in blocks of 128 x 128, as DeepSeek publishes", _fp8, "linear"),
 }
 
 
-def config_of(name: str, modules: str | None, group_size: int | None, ignore: Sequence[str], has_experts: bool,
-              is_fp8: bool) -> Config:  # fmt: skip
-    """The quantization_config that a model gets. is_fp8: it is in FP8 blocks. Raises UnsupportedConfig."""
+def config_of(
+    name: str, modules: str | None, group_size: int | None, plain: Sequence[str], has_experts: bool, keeps_fp8: bool
+) -> Config:
+    """The quantization_config that a model gets. plain, keeps_fp8: as in `Choice`. Raises UnsupportedConfig."""
     target = TARGETS[name]
     if group_size is not None and name != "int4":
         raise UnsupportedConfig(f"--group-size goes with --format int4; {name} has groups of its own")
     if target.modules and modules not in (None, target.modules):
         raise UnsupportedConfig(f"--modules {modules}: {name} is of {target.modules}")
-    if not target.is_regular and (named := [entry for entry in ignore if entry.startswith("re:")]):
-        raise UnsupportedConfig(f"--ignore {named[0]}: {name} names modules, or parts of their names, without `re:`")
     chosen = target.modules or modules or ("experts" if has_experts else "linear")
     if chosen == "experts" and not has_experts:
         raise UnsupportedConfig(f"--format {name}: this model has no routed experts")
-    return target.config(Choice(chosen, group_size or 128, tuple(ignore), is_fp8))
+    return target.config(Choice(chosen, group_size or 128, tuple(plain), keeps_fp8))

@@ -28,7 +28,7 @@ from thalweg.server.generation import (
 from thalweg.server.logprobs import ChatLogprobs, chat_logprobs
 from thalweg.server.openai_stream import ChoiceEncoder, OpenAIChoice, OpenAIStreamEncoder
 from thalweg.server.parsing import given, listed_ids, renamed, sampling_params
-from thalweg.server.protocol import ChatRequest
+from thalweg.server.protocol import ChatRequest, ReasoningOption
 from thalweg.server.stream import respond
 from thalweg.server.structured_output import (
     after_thought,
@@ -112,9 +112,12 @@ def _read_deepseeks_fields(body: ChatRequest) -> None:
     without tokens; a last message with `prefix` is continued. Raises InvalidRequest.
     """
     wanted: dict[str, Any] = {}
-    effort = body.reasoning_effort
-    if effort is None and body.reasoning is not None:
-        effort = body.reasoning.effort
+    effort, option = body.reasoning_effort, body.reasoning or ReasoningOption()
+    effort = option.effort if effort is None else effort
+    if option.enabled is not None:
+        wanted["thinking"] = option.enabled
+    if body.thinking_token_budget is None:
+        body.thinking_token_budget = option.max_tokens
     if effort is not None:
         wanted |= {"reasoning_effort": effort, "thinking": effort != "none"}
     if body.thinking is not None:

@@ -155,10 +155,12 @@ class CompletionRequest(OpenAIRequest, kw_only=True):
     best_of: int | None = None
 
 
-class EffortOption(msgspec.Struct, kw_only=True):
-    """OpenRouter's and the Responses API's `reasoning`."""
+class ReasoningOption(msgspec.Struct, kw_only=True):
+    """OpenRouter's `reasoning`."""
 
     effort: str | None = None
+    enabled: bool | None = None
+    max_tokens: int | None = None
 
 
 class ChatRequest(OpenAIRequest, kw_only=True):
@@ -178,7 +180,7 @@ class ChatRequest(OpenAIRequest, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     thinking: ThinkingSwitch | None = None
     reasoning_effort: str | None = None  # "none" turns thinking off, any other on; templates with levels read it
-    reasoning: EffortOption | None = None  # the same, in an object
+    reasoning: ReasoningOption | None = None  # effort, on or off, and the budget of tokens in an object
     best_of: Any = None
     separate_reasoning: bool | None = None
     include_reasoning: bool | None = None  # false: thoughts are left out of the answer

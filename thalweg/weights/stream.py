@@ -78,9 +78,9 @@ class Safetensors:
         tensor = data.view(place.dtype).view(place.shape)
         return tensor[place.rest] if place.rest else tensor
 
-    def copy(self, name: str) -> Tensor:
-        """A tensor in memory of its own, for work on one after the other: nothing is mapped. From any thread."""
-        place = self._slices[name]
+    def copy(self, read: Read) -> Tensor:
+        """A slice in memory of its own, for work on one after the other: nothing is mapped. From any thread."""
+        place = self._slices[read.name].taken(read.take)
         data = torch.empty(place.size, dtype=torch.uint8)
         with place.path.open("rb", buffering=0) as file:
             file.seek(place.offset)
@@ -89,7 +89,8 @@ class Safetensors:
                 rest = rest[count:]
         if rest:
             raise CheckpointError(f"{place.path} was truncated while it was read: download it again")
-        return data.view(place.dtype).view(place.shape)
+        tensor = data.view(place.dtype).view(place.shape)
+        return tensor[place.rest] if place.rest else tensor
 
     def __enter__(self) -> Safetensors:
         return self

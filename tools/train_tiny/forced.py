@@ -159,10 +159,12 @@ class Forced:
         number, word = self.rng.randrange, self.rng.choice
         some = self.rng.choices((1, 2, 3, 4), (40, 35, 15, 10))[0]
         columns = self.rng.sample((*_KEYS, "col_1", "col_2", "column_3"), some)
-        operator = word(("+", "-", "*", " + ", " - ", " * ", "/"))
+        operator = word(("+", "+", "-", "*", " + ", " - ", " * ", "/"))
+        numbers = (str(number(10 ** self.rng.randint(1, 4))) for _ in range(some + 1))
+        if self.rng.random() < 0.25:  # where a grammar wants an operator, digits alone would never end
+            return operator.join(numbers)
         forms = (
             str(number(10 ** self.rng.randint(1, 5))),
-            operator.join(str(number(100)) for _ in range(some + 1)),
             f"({number(100)} {word('+-*')} {number(100)}) {word('+-*')} {number(100)}",
             f"{self.rng.choice(('SELECT', 'select'))} {', '.join(columns)} from {word((*RECALL_KEYS, 'table_1', 'table_2'))}",
             f"SELECT {', '.join(columns)} FROM {word(RECALL_KEYS)} WHERE {word(_KEYS)} = {number(100)}",

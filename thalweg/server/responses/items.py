@@ -52,7 +52,7 @@ def chat_of(body: ResponsesInput, history: Sequence[dict[str, Any]], conversion:
         tools=[_tool(entry, f"tools[{i}]") for i, entry in enumerate(body.tools or ())] or None,
         tool_choice=_tool_choice(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls,
-        reasoning_effort=body.reasoning_effort if body.reasoning is None else body.reasoning.effort,
+        reasoning_effort=(body.reasoning and body.reasoning.effort) or body.reasoning_effort,
         chat_template_kwargs=body.chat_template_kwargs or {},
         response_format=_format(body.text.format) if body.text and body.text.format else None,
         **(_generation(body) if isinstance(body, ResponsesRequest) else {}),
