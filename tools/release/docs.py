@@ -27,7 +27,7 @@ from tools.release import tables
 
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
-PAGES = ("docs/benchmarks.md", "docs/ablations.md", "docs/support.md", "docs/speculation.md", "docs/quantize.md")
+PAGES = ("docs/benchmarks.md", "docs/ablations.md", "docs/support.md", "docs/speculation.md")
 BY_HAND = ("README.md", "docs/kernels.md", "docs/structured-output.md")  # their tables name results in their section
 BLOCK = re.compile(r"^<!-- table: (?P<order>[^\n]*?) -->\n(?P<body>.*?)^<!-- end -->$", re.M | re.S)
 SECTION = re.compile(r"^#{1,6} ", re.M)
