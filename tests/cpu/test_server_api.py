@@ -674,7 +674,8 @@ def test_information() -> None:
             assert api.post("/v1/completions", json={"prompt": "x", "model": asked}).json()["model"] == shown
         assert api.post("/v1/completions", json={"prompt": "x", "model": "scripted"}).status_code == 404
         assert api.get("/v1/models/alias").json()["id"] == "alias"
-        for path in ("/v1/models/default", "/v1/models/"):
+        assert api.get("/v1/models/default").json()["id"] == "big"
+        for path in ("/v1/models/other", "/v1/models/"):
             answer = api.get(path)
             assert answer.status_code == 404 and answer.json()["error"]["code"] == "model_not_found"
 

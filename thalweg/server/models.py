@@ -71,7 +71,8 @@ async def models(ctx: AppContext, request: Request) -> ModelList | AnthropicMode
 
 
 async def model(ctx: AppContext, request: Request) -> ModelCard | AnthropicModel:
-    name = ctx.model(request.path_params["name"])
+    given = request.path_params["name"]
+    name = ctx.names[0] if given == "default" else ctx.served_name(given)
     return _anthropic_card(ctx, name) if ANTHROPIC_HEADER in request.headers else _card(ctx, name)
 
 
