@@ -63,8 +63,7 @@ def formats(result: Result) -> Lines:
     for one in result["rows"]:
         shown = [f"{task['share']:.1%}" if "share" in task else f"{task['perplexity']:.1f}" for task in one["tasks"]]
         rows.append([one["format"], f"{one['bytes'] / 1e6:.1f}", *shown])
-    tasks = [task["task"] if "share" in task else f"{task['task']}, perplexity" for task in result["rows"][0]["tasks"]]
-    return table(["format", "MB", *tasks], rows)
+    return table(["format", "MB", *(task["task"] for task in result["rows"][0]["tasks"])], rows)
 
 
 def ablation(result: Result) -> Lines:
