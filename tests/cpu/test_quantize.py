@@ -299,12 +299,13 @@ def test_feedback_makes_outputs_nearer() -> None:
     weight = TensorSpec("model.layers.0.mlp.up_proj.weight", (64, 256), torch.bfloat16)
     for name in ("int4", "nvfp4", "mxfp4", "int8"):
         scheme = jobs.written(Declared(config_of(name, "linear", None, (), False, False)).of(weight))
-        plain = encode(scheme, weight, numbers, float(numbers.abs().max()))
-        fed = round_with_feedback(scheme, numbers, second_moments(inputs), float(numbers.abs().max()))  # type: ignore[arg-type]
+        largest = float(numbers.abs().max())
+        plain = encode(scheme, weight, numbers, largest)
+        fed = round_with_feedback(scheme, numbers, second_moments(inputs), largest)  # type: ignore[arg-type]
         assert [(t.shape, t.dtype) for t in fed] == [(t.shape, t.dtype) for t in plain]
         errors = [float(((scheme.decode(weight, t, ()) - numbers) @ inputs.t()).norm()) for t in (plain, fed)]
         assert errors[1] < 0.5 * errors[0]
-        same = round_with_feedback(scheme, numbers, torch.eye(256), float(numbers.abs().max()))  # type: ignore[arg-type]
+        same = round_with_feedback(scheme, numbers, torch.eye(256), largest)  # type: ignore[arg-type]
         assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(plain, same, strict=True))
 
 

@@ -1,6 +1,6 @@
 """Groups of processes give one rank's tokens, up to the first near tie: every layout with chunked prefill, prefix
-cache, preemption, n > 1, penalties, log-probabilities, grammars and drafts. Also that idle ranks and uneven loads change
-none.
+cache, preemption, n > 1, penalties, log-probabilities, grammars and drafts. Also that idle ranks and uneven loads
+change none.
 
 The requests and the reference are those of tests/compose: each request alone, on one rank.
 """

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from safetensors.torch import save_file
@@ -30,6 +31,7 @@ from thalweg.weights.index import INDEX
 from thalweg.weights.random import RandomTensor, random_tensors
 from thalweg.weights.stream import SINGLE
 
+T = TypeVar("T")
 THREADS = 8
 PUBLISHED_TYPES = ("bfloat16", "float16", "float32")
 COPIED = (
@@ -70,16 +72,16 @@ def published(facts: ModelFacts, nextn: bool) -> list[RandomTensor]:
     return tensors
 
 
-def shards(tensors: Iterable[RandomTensor], most: int) -> list[list[RandomTensor]]:
-    """Consecutive tensors of up to `most` bytes together."""
-    files: list[list[RandomTensor]] = [[]]
-    size = 0
+def shards(tensors: Iterable[T], size: Callable[[T], int], most: int) -> list[list[T]]:
+    """Consecutive tensors of up to `most` bytes together. size: bytes of one."""
+    files: list[list[T]] = [[]]
+    total = 0
     for tensor in tensors:
-        if files[-1] and size + tensor.spec.nbytes > most:
+        if files[-1] and total + size(tensor) > most:
             files.append([])
-            size = 0
+            total = 0
         files[-1].append(tensor)
-        size += tensor.spec.nbytes
+        total += size(tensor)
     return files
 
 
@@ -98,7 +100,7 @@ def make(shape: Path, out: Path, seed: int, nextn: bool, shard: int, device: tor
     for pattern in COPIED:
         for file in shape.glob(pattern):
             shutil.copyfile(file, out / file.name)
-    files, names = shards(tensors, shard), dict[str, str]()
+    files, names = shards(tensors, lambda tensor: tensor.spec.nbytes, shard), dict[str, str]()
     with ThreadPoolExecutor(THREADS) as pool, progress_bar("writing weights", len(tensors)) as bar:
 
         def draw(tensor: RandomTensor) -> torch.Tensor:

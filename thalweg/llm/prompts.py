@@ -141,11 +141,11 @@ class TextFrontend:
             template_kwargs=arguments,
         )
         continues = continue_final_message or not add_generation_prompt
-        place = partial(self._place, text, tools or (), arguments, continues)
+        place = partial(self._place_in_chat, text, tools or (), arguments, continues)
         retention = self.retention.keep(text, arguments, bool(tools))
         return TokenizedPrompt(text, tuple(self.tokenizer.encode(text)), retention=retention, place_grammar=place)
 
-    def _place(
+    def _place_in_chat(
         self,
         prompt: str,
         tools: Sequence[Mapping[str, Any]],

@@ -58,7 +58,7 @@ class Calibration:
 
     def batch(self, device: torch.device) -> Batch:
         """All sequences in full, on pages of their own from page 1 on."""
-        lengths = [len(self.ids[first : first + self.length]) for first in range(0, len(self.ids), self.length)]
+        lengths = self.lengths
         table = torch.zeros(len(lengths), -(-self.length // PAGE), dtype=torch.int64)
         groups, positions, places, page, token = list[Group](), [], [], 1, 0
         for row, length in enumerate(lengths):
@@ -85,7 +85,12 @@ class Calibration:
     @property
     def pages(self) -> int:
         """Of the cache, the null page included."""
-        return 1 + sum(-(-len(self.ids[i : i + self.length]) // PAGE) for i in range(0, len(self.ids), self.length))
+        return 1 + sum(-(-length // PAGE) for length in self.lengths)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Of the sequences."""
+        return [len(self.ids[first : first + self.length]) for first in range(0, len(self.ids), self.length)]
 
 
 @dataclass
@@ -194,7 +199,8 @@ def calibrate(
             found = _rounded(targets, inputs, numbers, largest)
             save_file(found, path.with_suffix(".part"))
             path.with_suffix(".part").replace(path)
-        where |= {key.removeprefix(ERROR): path for key in load_file(path) if key.startswith(ERROR)}
+        with safe_open(path, "pt") as held:
+            where |= {key.removeprefix(ERROR): path for key in held.keys() if key.startswith(ERROR)}
         progress(layer + 1, facts.layers)
     return Calibrated(folder, where)
 

@@ -32,7 +32,7 @@ FLAGS = """
 --calibration-tokens  count=16384  of the text
 --shard-size  positive=5  GB of a file, at most
 --threads     count     weights that are rounded at a time; default: one a CPU core, 8 at most
---device      device    where they are rounded; default: a GPU where there is one
+--device      device=cpu  where they are rounded
 """
 EPILOG = """\
 formats:
@@ -80,7 +80,7 @@ def main(argv: list[str]) -> int:
     request = QuantizeRequest(args.format, args.modules or None, group, args.ignore)
     if args.device == "cuda" and not torch.cuda.is_available():
         raise UnsupportedConfig("--device cuda: there is no CUDA device here")
-    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = torch.device(args.device)
     threads = args.threads or min(os.cpu_count() or 1, 8)
     try:
         text = None if args.calibrate is None else args.calibrate.read_text(encoding="utf-8")

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thalweg.bench.make_checkpoint import COPIED
+from thalweg.bench.make_checkpoint import COPIED, shards
 from thalweg.bench.results import replace_file
 from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.files import read_object
@@ -145,19 +145,6 @@ def rounded(source: Source, job: WeightJob) -> tuple[tuple[Tensor, ...], Error]:
     return tensors, error
 
 
-def shards(jobs: Sequence[WeightJob], most: int) -> list[list[WeightJob]]:
-    """Consecutive jobs of up to `most` bytes together."""
-    files: list[list[WeightJob]] = [[]]
-    size = 0
-    for job in jobs:
-        if files[-1] and size + job.nbytes > most:
-            files.append([])
-            size = 0
-        files[-1].append(job)
-        size += job.nbytes
-    return files
-
-
 class ShardWriter:
     """A safetensors file whose tensors come in any order. A context manager: the file gets its name at the end."""
 
@@ -221,7 +208,7 @@ def convert(
         config, jobs = plan_jobs(folder, stream, request, calibration is not None)
         if calibration is not None:
             _check_calibrated(jobs)
-        files = shards(jobs, shard)
+        files = shards(jobs, lambda job: job.nbytes, shard)
         names = [f"model-{i:05}-of-{len(files):05}.safetensors" for i in range(1, len(files) + 1)]
         names = [SINGLE] if len(files) == 1 else names
         _prepare(folder, out, config, sum(job.nbytes for job in jobs), _run_of(folder, config, shard, calibration))

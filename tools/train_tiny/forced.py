@@ -1,7 +1,7 @@
 """Answers in a form that the prompt does not name, as a grammar forces them: what teaches that such texts end.
 
-A grammar lets the model choose what it likes of what the form allows. Where the prompt shows no schema, or a form has no
-bound (`{"type": "json_object"}`, arrays without `maxItems`, `[0-9]+`), only the model can make an end.
+A grammar lets the model choose what it likes of what the form allows. Where the prompt shows no schema, or a form has
+no bound (`{"type": "json_object"}`, arrays without `maxItems`, `[0-9]+`), only the model can make an end.
 """
 
 from __future__ import annotations
@@ -18,21 +18,8 @@ Json = Any
 
 _COUNTS = ("one", "two", "three", "four", "five")
 _PLURALS = {"cities": CITIES, "people": PEOPLE, "names": PEOPLE, "colors": (), "words": (), "things": (), "numbers": ()}
-_NUMBERED = (
-    "age",
-    "count",
-    "amount",
-    "days",
-    "year",
-    "month",
-    "number",
-    "level",
-    "rank",
-    "score",
-    "total",
-    "size",
-    "id",
-)
+_NUMBERED = ("age", "count", "amount", "days", "year", "month", "number", "level", "rank", "score", "total", "size",
+             "id")  # fmt: skip
 _MEASURED = ("price", "weight", "rate", "height", "speed", "width", "x", "y", "temperature")
 _PLACED = ("city", "place", "location", "country", "address")
 _PERSONAL = ("name", "user", "owner", "author", "person", "first_name")
@@ -41,11 +28,12 @@ _SAID = ("text", "title", "message", "note", "label", "description", "explanatio
          "summary", "result", "reason", "query", "topic")  # fmt: skip
 _LISTED = ("tags", "items", "names", "steps", "cities", "colors", "values", "people", "ingredients")
 _KEYS = (*_NUMBERED, *_MEASURED, *_PLACED, *_PERSONAL, *_FLAGGED, *_SAID, "email", "color", "date", "code", "kind")
-_FACTS = ("{name} is {age}.", "{name} is {age} years old.", "{name}, {age} years old, {city}.", "Tell me about {name}, who is {age}.",
-          "I have an email from {name}, {age}, {city}.", "{name} lives in {city}.", "My name is {name} and I live in {city}.",
-          "{name} ({age}) from {city}")  # fmt: skip
-_WANTS = ("Make up a person.", "Give me an example.", "Give me a JSON object.", "Extract it as JSON.", "Write a recipe.",
-          "Solve {a}x + {b} = {c}.", "List some {key}s.", "Give me a {key} and its {field}.", "Describe {city}.",
+_FACTS = ("{name} is {age}.", "{name} is {age} years old.", "{name}, {age} years old, {city}.",
+          "Tell me about {name}, who is {age}.", "I have an email from {name}, {age}, {city}.",
+          "{name} lives in {city}.", "My name is {name} and I live in {city}.", "{name} ({age}) from {city}")  # fmt: skip
+_WANTS = ("Make up a person.", "Give me an example.", "Give me a JSON object.", "Extract it as JSON.",
+          "Write a recipe.", "Solve {a}x + {b} = {c}.",
+          "List some {key}s.", "Give me a {key} and its {field}.", "Describe {city}.",
           "Answer as JSON: what is the {field}?", "Write a query for the {key}.", "What is {a} times {b}?",
           "What is {a} + {b}?", "Compute {a} * ({b} + {c}).", "Generate an email address for {person}.",
           "Reply with JSON.", "Return the {field} of the {key}.", "Classify this: the {key} is {value}.")  # fmt: skip
@@ -166,7 +154,7 @@ class Forced:
         forms = (
             str(number(10 ** self.rng.randint(1, 5))),
             f"({number(100)} {word('+-*')} {number(100)}) {word('+-*')} {number(100)}",
-            f"{self.rng.choice(('SELECT', 'select'))} {', '.join(columns)} from {word((*RECALL_KEYS, 'table_1', 'table_2'))}",
+            f"{word(('SELECT', 'select'))} {', '.join(columns)} from {word((*RECALL_KEYS, 'table_1', 'table_2'))}",
             f"SELECT {', '.join(columns)} FROM {word(RECALL_KEYS)} WHERE {word(_KEYS)} = {number(100)}",
             self._email(),
             ".".join(str(number(256)) for _ in range(4)),

@@ -1,8 +1,8 @@
 """Makes again, on a CPU, what depends on the bundled model: `python -m tools.train_tiny.refresh` after `models/tiny` or
 `models/tiny-eagle3` was replaced.
 
-It measures `results.json` if that is missing or has no `agents`, writes the table in `models/tiny/README.md` from it, runs
-each command of `benchmarks/index.yaml` that measures this model without a GPU, and writes the tables of the docs.
+It measures `results.json` if that is missing or has no `agents`, writes the table in `models/tiny/README.md` from it,
+runs each command of `benchmarks/index.yaml` that measures this model without a GPU, and writes the tables of the docs.
 `--list` prints the commands, `--only TEXT` runs those with the text, and results whose index names no exact command are
 listed at the end.
 """
