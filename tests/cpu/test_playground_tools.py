@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from typing import Any
 
 from playwright.sync_api import Page, expect
 
@@ -44,6 +45,10 @@ def add_tool(page: Page, name: str, parameters: str = "") -> None:
         page.get_by_label("Arguments (JSON schema)").fill(parameters)
     page.get_by_role("button", name="Save the tool").click()
     expect(page.get_by_role("dialog")).to_have_count(0)
+
+
+def tool_names(body: dict[str, Any]) -> list[str]:
+    return [tool["function"]["name"] for tool in body["tools"]]
 
 
 def test_a_tool_is_defined_called_and_answered(site: Site) -> None:
@@ -214,12 +219,46 @@ def test_a_refused_tool_is_said_clearly_and_named_controls(site: Site) -> None:
         assert nameless(page) == []
 
 
-def test_the_example_brings_its_tool(site: Site) -> None:
+def test_an_example_brings_its_tool_into_its_conversation_only(site: Site) -> None:
+    with site.visit() as page:
+        add_tool(page, "weather")
+        sent = bodies(page)
+        example = page.get_by_role("button", name="Edit roll_dice")
+        page.get_by_role("button", name="Throw 16 dice").click()
+        finished(page)
+        expect(example).to_contain_text("this conversation")
+        assert tool_names(sent[-1]) == ["weather", "roll_dice"] and '"roll_dice"' in prompt_of(site, 0)
+        page.reload()
+        expect(example).to_be_visible()
+        page.get_by_role("button", name="New conversation", exact=True).click()
+        expect(example).to_have_count(0)
+        expect(page.get_by_role("button", name="Edit weather")).to_be_visible()
+        page.reload()
+        send(page, "What is 27 + 58?")
+        finished(page)
+        assert tool_names(sent[-1]) == ["weather"]
+        page.locator("#conversations .open").nth(1).click()
+        send(page, "Once more")
+        finished(page, 2)
+        assert tool_names(sent[-1]) == ["weather", "roll_dice"]
+        page.get_by_role("button", name="Remove roll_dice").click()
+        page.reload()
+        expect(page.get_by_role("button", name="Edit weather")).to_be_visible()
+        expect(example).to_have_count(0)
+
+
+def test_an_example_that_the_user_changes_is_the_users_tool(site: Site) -> None:
     with site.visit() as page:
         page.get_by_role("button", name="Throw 16 dice").click()
         finished(page)
-        expect(page.get_by_role("button", name="Edit roll_dice")).to_be_visible()
-        assert '"roll_dice"' in prompt_of(site, 0)
+        page.get_by_role("button", name="Edit roll_dice").click()
+        page.get_by_label("Description").fill("Throw dice of any kind")
+        page.get_by_role("button", name="Save the tool").click()
+        page.get_by_role("button", name="New conversation", exact=True).click()
+        sent = bodies(page)
+        send(page, "Hello")
+        finished(page)
+        assert [tool["function"]["description"] for tool in sent[0]["tools"]] == ["Throw dice of any kind"]
 
 
 def test_calls_can_be_read_in_both_themes_and_in_a_narrow_window(site: Site) -> None:

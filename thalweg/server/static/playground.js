@@ -84,6 +84,12 @@ const app = {
     const buttons = [...turn.element.querySelectorAll(".versions button:not(:disabled)")];
     (buttons.find((button) => button.title === label) || buttons[0]).focus();
   },
+  // Opens the message that an answer was asked with.
+  editQuestion(answer) {
+    let node = answer;
+    while (node.role !== "user") node = conversation.nodes[node.parent];
+    turns.find((turn) => turn.node === node).edit();
+  },
   edit(node, text) {
     if (!isFree()) return;
     const edited = conversation.add(node.parent, { role: "user", content: text });
@@ -136,6 +142,7 @@ function render() {
   }
   $("welcome").hidden = path.length > 0;
   document.title = path.length ? `${conversation.name} · Thalweg` : "Thalweg playground";
+  toolBox.enter(conversation.tools);
   showRunning();
   showUsage();
   showList();
@@ -147,10 +154,11 @@ function showList() {
 }
 
 function showUsage() {
-  const last = conversation.path().findLast((node) => node.usage);
-  const text = last && contextLength ? `${last.usage.total_tokens.toLocaleString("en")} of ${contextLength.toLocaleString("en")} tokens` : "";
-  $("usage").textContent = text;
-  $("usage").classList.toggle("nearly-full", Boolean(text) && last.usage.total_tokens > 0.9 * contextLength);
+  const last = contextLength && conversation.path().findLast((node) => node.usage || node.error?.size);
+  const refused = last?.error?.size;
+  const text = last ? `${refused || last.usage.total_tokens} of ${contextLength} tokens` : "";
+  $("usage").textContent = text.replace(/\d+/g, (digits) => Number(digits).toLocaleString("en"));
+  $("usage").classList.toggle("nearly-full", Boolean(refused) || last?.usage?.total_tokens > 0.9 * contextLength);
 }
 
 function showRunning() {
@@ -227,7 +235,10 @@ for (const id of ["new", "new-top"]) $(id).addEventListener("click", startNew);
 
 let model = recall("localStorage", "model") || "";
 let contextLength = null;
-const toolBox = new ToolBox(() => showCurl());
+const toolBox = new ToolBox(() => {
+  if (!conversation.is_empty) save();
+  showCurl();
+});
 settings = new Settings(toolBox, () => showCurl());
 
 function requestBody(history) {
@@ -323,7 +334,7 @@ function settle(asked, turn, error) {
     node.unfinished = node.calls.map((call) => call.name);
     node.calls = [];
   }
-  if (error) node.error = { title: error.title, message: error.message };
+  if (error) node.error = { title: error.title, message: error.message, is_long: error.is_long, size: error.size };
   following(() => turn.finish());
   save(asked);
   showList();
@@ -357,7 +368,8 @@ function grow() {
   prompt.style.height = prompt.scrollHeight + "px";
   $("send").disabled = !prompt.value.trim();
 }
-function submit() {
+// example: name of a tool that comes with the message.
+function submit(example = "") {
   const text = prompt.value.trim(), last = turns.at(-1);
   if (!text || !isFree()) return;
   if (last instanceof AnswerTurn && last.is_asking) { last.focusResult(); say("The calls wait for their results first."); return; }
@@ -371,6 +383,7 @@ function submit() {
   const before = conversation.last;
   const failed = before && before.role === "assistant" && before.error && !before.content && !before.calls.length;
   const parent = failed ? withdraw(before) : before ? before.id : "root";
+  if (example) toolBox.addExample(example);
   addUser(parent, text);
 }
 // Takes an answer that failed, and the message that was refused with it, out of the conversation: gives what is then the last.
@@ -396,9 +409,8 @@ $("examples").addEventListener("click", (event) => {
   const button = event.target.closest("button");
   if (!button) return;
   if (button.dataset.thinking) { $("thinking").checked = true; remember("localStorage", "thinking", true); }
-  if (button.dataset.tool) toolBox.addExample(button.dataset.tool);
   prompt.value = button.dataset.text;
-  submit();
+  submit(button.dataset.tool);
 });
 
 // ---- the start: the conversation of the last visit ----

@@ -8,8 +8,9 @@ const newId = () => Date.now().toString(36) + Math.random().toString(36).slice(2
 
 export class Conversation {
   // nodes: id → {id, parent, children, picked, role, …}. The root has no role. picked: id of the child that is shown.
-  constructor({ id = newId(), title = "", updated = Date.now(), nodes = { root: { id: "root", children: [] } } } = {}) {
-    Object.assign(this, { id, title, updated, nodes });
+  // tools: those that an example brought; the user's own are settings.
+  constructor({ id = newId(), title = "", updated = Date.now(), nodes = { root: { id: "root", children: [] } }, tools = [] } = {}) {
+    Object.assign(this, { id, title, updated, nodes, tools });
   }
 
   add(parent, fields) {

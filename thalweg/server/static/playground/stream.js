@@ -9,6 +9,8 @@ export class ServerError extends Error {
     const refused = is_long ? "The conversation is longer than the context" : error && error.param ? `The server refused ${error.param}` : "The request was refused";
     this.title = TITLES[status] || (status >= 500 ? "The server failed" : status ? refused : "The server cannot be reached");
     this.status = status;
+    this.is_long = Boolean(is_long);
+    this.size = is_long ? /((more than )?\d+) tokens of prompt/.exec(error.message)?.[1] : undefined;  // such as "more than 4096"
   }
 }
 

@@ -16,14 +16,15 @@ const EXAMPLES = {
 };
 
 export class ToolBox {
-  #tools;           // functions as the API wants them: name, description, parameters, strict
-  #edited = -1;     // index of the tool in the dialog; -1 is a new one
+  #kept;            // the user's tools, as the API wants functions: name, description, parameters, strict
+  #examples = [];   // those that examples brought into the conversation on the page; it keeps them
+  #edited = null;   // the tool in the dialog; null is a new one
   #changed;
 
   constructor(changed) {
     this.#changed = changed;
-    this.#tools = kept();
-    $("add-tool").addEventListener("click", () => this.#open(-1));
+    this.#kept = kept();
+    $("add-tool").addEventListener("click", () => this.#open(null));
     $("tool-cancel").addEventListener("click", () => $("tool-dialog").close());
     $("tool-form").addEventListener("submit", (event) => { event.preventDefault(); this.#save(); });
     $("tool-parameters").addEventListener("input", () => { spread(); checkParameters(); });
@@ -39,11 +40,17 @@ export class ToolBox {
     this.#show(recall("localStorage", "tool_choice"));
   }
 
+  // The tools that a request offers. The user's own has precedence over an example with its name.
+  get #tools() {
+    const names = this.#kept.map((tool) => tool.name);
+    return [...this.#kept, ...this.#examples.filter((tool) => !names.includes(tool.name))];
+  }
+
   // The fields of a request; what is off is left out.
   fields() {
-    const asked = {};
-    if (this.#tools.length) {
-      asked.tools = this.#tools.map((tool) => ({ type: "function", function: tool }));
+    const asked = {}, tools = this.#tools;
+    if (tools.length) {
+      asked.tools = tools.map((tool) => ({ type: "function", function: tool }));
       const choice = $("tool_choice").value;
       asked.tool_choice = choice.startsWith("call ") ? { type: "function", function: { name: choice.slice(5) } } : choice;
       if (!$("parallel").checked) asked.parallel_tool_calls = false;
@@ -60,14 +67,25 @@ export class ToolBox {
   remember() {
     for (const name of ["format", "schema", "tool_choice"]) remember("localStorage", name, $(name).value);
     remember("localStorage", "parallel", $("parallel").checked);
-    remember("localStorage", "tools", JSON.stringify(this.#tools));
+    remember("localStorage", "tools", JSON.stringify(this.#kept));
   }
 
-  // Adds one of the examples, unless a tool has its name.
+  // Offers the examples of a conversation in place of another's. examples: changed here when the user changes one.
+  enter(examples) {
+    if (examples === this.#examples) return;
+    this.#examples = examples;
+    this.#show($("tool_choice").value);
+  }
+
+  // Adds one of the examples to the conversation, unless a tool has its name.
   addExample(name) {
     if (this.#tools.some((tool) => tool.name === name)) return;
-    this.#tools.push(EXAMPLES[name]);
+    this.#examples.push(EXAMPLES[name]);
     this.#update();
+  }
+
+  #remove(tool) {
+    for (const list of [this.#kept, this.#examples]) if (list.includes(tool)) list.splice(list.indexOf(tool), 1);
   }
 
   #update(choice = $("tool_choice").value) {
@@ -77,18 +95,20 @@ export class ToolBox {
   }
 
   #show(choice) {
-    $("tool-list").replaceChildren(...this.#tools.map((tool, i) => {
+    const tools = this.#tools;
+    $("tool-list").replaceChildren(...tools.map((tool) => {
       const item = make("li");
-      const edit = makeButton(tool.name, "tool", () => this.#open(i));
+      const edit = makeButton(tool.name, "tool", () => this.#open(tool));
       edit.setAttribute("aria-label", `Edit ${tool.name}`);
-      const remove = makeButton("×", "remove", () => { this.#tools.splice(i, 1); this.#update(); $("add-tool").focus(); });
+      if (this.#examples.includes(tool)) edit.append(make("small", "", "this conversation"));
+      const remove = makeButton("×", "remove", () => { this.#remove(tool); this.#update(); $("add-tool").focus(); });
       remove.setAttribute("aria-label", `Remove ${tool.name}`);
       item.append(edit, remove);
       return item;
     }));
-    $("tool-options").hidden = !this.#tools.length;
+    $("tool-options").hidden = !tools.length;
     const options = [["auto", "when needed"], ["required", "at least one"], ["none", "never"]];
-    options.push(...this.#tools.map((tool) => ["call " + tool.name, `only ${tool.name}`]));
+    options.push(...tools.map((tool) => ["call " + tool.name, `only ${tool.name}`]));
     $("tool_choice").replaceChildren(...options.map(([value, text]) => {
       const option = make("option", "", text);
       option.value = value;
@@ -97,10 +117,10 @@ export class ToolBox {
     $("tool_choice").value = options.some(([value]) => value === choice) ? choice : "auto";
   }
 
-  #open(index) {
-    const tool = this.#tools[index] || { name: "", description: "", parameters: NOTHING };
-    this.#edited = index;
-    $("tool-title").textContent = index < 0 ? "A new tool" : `The tool ${tool.name}`;
+  #open(edited) {
+    const tool = edited || { name: "", description: "", parameters: NOTHING };
+    this.#edited = edited;
+    $("tool-title").textContent = edited ? `The tool ${tool.name}` : "A new tool";
     $("tool-name").value = tool.name;
     $("tool-description").value = tool.description;
     $("tool-parameters").value = JSON.stringify(tool.parameters, null, 2);
@@ -113,7 +133,7 @@ export class ToolBox {
 
   #checkName() {
     const name = $("tool-name").value;
-    const taken = this.#tools.some((tool, i) => tool.name === name && i !== this.#edited);
+    const taken = this.#tools.some((tool) => tool.name === name && tool !== this.#edited);
     const plain = /^[A-Za-z0-9_-]{1,64}$/.test(name);
     complain($("tool-name"), taken ? `There is a tool ${name} already.` : plain ? "" : "1 to 64 letters, digits, _ and -");
   }
@@ -124,8 +144,11 @@ export class ToolBox {
     if (!$("tool-form").reportValidity()) return;
     const tool = { name: $("tool-name").value, description: $("tool-description").value.trim(), parameters: JSON.parse($("tool-parameters").value) };
     if ($("tool-strict").checked) tool.strict = true;
-    if (this.#edited < 0) this.#tools.push(tool);
-    else this.#tools[this.#edited] = tool;
+    if (this.#kept.includes(this.#edited)) this.#kept[this.#kept.indexOf(this.#edited)] = tool;
+    else {
+      this.#remove(this.#edited);  // an example that the user changed is the user's
+      this.#kept.push(tool);
+    }
     $("tool-dialog").close();
     this.#update();
   }

@@ -34,11 +34,12 @@ export class UserTurn {
     this.element = newTurn(node, "you", "You");
     this.text = make("div", "text", node.content);
     const copying = iconButton("copy", "Copy", () => copy(node.content, copying));
-    this.bar = make("div", "bar-of-turn", versionSwitch(node, app), copying, iconButton("edit", "Edit", () => this.#edit()));
+    this.bar = make("div", "bar-of-turn", versionSwitch(node, app), copying, iconButton("edit", "Edit", () => this.edit()));
     this.element.append(this.text, this.bar);
   }
 
-  #edit() {
+  edit() {
+    if (!this.text.isConnected) { this.element.querySelector("textarea").focus(); return; }  // it is being edited
     const form = make("form", "edit"), field = make("textarea");
     field.value = this.node.content;
     field.setAttribute("aria-label", "Edit the message");
@@ -205,10 +206,12 @@ export class AnswerTurn {
   }
 
   #showError() {
-    const { title, message } = this.node.error;
+    const { title, message, is_long } = this.node.error, { app, node } = this;
     const box = make("div", "wrong", make("strong", "", title), make("p", "", message));
     box.setAttribute("role", "alert");
-    box.append(makeButton("Try again", "quiet", () => this.app.retry(this.node)));
+    // the same again would be as long
+    const button = is_long ? ["Edit", () => app.editQuestion(node)] : ["Try again", () => app.retry(node)];
+    box.append(makeButton(button[0], "quiet", button[1]));
     this.element.append(box);
   }
 
