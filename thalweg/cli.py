@@ -222,7 +222,7 @@ examples:
   thalweg chat
   thalweg chat models/tiny --system "You speak in verse." --temperature 0.7 --thinking
 
-/new forgets the conversation; Ctrl-D or /bye leaves, Ctrl-C stops an answer."""
+/new forgets the conversation, /bye or Ctrl-D leaves, /help says so, Ctrl-C stops an answer."""
     return _chat(options_parser("thalweg chat", "Talks to a model in this terminal.", epilog, ENGINE), argv)
 
 
@@ -246,7 +246,9 @@ def _chat(parser: OptionsParser, argv: Sequence[str], is_piped: bool = False) ->
     parsed = _parse(parser, argv)
     prompt = " ".join(parsed.words) or (sys.stdin.read().strip() if is_piped else "")
     if is_piped and not prompt:
-        raise UnsupportedConfig("no prompt: write it after MODEL, or on standard input")
+        model = parsed.args.positional_model
+        where = f"{model!r} was taken as MODEL; write the prompt after it" if model else "write it after MODEL"
+        raise UnsupportedConfig(f"no prompt: {where}, or on standard input")
     from thalweg.launch.chat import chat
     from thalweg.launch.resolve import resolve
 

@@ -339,5 +339,9 @@ def test_a_misspelt_folder_is_asked_about(tmp_path: Path) -> None:
     (tmp_path / "river-7b" / "config.json").touch()
     code, error = fetch("http://127.0.0.1:9", tmp_path, str(tmp_path / "rivr-7b"))
     assert code != 0 and error.endswith(f"did you mean {tmp_path / 'river-7b'}?")
-    code, error = fetch("http://127.0.0.1:9", tmp_path, "models/tinyy", HF_HUB_OFFLINE="1")
-    assert code != 0 and error.endswith("did you mean models/tiny?")
+    for near in ("models/tinyy", "model/tiny", "./models/tinyy", "tiny"):  # the bundled one
+        code, error = fetch("http://127.0.0.1:9", tmp_path, near, HF_HUB_OFFLINE="1")
+        assert code != 0 and error == f"{near}: no such folder; did you mean models/tiny?"
+    for far in ("models/foo", "river/tiny"):
+        code, error = fetch("http://127.0.0.1:9", tmp_path, far, HF_HUB_OFFLINE="1")
+        assert code != 0 and "the network (HF_ENDPOINT" in error and "did you mean" not in error

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import queue
+import re
 import shlex
 import shutil
 import signal
@@ -25,6 +26,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from thalweg.cli import main
+from thalweg.launch import serve
 
 ROOT = Path(__file__).parents[2]
 DATA = Path(__file__).parent / "data"
@@ -139,7 +141,16 @@ def test_plan_says_sizes_and_choices(thalweg: Run) -> None:
     parser = plan["decisions"]["tool_call_parser"]
     assert (parser["value"], parser["reason"]) == ("qwen25", "hermes is called qwen25 here")
     text = thalweg("plan", TINY).out
-    assert f"{plan['parameters']:,} parameters" in text and "random_seed" in text
+    assert f"{plan['parameters']:,} parameters" in text and "random_seed" in text and "of each process" not in text
+
+
+@pytest.mark.parametrize("drafter", [(), ("--speculative-algorithm", "NEXTN")])
+def test_parameters_are_those_of_all_processes(drafter: tuple[str, ...], thalweg: Run) -> None:
+    alone = json.loads(thalweg("plan", TINY, "--json", *drafter).out)
+    divided = json.loads(thalweg("plan", TINY, "--json", "--tp-size", "2", *drafter).out)
+    assert divided["parameters"] == alone["parameters"] and divided["weight_bytes"] < alone["weight_bytes"]
+    line = rf"{alone['parameters']:,} parameters, [\d.]+ MB in memory of each process"
+    assert re.search(line, thalweg("plan", TINY, "--tp-size", "2", *drafter).out)
 
 
 def test_plan_needs_no_weights_and_no_tokenizer(tmp_path: Path, thalweg: Run) -> None:
@@ -225,7 +236,9 @@ def test_run_answers_its_prompt_or_standard_input(thalweg: Run) -> None:
     assert thalweg(*flags, text="Good morrow\n").out == done.out
     assert thalweg("run", "Good morrow", *flags[2:]).out == done.out, "of the bundled model"
     done = thalweg(*flags)
-    assert done.status == 2 and "no prompt" in done.err
+    assert done.status == 2 and "no prompt: 'models/tiny' was taken as MODEL" in done.err
+    assert "no prompt: 'hi' was taken as MODEL; write the prompt after it" in thalweg("run", "hi").err
+    assert "no prompt: write it after MODEL" in thalweg("run").err
 
 
 def test_chat_answers_each_line_until_the_input_ends(thalweg: Run) -> None:
@@ -233,6 +246,18 @@ def test_chat_answers_each_line_until_the_input_ends(thalweg: Run) -> None:
     assert done.status == 0, done.err
     assert done.out.count("> ") >= 3 and len(done.out) > 20
     assert done.out.endswith("> \n"), "the shell's prompt begins a line of its own"
+
+
+def test_chat_commands_are_answered_without_the_model(thalweg: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    flags = ("chat", TINY, *SMALL, "--max-tokens", "8", "--temperature", "0")
+    done = thalweg(*flags, text="/help\n/?\n/foo\n/bye\n")
+    first, *answers, last = done.out.splitlines()
+    text = "/new forgets the conversation, /bye or Ctrl-D leaves, Ctrl-C stops an answer"
+    assert done.status == 0 and first == f"tiny: {text}", done.err
+    assert answers == [f"> {text}"] * 2 + ["> unknown command /foo; there is /new, /bye, /help"] and last == "> "
+    done = thalweg(*flags, text="/usr/bin is what?\n/usr/bin\n")
+    assert done.status == 0 and "unknown command" not in done.out and len(done.out.splitlines()) >= 4, done.out
 
 
 # ---- serve ----
@@ -267,6 +292,23 @@ def test_a_server_from_start_to_drain() -> None:
         assert '"finish_reason":"length"' in rest and refused == 200
         assert server.process.wait(30) == 0
         assert "Traceback" not in "".join(server.log)
+
+
+def test_the_lines_of_a_server_of_two_processes() -> None:
+    alone = json.loads(subprocess.check_output([sys.executable, "-m", "thalweg", "plan", TINY, "--json"], cwd=ROOT))
+    with serving(TINY, "--tp-size", "2") as server:
+        assert f" {alone['parameters']:,} parameters" in server.lines[0]
+        assert ", 2 processes, KV cache of " in server.lines[1]
+        assert server.stop() == 0
+
+
+def test_the_documentation_is_named_where_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(ROOT)
+    assert serve.documentation() == "docs/README.md; "
+    monkeypatch.chdir(tmp_path)
+    assert serve.documentation() == f"{ROOT}/docs/README.md; "
+    monkeypatch.setattr(serve, "DOCS", tmp_path / "docs" / "README.md")  # as where it was not installed
+    assert serve.documentation() == ""
 
 
 def test_a_server_whose_engine_cannot_come_back_ends(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import signal
 import threading
 from contextlib import aclosing
@@ -18,6 +19,9 @@ from thalweg.launch.resolved import Resolved
 from thalweg.text.events import Event, PartKind
 from thalweg.text.parser import AnswerParser, is_in_thought
 from thalweg.text.retention import ThinkingRetention
+
+COMMAND = re.compile(r"/[a-z?]+")  # alone in a line: a path or a sentence is a message
+HELP = "/new forgets the conversation, /bye or Ctrl-D leaves, Ctrl-C stops an answer"
 
 
 def chat(resolved: Resolved, params: SamplingParams, system: str, thinking: bool | None, prompt: str = "") -> int:
@@ -38,8 +42,7 @@ async def _talk(resolved: Resolved, params: SamplingParams, system: str, thinkin
     front = EngineClient(resolved.engine, tokenizer)
     await front.start()
     if not prompt:
-        shown = f"{resolved.names[0]}: /new forgets the conversation, Ctrl-D or /bye leaves, Ctrl-C stops an answer"
-        console.print(f"[dim]{shown}[/dim]")
+        console.print(f"{resolved.names[0]}: {HELP}", style="dim", markup=False)
     memory, reasoning = ThinkingRetention(chat, tokenizer.mark_id), chat.formats.reasoning
     if reasoning:  # the parser reads the markup, which is made of special tokens
         params = msgspec.structs.replace(params, skip_special_tokens=False)
@@ -67,8 +70,13 @@ async def _talk(resolved: Resolved, params: SamplingParams, system: str, thinkin
 
     try:
         while (line := prompt or await _ask(console)) not in (None, "/bye"):
-            if line == "/new":
-                history[:] = opening
+            if not prompt and COMMAND.fullmatch(line):
+                if line == "/new":
+                    history[:] = opening
+                else:
+                    known = line in ("/help", "/?")
+                    text = HELP if known else f"unknown command {line}; there is /new, /bye, /help"
+                    console.print(text, style="dim", markup=False)
             elif line:
                 history.append({"role": "user", "content": line})
                 history.append({"role": "assistant", "content": await answer()})

@@ -49,9 +49,8 @@ def locate(model: str, revision: str | None = None, token: str | None = None) ->
             f"{model} is a file: give the folder of the checkpoint, with config.json and *.safetensors in it"
         )
     if not NAME.match(model):
-        raise CheckpointError(
-            f"{model}: no such folder, and not an org/name of the model hub: check the path{did_you_mean(model)}"
-        )
+        problem = f"{model}: no such folder, and not an org/name of the model hub: check the path"
+        raise CheckpointError(_with_suggestion(problem, model))
     found = _fetch(model, revision, token, TEXTS)
     if not (found / "config.json").is_file():
         raise CheckpointError(f"{model} on the hub has no config.json: it is not a model in the Hugging Face layout")
@@ -78,17 +77,28 @@ def cached_folder(model: str) -> Path:
     return Path(found).parent if isinstance(found, str) else folder
 
 
-def did_you_mean(model: str) -> str:
-    """A question that names the model most like this one: the bundled one, a folder beside it, or one in the hub's
-    cache; "" where none is.
+def _with_suggestion(problem: str, model: str) -> str:
+    """The error for a model that was not found: names the folder that was probably meant, and only without one says the
+    problem, with the model of the hub's cache whose name is most like this one.
     """
     from huggingface_hub.constants import HF_HUB_CACHE
 
-    beside = Path(model).expanduser().parent
-    known = [BUNDLED, *(str(path.parent) for path in beside.glob("*/config.json"))]
-    known += [path.name.removeprefix("models--").replace("--", "/") for path in Path(HF_HUB_CACHE).glob("models--*")]
-    guess = nearest(model.rstrip("/"), [name for name in known if name != model])
-    return f"; did you mean {guess}?" if guess else ""
+    if guess := _nearest_folder(Path(model).expanduser()):
+        return f"{model}: no such folder; did you mean {guess}?"
+    cached = [path.name.removeprefix("models--").replace("--", "/") for path in Path(HF_HUB_CACHE).glob("models--*")]
+    guess = nearest(model, [name for name in cached if name != model])
+    return problem + (f"; did you mean {guess}?" if guess else "")
+
+
+def _nearest_folder(model: Path) -> str:
+    """The checkpoint beside the path, or the bundled one, that is most like it; "" where none is. Parent and name must
+    be alike, since any two folders of one parent have similar paths; a bare name has no parent to compare.
+    """
+    bare, parent = len(model.parts) == 1, str(model.parent)
+    folders = [*(path.parent for path in model.parent.glob("*/config.json")), Path(BUNDLED)]
+    alike = {path.name: path for path in folders if bare or nearest(parent, [str(path.parent)])}
+    guess = nearest(model.name, alike)
+    return str(alike[guess]) if guess and alike[guess] != model else ""
 
 
 def fetch_weights(checkpoint: Checkpoint, token: str | None = None) -> None:
@@ -133,19 +143,21 @@ def _fetch(repo: str, revision: str | None, token: str | None, patterns: tuple[s
             f"{repo} is gated: accept its terms on its page, then give --hf-token or HF_TOKEN"
         ) from error
     except errors.RepositoryNotFoundError as error:
-        raise CheckpointError(
+        problem = (
             f"{repo}: no such folder, and the model hub has no such model, or it is private: check the name, and give"
-            f" --hf-token or HF_TOKEN if it needs one{did_you_mean(repo)}"
-        ) from error
+            " --hf-token or HF_TOKEN if it needs one"
+        )
+        raise CheckpointError(_with_suggestion(problem, repo)) from error
     except errors.RevisionNotFoundError as error:
         raise CheckpointError(
             f"{repo} has no revision {revision}: give a branch, tag or commit that its page shows"
         ) from error
     except errors.LocalEntryNotFoundError as error:
-        raise CheckpointError(
+        problem = (
             f"{at}: no such folder; the model hub cannot be reached, and its local cache lacks files of this model."
-            f" Check the path, or the network (HF_ENDPOINT, HF_HUB_OFFLINE){did_you_mean(repo)}"
-        ) from error
+            " Check the path, or the network (HF_ENDPOINT, HF_HUB_OFFLINE)"
+        )
+        raise CheckpointError(_with_suggestion(problem, repo)) from error
     except errors.HfHubHTTPError as error:
         raise CheckpointError(f"the hub refused {at}: {error}") from error
     except (OSError, httpx2.HTTPError) as error:

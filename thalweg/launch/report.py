@@ -94,7 +94,8 @@ def make_table(
 
 def _model(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "model", f"{report['model']} ({report['architecture']})"
-    yield "weights", f"{report['parameters']:,} parameters, {format_bytes(report['weight_bytes'])} in memory"
+    memory, each = format_bytes(report["weight_bytes"]), " of each process" * ("processes" in report["decisions"])
+    yield "weights", f"{report['parameters']:,} parameters, {memory} in memory{each}"
     for plane in report["planes"]:
         count, layers = plane["bytes_per_token"], plane["layers"]
         yield f"kv: {plane['name']}", f"{count:,} B a token: {layers} layers x {count // layers:,}"

@@ -24,7 +24,9 @@ class Plane(msgspec.Struct, frozen=True):
 
 
 class Sizes(msgspec.Struct, frozen=True):
-    parameters: int
+    """Of a model and its drafter, in one process where a field says nothing else."""
+
+    parameters: int  # of all processes of a copy; redundant experts are not counted
     weight_bytes: int  # in memory, as loaded
     planes: tuple[Plane, ...]  # of the KV cache
     slot_bytes: int = 0  # that drafts add to the state of a running request

@@ -17,6 +17,7 @@ import signal
 import socket
 import ssl
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -35,6 +36,7 @@ from thalweg.launch.resolve import resolve
 from thalweg.launch.resolved import Resolved
 
 log = logging.getLogger("thalweg.serve")
+DOCS = Path(__file__).parents[2] / "docs" / "README.md"  # in a checkout; not installed with the package
 BACKLOG = 2048
 OTHER_FILES = 256  # that a server has open beside its connections
 LAST_WORDS = 5  # seconds that answers get to leave their sockets after the engine has finished them
@@ -177,18 +179,27 @@ def _url(listen: ListenOptions, port: int) -> str:
 
 def _welcome(config: Options, resolved: Resolved, url: str, settings: Mapping[str, Decision]) -> str:
     """The six lines that a start prints. settings: those of the engine that runs, by name."""
-    engine, device = resolved.engine, settings["device"]
+    engine, device, tokens = resolved.engine, settings["device"], settings["max_total_tokens"].value
     size = f"{resolved.sizes.parameters:,} parameters, {engine.dtype}"
+    processes = f", {engine.processes} processes" if engine.processes > 1 else ""
     page = f"{url}/ in a browser is a chat page; " if config.server.playground else ""
     lines = {
         "model": f"{resolved.names[0]} ({resolved.architecture}, {size}) from {resolved.path}",
-        "runs on": f"{device.value} ({device.reason}), KV cache of {settings['max_total_tokens'].value:,} tokens",
+        "runs on": f"{device.value} ({device.reason}){processes}, KV cache of {tokens:,} tokens",
         "address": url,
         "curl": _curl(config, resolved, url),
-        "docs": f"docs/README.md; {url}/openapi.json has every field",
+        "docs": f"{documentation()}{url}/openapi.json has every field",
         "try": f"{page}-v or {url}/resolved shows every setting with its reason",
     }
     return "\n".join(f"{name:<9}{text}" for name, text in lines.items())
+
+
+def documentation() -> str:
+    """The path of the documentation from here and "; ", or "" where it was not installed."""
+    if not DOCS.is_file():
+        return ""
+    here = Path.cwd()
+    return f"{DOCS.relative_to(here) if DOCS.is_relative_to(here) else DOCS}; "
 
 
 def _curl(config: Options, resolved: Resolved, url: str) -> str:

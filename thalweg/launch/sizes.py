@@ -4,33 +4,38 @@ from __future__ import annotations
 
 from collections import Counter
 from math import prod
+from typing import Any
 
 from torch import nn
 
 from thalweg.config.engine import EngineConfig
 from thalweg.config.model import ModelFacts
 from thalweg.core.plan import PAGE
-from thalweg.launch.planning.layouts import ParallelLayout
-from thalweg.launch.planning.weights import META, PlannedModel
+from thalweg.launch.planning.layouts import ONE, ParallelLayout
+from thalweg.launch.planning.weights import META, PlannedModel, WeightGroup
 from thalweg.launch.resolved import Plane, Sizes
 from thalweg.models import catalog
 from thalweg.sampling.catalog import draft_sampling_for
 from thalweg.spec.catalog import build_drafter
+from thalweg.spec.drafter import Drafter
 
 
 def measure(facts: ModelFacts, config: EngineConfig) -> Sizes:
-    """Of one process. Raises CheckpointError for an architecture that is unknown, or a drafter that is not there, and
-    UnsupportedConfig where the layers cannot be divided so.
+    """Raises CheckpointError for an architecture that is unknown, or a drafter that is not there, and UnsupportedConfig
+    where the layers cannot be divided so.
     """
     layout = ParallelLayout(config.tp_size, config.attention_dp, config.ep_size)
     is_reference, redundant = config.decode_attention_backend == "reference", config.ep_num_redundant_experts
     planned = PlannedModel(facts, config.dtype, is_reference, config.kernels, redundant)
     model = catalog.assemble(facts, planned.factory(layout))
-    sampling = draft_sampling_for(config.speculative_acceptance, config.num_drafts, facts.vocab, META)
-    folder, tree = config.speculative_draft_model_path, config.tree
-    drafter = build_drafter(config.speculative_algorithm, model, folder, sampling, tree)
-    parts = [part for part in (*drafter.modules(), *drafter.own_weight_modules()) if isinstance(part, nn.Module)]
-    groups = [*planned.on(layout).groups, *(group for part in parts for group in planned.groups(part))]
+    drafter, tree = _build_drafter(facts, config, model), config.tree
+    parts = _modules(drafter)
+    groups = _groups(planned, layout, parts)
+    if layout == ONE and not redundant:
+        whole = groups
+    else:
+        alone = PlannedModel(facts)
+        whole = _groups(alone, ONE, _modules(_build_drafter(facts, config, alone.headed())))
     buffers = sum(buffer.nbytes for part in (model, *parts) for buffer in part.buffers())
     layers, page_bytes = Counter[str](), Counter[str]()
     for plane in (*model.planes(), *drafter.planes()):
@@ -38,8 +43,23 @@ def measure(facts: ModelFacts, config: EngineConfig) -> Sizes:
         page_bytes[plane.name] += plane.page_bytes
     tree_nodes = 3 * 8 * tree.num_drafts * tree.is_tree  # three int64 of each but the root
     return Sizes(
-        sum(group.parameters for group in groups),
+        sum(group.parameters for group in whole),
         round(sum(group.held for group in groups)) + buffers,
         tuple(Plane(name, layers[name], page_bytes[name] // PAGE) for name in layers),
         sum(prod(field.shape) * field.dtype.itemsize for field in drafter.fields()) + tree_nodes,
     )
+
+
+def _build_drafter(facts: ModelFacts, config: EngineConfig, target: Any) -> Drafter:
+    sampling = draft_sampling_for(config.speculative_acceptance, config.num_drafts, facts.vocab, META)
+    folder = config.speculative_draft_model_path
+    return build_drafter(config.speculative_algorithm, target, folder, sampling, config.tree)
+
+
+def _modules(drafter: Drafter) -> list[nn.Module]:
+    return [part for part in (*drafter.modules(), *drafter.own_weight_modules()) if isinstance(part, nn.Module)]
+
+
+def _groups(planned: PlannedModel, layout: ParallelLayout, drafter: list[nn.Module]) -> list[WeightGroup]:
+    """Of a model and the modules of its drafter."""
+    return [*planned.on(layout).groups, *(group for part in drafter for group in planned.groups(part))]
