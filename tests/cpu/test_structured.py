@@ -149,7 +149,7 @@ def test_choices_of_one_request_logprobs_penalties_and_minimum_length(llm: LLM) 
 
 def test_a_grammar_survives_preemption() -> None:
     grammar = Grammar(
-        "json_schema", json.dumps({"type": "array", "items": {"enum": ["aye", "nay"]}, "minItems": 30, "maxItems": 40})
+        "json_schema", json.dumps({"type": "array", "items": {"enum": ["aye", "nay"]}, "minItems": 60, "maxItems": 70})
     )
     params = [SamplingParams(temperature=1.0, seed=seed, max_tokens=300) for seed in range(8)]
     ample = LLM(MODEL, context_length=400)
@@ -158,7 +158,7 @@ def test_a_grammar_survives_preemption() -> None:
         [r.outputs[0] for r in llm.generate(["Say: "] * 8, params, grammar=grammar)] for llm in (ample, scarce)
     )
     assert scarce.engine.loop.stats().preemptions > 0
-    assert all(30 <= len(json.loads(output.text)) <= 40 for output in got)
+    assert all(60 <= len(json.loads(output.text)) <= 70 for output in got)
     assert [output.token_ids for output in got] == [output.token_ids for output in want]
 
 
@@ -201,7 +201,7 @@ TOOLS = [
 @pytest.mark.parametrize("form", TOOL_FORMATS)
 @pytest.mark.parametrize("single", [True, False], ids=["one call", "calls"])
 def test_a_forced_call_is_valid_in_every_format(llm: LLM, form: str, single: bool) -> None:
-    grammar = tool_grammar(form, ToolGrammarSpec(TOOLS, True, single, llm.get_tokenizer().mark_id))
+    grammar = tool_grammar(form, ToolGrammarSpec(TOOLS, True, single, llm.texts.tokenizer.mark_id))
     params = [msgspec.structs.replace(HOT, temperature=3.0, seed=seed, max_tokens=200) for seed in range(12)]
     schemas = {tool["name"]: tool.get("parameters", {"maxProperties": 0}) for tool in TOOLS}
     seen: set[str] = set()
@@ -222,7 +222,7 @@ def test_a_forced_call_is_valid_in_every_format(llm: LLM, form: str, single: boo
 @pytest.mark.parametrize("form", TOOL_FORMATS)
 def test_a_call_that_the_model_chooses_is_held_to_its_schema(llm: LLM, form: str) -> None:
     """Text is free until a call begins; from there on it must be a good one."""
-    tokenizer = llm.get_tokenizer()
+    tokenizer = llm.texts.tokenizer
     grammar = tool_grammar(form, ToolGrammarSpec(TOOLS, False, False, tokenizer.mark_id))
     begins = {
         "deepseekv32": "<｜DSML｜function_calls>",
@@ -238,13 +238,13 @@ def test_a_call_that_the_model_chooses_is_held_to_its_schema(llm: LLM, form: str
     assert not matcher.error
     matcher.accept(tokenizer.encode("nonsense", False))
     assert matcher.error
-    plain = msgspec.structs.replace(HOT, seed=2, max_tokens=40)
+    plain = msgspec.structs.replace(HOT, seed=0, max_tokens=40)
     held, free = (llm.generate("Well: ", plain, grammar=g)[0].outputs[0].token_ids for g in (grammar, NO_GRAMMAR))
     assert held == free, "text stays what it was"
 
 
 def test_reasoning_comes_before_the_grammar(llm: LLM) -> None:
-    tokenizer = llm.get_tokenizer()
+    tokenizer = llm.texts.tokenizer
     opens, closes = tokenizer.mark_id("<think>"), tokenizer.mark_id("</think>")
     assert opens is not None and closes is not None
     asked = [{"role": "user", "content": "What is 12 + 34?"}]
@@ -323,7 +323,7 @@ def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
 def test_a_thought_ends_at_its_budget(config: dict[str, Any]) -> None:
     """Also in several choices, before a grammar, inside a chain of drafts, and beside requests without a budget."""
     llm = LLM(MODEL, context_length=1024, **config)
-    tokenizer = llm.get_tokenizer()
+    tokenizer = llm.texts.tokenizer
     opens, closes = map(tokenizer.mark_id, ("<think>", "</think>"))
     assert opens is not None and closes is not None
     asked = [{"role": "user", "content": "What is 127 + 358?"}]

@@ -61,7 +61,7 @@ def generate_with_transformers(model: Any, cache: str, prompts: Sequence[Tokens]
     """Prompts of one length, greedily continued by `length` tokens."""
     ids = torch.tensor(list(prompts))
     kind = {} if cache == "dynamic" else {"cache_implementation": cache}
-    options = {"max_new_tokens": length, "min_new_tokens": length, "do_sample": False, "pad_token_id": 0, **kind}
+    options = {"max_new_tokens": length, "do_sample": False, "pad_token_id": 0, **kind}
     written = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
     tokens: list[Tokens] = written[:, ids.shape[1] :].tolist()
     return tokens
@@ -101,6 +101,7 @@ def load_transformers(folder: Path) -> Any:
     )
     if wrong := {kind: sorted(names) for kind, names in info.items() if names}:
         raise CheckpointError(f"transformers cannot read {folder.name} completely: {wrong}")
+    model.generation_config.eos_token_id = None  # an end token is a token like any other, as for our engine here
     return model.eval()
 
 
