@@ -9,7 +9,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from thalweg.core.grammar import Grammar
     from thalweg.core.sampling import RequestOutputKind, SamplingParams, StructuredOutputsParams
-    from thalweg.llm import LLM, AsyncLLM, CompletionOutput, Logprob, RequestOutput
+    from thalweg.llm import LLM, AsyncLLM, CompletionOutput, Logprob, RequestOutput, TextPrompt, TokensPrompt
 
 __all__ = (
     "LLM",
@@ -21,6 +21,8 @@ __all__ = (
     "RequestOutputKind",
     "SamplingParams",
     "StructuredOutputsParams",
+    "TextPrompt",
+    "TokensPrompt",
 )
 
 

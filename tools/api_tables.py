@@ -2,7 +2,8 @@
 (`make docs`); `wrong` says where a page, the code and `api_fields.yaml` differ.
 
 In a page, the lines between `<!-- fields: STRUCT -->`, `<!-- refused: STRUCT -->` or `<!-- errors -->` and `<!-- end -->`
-are made here. Types come from the structs, ranges from `core.sampling`, all else from `api_fields.yaml`.
+are made here. Types come from the structs, ranges from `core.sampling`, what is said of refused fields from
+`server.refused`, all else from `api_fields.yaml`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import yaml
 from thalweg.core import sampling
 from thalweg.server import anthropic, protocol
 from thalweg.server.openapi import _RANGES
+from thalweg.server.refused import REASONS, AdminRefusedFields
 from thalweg.server.responses import protocol as responses
 
 ROOT = Path(__file__).parents[1]
@@ -112,7 +114,7 @@ def lines(kind: str, struct: str) -> list[str]:
     if kind == "fields":
         cells: list[tuple[str, ...]] = list(field_rows(STRUCTS[struct]))
     elif kind == "refused":
-        cells = [(f"`{name}`", rows()["refused"][name]) for name in refused(STRUCTS[struct])]
+        cells = [(f"`{name}`", REASONS[name]) for name in refused(STRUCTS[struct])]
     else:
         cells = [(str(row[0]), f"`{code}`", f"`{row[1]}`", *row[2:]) for code, row in rows()["errors"].items()]
     heads = HEADS[kind]
@@ -149,19 +151,20 @@ def sent_codes() -> set[str]:
 
 def unmatched() -> Iterator[str]:
     """Fields, refused fields and error codes without a row in api_fields.yaml, and rows without one of these."""
-    table, used = rows(), set[str]()
+    known, used = {**rows(), "refused": REASONS}, set[str]()
     for kind in STRUCTS.values():
         for field in msgspec.structs.fields(kind):
             is_refused = field.name in refused(kind)
-            row = field.name if is_refused else row_name(kind, field.name)
-            used.add(f"{'refused' if is_refused else 'fields'} {row}")
-            if row not in table["refused" if is_refused else "fields"]:
+            name = field.name if is_refused else row_name(kind, field.name)
+            used.add(f"{'refused' if is_refused else 'fields'} {name}")
+            if name not in known["refused" if is_refused else "fields"]:
                 yield f"no {'reason' if is_refused else 'row'} for {kind.__name__}.{field.name}"
+    used |= {f"refused {name}" for name in AdminRefusedFields.__struct_fields__}  # no page has a table of these
     codes = sent_codes()
     used |= {f"errors {code}" for code in codes}
-    yield from (f"no row for the error code {code}" for code in sorted(codes - set(table["errors"])))
-    of_table = {f"{part} {name}" for part in ("fields", "refused", "errors") for name in table[part]}
-    yield from (f"nothing in the code for the row {name}" for name in sorted(of_table - used))
+    yield from (f"no row for the error code {code}" for code in sorted(codes - set(known["errors"])))
+    in_tables = {f"{part} {name}" for part in ("fields", "refused", "errors") for name in known[part]}
+    yield from (f"nothing in the code for the row {name}" for name in sorted(in_tables - used))
 
 
 def wrong() -> list[str]:

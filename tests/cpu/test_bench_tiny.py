@@ -196,7 +196,7 @@ def test_perplexity_is_that_of_the_target_alone(llm: LLM) -> None:
     nats, tokens = 0.0, 0
     for item in make_items("dialogue", "held_out", 2):
         prompt = run.texts.prompt(item).ids
-        rest = [*llm.get_tokenizer().encode(item.target, add_special=False), llm.get_tokenizer().eos_ids[0]]
+        rest = [*llm.get_tokenizer().encode(item.target, add_special_tokens=False), llm.get_tokenizer().eos_ids[0]]
         for i, token in enumerate(rest):  # one token at a time, by the log-probability of a forced choice
             forced = SamplingParams(
                 temperature=0.0, max_tokens=1, logit_bias=((token, 100.0),), logprobs=0, ignore_eos=True

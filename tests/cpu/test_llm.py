@@ -424,7 +424,7 @@ def test_parameters_in_sglangs_dictionaries(llm: LLM) -> None:
     for wrong, message in (
         ({"max_new_token": 1}, r"sampling_params\.max_new_token: .*did you mean max_new_tokens\?"),
         ({"max_tokens": 1}, r"sampling_params\.max_tokens: .*did you mean"),
-        ({"max_new_tokens": "5"}, r"sampling_params\.max_new_tokens: expected"),
+        ({"max_new_tokens": "5"}, r"sampling_params\.max_new_tokens: must be an integer, got a text"),
         ({"regex": "a", "ebnf": "b"}, r"sampling_params\.ebnf: asks for a second structure"),
     ):
         with pytest.raises(InvalidRequest, match=message):
@@ -436,7 +436,73 @@ def test_a_wrong_name_of_a_parameter_suggests_the_right_one() -> None:
         with pytest.raises(TypeError, match=f"no parameter '{wrong}'; did you mean {right}"):
             SamplingParams(**{wrong: 1})  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="there is temperature, top_k"):
+        SamplingParams(beams=["x"])  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="no parameter 'bad_words'; use logit_bias"):
         SamplingParams(bad_words=["x"])  # type: ignore[call-arg]
+    harmless = {"bad_words": [], "detokenize": True, "best_of": 1, "logits_processors": None}
+    assert SamplingParams(max_tokens=3, **harmless) == SamplingParams(max_tokens=3)  # type: ignore[arg-type]
+
+
+def test_parameters_can_be_changed_and_copied(llm: LLM) -> None:
+    params = llm.get_default_sampling_params()
+    params.temperature, params.max_tokens, params.stop = 0.0, 3, "zz"  # type: ignore[assignment]
+    longer = params.clone()
+    longer.max_tokens = 5
+    with pytest.raises(AttributeError):
+        params.max_token = 9  # type: ignore[attr-defined]
+    assert params.stop == ("zz",) and llm.get_default_sampling_params().max_tokens is None
+    outputs = [result.outputs[0] for result in llm.generate([TEXT] * 2, [params, longer])]
+    assert [len(output.token_ids) for output in outputs] == [3, 5]
+
+
+def test_the_tokenizer_has_transformers_methods(llm: LLM) -> None:
+    tokenizer, asked = llm.get_tokenizer(), [{"role": "user", "content": "What is 12 + 34?"}]
+    ids = tokenizer("My lord,")["input_ids"]
+    assert ids == tokenizer.encode("My lord,") and tokenizer(["My lord,"])["input_ids"] == [ids]
+    assert tokenizer.decode(ids[1:]) == "My lord," and tokenizer.batch_decode([ids], True) == ["My lord,"]
+    assert tokenizer.eos_token_id in tokenizer.eos_ids and ids[0] == tokenizer.bos_token_id
+    for thinking in (False, True):
+        text = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True, thinking=thinking)
+        answer = llm.chat(asked, GREEDY, thinking=thinking)[0]
+        assert answer.prompt == text and answer.prompt_token_ids == tokenizer.apply_chat_template(
+            asked, add_generation_prompt=True, thinking=thinking
+        )
+    with pytest.raises(InvalidRequest, match="return_tensors: is not supported"):
+        tokenizer.apply_chat_template(asked, return_tensors="pt")
+
+
+def test_an_effort_turns_thinking_on_and_none_off(llm: LLM) -> None:
+    asked = [{"role": "user", "content": "What is 12 + 34?"}]
+    for arguments, thinks in (
+        ({"reasoning_effort": "high"}, True),
+        ({"chat_template_kwargs": {"reasoning_effort": "low"}}, True),
+        ({"reasoning_effort": "none", "thinking": True}, False),
+        ({"reasoning_effort": "high", "chat_template_kwargs": {"enable_thinking": False}}, False),
+        ({}, False),
+    ):
+        prompt = llm.chat(asked, GREEDY, **arguments)[0].prompt or ""  # type: ignore[arg-type]
+        assert prompt.endswith("<think>") == thinks, arguments
+
+
+def test_prompts_of_a_wrong_type_are_refused(llm: LLM) -> None:
+    wrong: Any
+    for wrong in (None, 5, b"abc"):
+        with pytest.raises(InvalidRequest, match=r"prompts: must be a text, .* got (NoneType|int|bytes)"):
+            llm.generate(wrong)
+    with pytest.raises(InvalidRequest, match="messages: must be a list of messages"):
+        llm.chat(None)  # type: ignore[arg-type]
+    assert llm.generate({"prompt": TEXT, "multi_modal_data": None}, GREEDY)  # type: ignore[arg-type]
+
+
+def test_the_prefix_cache_is_emptied(llm: LLM) -> None:
+    prompt = TEXT * 8
+    cached = [llm.generate(prompt, GREEDY)[0].num_cached_tokens for _ in range(2)][1]
+    assert llm.reset_prefix_cache() and cached and not llm.generate(prompt, GREEDY)[0].num_cached_tokens
+
+
+def test_without_a_model_it_is_the_bundled_one() -> None:
+    with LLM(context_length=256) as bundled:
+        assert bundled.get_tokenizer().vocab_size == 2048
 
 
 def test_structures_in_the_parameters(llm: LLM) -> None:
@@ -484,7 +550,8 @@ def test_a_thought_is_limited(llm: LLM) -> None:
     whole = llm.chat(asked, GREEDY_LONG, thinking=True)[0].outputs[0]
     limits = [SamplingParams(temperature=0.0, max_tokens=200, thinking_token_budget=budget) for budget in (5, -1, 0)]
     cut, same, none = (result.outputs[0] for result in llm.chat([asked] * 3, limits, thinking=True))
-    end = llm.get_tokenizer().mark_id("</think>")
+    end = llm.get_tokenizer().convert_tokens_to_ids("</think>")
+    assert end is not None
     assert whole.token_ids.index(end) > 5 and same.token_ids == whole.token_ids
     assert cut.token_ids.index(end) == 5 and cut.token_ids[:5] == whole.token_ids[:5]
     assert none.token_ids[0] == end

@@ -91,7 +91,8 @@ def fields() -> list[tuple[str, str]]:
         if (path, field) not in NOT_SEEN
         if field not in (*BASES[path], *NO_EFFECT, *getattr(body, "REFUSED", ()))
     ]
-    native = [name for name in NativeSampling.__struct_fields__ if name not in NativeSampling.REFUSED]
+    unseen = (*NativeSampling.REFUSED, "stream_interval")  # the number of a stream's events
+    native = [name for name in NativeSampling.__struct_fields__ if name not in unseen]
     return found + [("/generate", f"sampling_params.{name}") for name in native]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -52,6 +53,18 @@ def test_a_thought_has_both_names_and_may_be_left_out(api: httpx.Client) -> None
 
 
 @pytest.mark.parametrize("stream", [False, True])
+def test_a_thought_that_is_left_out_has_no_log_probabilities(api: httpx.Client, stream: bool) -> None:
+    tokens = []
+    for include in (True, False):
+        answer = post(api, CHAT, include_reasoning=include, logprobs=True, stream=stream, **THINKS)
+        entries = [chunk["choices"][0]["logprobs"] for chunk in (answer if stream else [answer])]
+        tokens.append([one["token"] for entry in entries if entry for one in entry["content"]])
+    whole, shown = map("".join, tokens)
+    assert whole == "I muse</think>Well<eos>"  # here the mark is several tokens, of which some remain
+    assert whole.endswith(shown) and shown.removeprefix("</think").removeprefix(">") == "Well<eos>"
+
+
+@pytest.mark.parametrize("stream", [False, True])
 def test_usage_counts_the_thought(api: httpx.Client, stream: bool) -> None:
     more = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
     answer = post(api, CHAT, **THINKS, **more)
@@ -85,6 +98,10 @@ def test_a_budget_reaches_the_engine(api: httpx.Client) -> None:
         content = api.post("/v1/messages", json=body).json()["content"]
         assert any(block["type"] == "thinking" for block in content) == thinks
     assert post(api, CHAT, thinking_token_budget=-2)["error"]["param"] == "thinking_token_budget"
+    budgets: tuple[dict[str, Any], ...] = ({"thinking_token_budget": 6}, {"reasoning": {"max_tokens": 6}})
+    for budget in budgets:
+        api.post("/v1/responses", json={"input": "Hi", "reasoning_effort": "high", **budget})
+        assert FRONT.grammars[-1].thinking_budget == 6
 
 
 @pytest.mark.parametrize(
@@ -145,7 +162,46 @@ def test_overflow_has_the_code_and_the_words_that_clients_look_for(api: httpx.Cl
     for body in ({"prompt": [1] * 9, "max_tokens": CONTEXT}, {"prompt": "x" * 5000}, {"prompt": "x" * 900_000}):
         assert post(api, TEXT, **body)["error"]["code"] == "context_length_exceeded"
     answer = api.post("/v1/messages", json={"messages": long, "max_tokens": 9}).json()
-    assert answer["error"]["message"].startswith("prompt is too long")
+    assert re.fullmatch(rf"prompt is too long: \d+ tokens > {CONTEXT} maximum", answer["error"]["message"])
+    for size, said in ((5000, "5000 tokens"), (900_000, f"more than {CONTEXT} tokens")):
+        assert f"this request has {said} of prompt" in post(api, TEXT, prompt="x" * size)["error"]["message"]
+
+
+def test_a_refused_field_says_what_to_use(api: httpx.Client) -> None:
+    for path, body, instead in (
+        (CHAT, {"functions": [1]}, "use `tools`"),
+        (CHAT, {"best_of": 3}, "use `n`"),
+        ("/v1/responses", {"input": "Hi", "conversation": "c"}, "use `previous_response_id`"),
+        ("/generate", {"text": "a", "sampling_params": {"bad_words": ["x"]}}, "use `logit_bias`"),
+    ):
+        assert instead in post(api, path, **body)["error"]["message"]
+
+
+def test_parameters_of_generate_have_to_be_known(api: httpx.Client) -> None:
+    for wrong, right in (("max_tokens", "max_new_tokens"), ("temprature", "temperature")):
+        answer = api.post("/generate", json={"text": "a", "sampling_params": [{wrong: 1}]}).json()["error"]
+        assert answer["param"] == f"sampling_params[0].{wrong}" and f"did you mean {right}?" in answer["message"]
+
+
+def test_events_of_generate_come_at_an_interval(api: httpx.Client) -> None:
+    body: Any = {"text": "a", "stream": True, "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}}
+    lengths = []
+    for interval in (1, 3):
+        body["sampling_params"]["stream_interval"] = interval
+        lines = [line for line in api.post("/generate", json=body).text.splitlines() if line.startswith("data: {")]
+        lengths.append([len(json.loads(line[6:])["output_ids"]) for line in lines])
+    assert lengths == [[1, 2, 3, 4], [3, 4]]
+    body["sampling_params"]["stream_interval"] = 0
+    assert api.post("/generate", json=body).json()["error"]["param"] == "sampling_params.stream_interval"
+
+
+def test_a_wrong_type_is_said_in_words(api: httpx.Client) -> None:
+    for field, value, words in (
+        ("temperature", "x", "must be a number, got a text"),
+        ("messages", "x", "must be a list, got a text"),
+        ("stop", 3, "must be a text or a list, got an integer"),
+    ):
+        assert post(api, CHAT, **{field: value})["error"]["message"] == f"{field}: {words}"
 
 
 def test_prompts_are_truncated(api: httpx.Client) -> None:
@@ -240,7 +296,7 @@ def test_expressions_that_cannot_be_matched_are_refused(api: httpx.Client) -> No
     for pattern in (r"(?=a)b", r"\bword", "(", "a*", "(a)\\1"):
         with pytest.raises(InvalidRequest, match="stop_regex"):
             check((pattern,))
-    assert post(api, TEXT, stop_regex=["("])["error"]["param"] == "stop_regex"
+    assert post(api, TEXT, stop_regex=["("])["error"]["message"] == "stop_regex: '(': does not compile: unclosed group"
     native = api.post("/generate", json={"text": "a", "sampling_params": {"stop_regex": "("}}).json()
     assert native["error"]["param"] == "sampling_params.stop_regex"
     with pytest.raises(InvalidRequest, match="too complex"):

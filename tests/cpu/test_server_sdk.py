@@ -215,7 +215,10 @@ def test_tools_that_no_parser_reads_are_a_400() -> None:
         ({"reasoning_effort": "none"}, False),
         ({"reasoning_effort": "high", "thinking": {"type": "disabled"}}, False),
         ({"reasoning_effort": "high", "chat_template_kwargs": {"enable_thinking": False}}, False),
-        ({"thinking": {"type": "disabled"}, "chat_template_kwargs": {"thinking": True}}, True),
+        ({"thinking": {"type": "disabled"}, "chat_template_kwargs": {"thinking": True}}, False),
+        ({"reasoning_effort": "none", "thinking": {"type": "enabled"}}, False),
+        ({"reasoning_effort": "none", "chat_template_kwargs": {"thinking": True}}, False),
+        ({"chat_template_kwargs": {"reasoning_effort": "high"}}, True),
     ],
 )
 def test_deepseeks_switch_of_thinking(extra: dict[str, object], opens: bool) -> None:

@@ -39,13 +39,14 @@ class InvalidRequest(ThalwegError, ValueError):
 class ContextOverflow(InvalidRequest):
     """Prompt and output are longer than the context. Clients look for these words to shorten the conversation."""
 
-    def __init__(self, field: str, context: int, size: str) -> None:
-        """size: what was asked for, such as "5000 tokens of prompt"."""
-        self.context, self.size = context, size
-        super().__init__(field, f"this model's maximum context length is {context} tokens, but this request has {size}")
+    def __init__(self, field: str, context: int, prompt: str, output: str = "") -> None:
+        """prompt: its size, such as "5000 tokens"; output: what is wrong with it, where the prompt alone would fit."""
+        self.context, self.prompt, self.output = context, prompt, output
+        has = f"{prompt} of prompt{output}"
+        super().__init__(field, f"this model's maximum context length is {context} tokens, but this request has {has}")
 
     def at(self, field: str) -> ContextOverflow:
-        return ContextOverflow(field, self.context, self.size)
+        return ContextOverflow(field, self.context, self.prompt, self.output)
 
 
 class Overloaded(ThalwegError):

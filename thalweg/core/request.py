@@ -125,8 +125,8 @@ def check_request(
         raise InvalidRequest("prompt", "is empty: at least one token is needed")
     longest = context if params.max_tokens == 0 else context - 1
     if len(prompt) > longest:
-        room = "" if params.max_tokens == 0 else ", which leaves no room for output"
-        raise ContextOverflow("prompt", context, f"{len(prompt)} tokens of prompt{room}")
+        room = "" if len(prompt) > context else ", which leaves no room for output"
+        raise ContextOverflow("prompt", context, f"{len(prompt)} tokens", room)
     for token in (min(prompt), max(prompt)):
         if not 0 <= token < vocab:
             raise InvalidRequest("prompt", f"token id {token} is out of vocabulary, which has {vocab}")

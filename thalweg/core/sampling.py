@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import enum
 from collections.abc import Iterable, Mapping
@@ -53,6 +54,20 @@ OTHER_NAMES = {  # of SGLang and of older versions of vLLM
     ),
 }
 
+# of vLLM: the value that changes nothing, and what to use in place of another one
+NOT_HERE: Mapping[str, tuple[Any, str]] = {
+    "detokenize": (True, "texts are always made; token_ids of an output are its tokens"),
+    "spaces_between_special_tokens": (True, "the text is as the model's tokenizer decodes it"),
+    "best_of": (1, "use n"),
+    "use_beam_search": (False, "sampling draws tokens one by one; use n and logprobs"),
+    "bad_words": ((), "use logit_bias with the token ids"),
+    "allowed_token_ids": ((), "use structured_outputs or logit_bias"),
+    "logits_processors": ((), "code of a request is never run"),
+    "truncate_prompt_tokens": (None, "give the last ids of the prompt as prompt_token_ids"),
+    "extra_args": (None, "no extensions are loaded"),
+}
+_COLLECTIONS = ("stop", "stop_regex", "stop_token_ids", "logit_bias", "logprob_token_ids")
+
 
 class RequestOutputKind(enum.Enum):
     """What a stream of `AsyncLLM` yields."""
@@ -75,26 +90,29 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_de
 
 
 class _NamesNearest(type(msgspec.Struct)):  # type: ignore[misc]
-    """A wrong keyword argument raises a TypeError with the nearest right one."""
+    """A wrong keyword argument is a TypeError with the nearest right one; vLLM's that change nothing are dropped."""
 
     if not TYPE_CHECKING:  # the class's own signature counts
 
         def __call__(cls, *args: Any, **values: Any) -> Any:
-            for name in values:
-                if name not in cls.__struct_fields__:
+            for name in [name for name in values if name not in cls.__struct_fields__]:
+                harmless, instead = NOT_HERE.get(name, (None, ""))
+                if not instead or values[name] and values[name] != harmless:
                     near = difflib.get_close_matches(name, cls.__struct_fields__, 1)
                     guess = OTHER_NAMES.get(name) or "".join(near)
-                    instead = f"did you mean {guess}?" if guess else f"there is {', '.join(cls.__struct_fields__)}"
-                    raise TypeError(f"{cls.__name__} has no parameter {name!r}; {instead}")
+                    nearest = f"did you mean {guess}?" if guess else f"there is {', '.join(cls.__struct_fields__)}"
+                    raise TypeError(f"{cls.__name__} has no parameter {name!r}; {instead or nearest}")
+                del values[name]
             return super().__call__(*args, **values)
 
 
-class SamplingParams(msgspec.Struct, metaclass=_NamesNearest, frozen=True, kw_only=True, omit_defaults=True):
+class SamplingParams(msgspec.Struct, metaclass=_NamesNearest, kw_only=True, omit_defaults=True):
     """Sampling parameters of a request, by vLLM's names. Log-probabilities are the model's own: before temperature,
     penalties, bias and truncation.
 
     Lists become tuples, a single stop string a tuple of one, and a mapping of biases pairs. A wrong name is a
-    TypeError. Types and ranges are checked with the request, which raises InvalidRequest.
+    TypeError. Types and ranges are checked with the request, which raises InvalidRequest. A request keeps the values
+    that it was made with.
     """
 
     temperature: float = 1.0  # below GREEDY_BELOW is greedy
@@ -157,12 +175,17 @@ class SamplingParams(msgspec.Struct, metaclass=_NamesNearest, frozen=True, kw_on
         ) -> None: ...
 
     def __post_init__(self) -> None:
-        for name in ("stop", "stop_regex", "stop_token_ids", "logit_bias", "logprob_token_ids"):
-            value = getattr(self, name)
-            if not isinstance(value, tuple):
-                msgspec.structs.force_setattr(self, name, _as_tuple(value))
+        for name in _COLLECTIONS:
+            if not isinstance(value := getattr(self, name), tuple):
+                setattr(self, name, value)
         if self.logprob_token_ids and self.logprobs is None:
-            msgspec.structs.force_setattr(self, "logprobs", 0)
+            self.logprobs = 0
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, _as_tuple(value) if name in _COLLECTIONS else value)
+
+    def clone(self) -> SamplingParams:
+        return copy.copy(self)
 
     @property
     def is_greedy(self) -> bool:

@@ -324,7 +324,7 @@ class EngineClient:
 
     async def drain(self, timeout: float) -> None:
         """Refuses new requests, waits up to `timeout` seconds for running ones, then stops the engine."""
-        self.state, self.reason = "draining", "the server is shutting down"
+        self.state, self.reason = "draining", "it is shutting down"
         deadline = time.monotonic() + timeout
         while self._live and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
@@ -333,7 +333,7 @@ class EngineClient:
     async def close(self) -> None:
         """Stops the engine. Running requests end with EngineDead."""
         if self.state != "dead":
-            self.state, self.reason = "draining", "the server is shutting down"
+            self.state, self.reason = "draining", "it is shutting down"
         if self._runner is not None:
             if not self._runner.cancelling():  # a second cancel would interrupt the clean-up
                 self._runner.cancel()

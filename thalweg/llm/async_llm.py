@@ -13,10 +13,18 @@ from thalweg.core.grammar import NO_GRAMMAR, Grammar
 from thalweg.core.messages import Control, DumpExperts, StartProfile, StopProfile, UpdateWeights
 from thalweg.core.sampling import RequestOutputKind, SamplingParams
 from thalweg.engine.client import EngineClient
-from thalweg.llm.llm import SCORING, prompt_scores, with_thinking
+from thalweg.llm.llm import SCORING, prompt_scores
 from thalweg.llm.outputs import OutputBuilder, RequestOutput
-from thalweg.llm.prompts import Message, Params, PreparedRequest, Prompt, TextFrontend, TokenizedPrompt
-from thalweg.text.tokenizer import Tokenizer
+from thalweg.llm.prompts import (
+    Message,
+    Params,
+    PreparedRequest,
+    Prompt,
+    TextFrontend,
+    TokenizedPrompt,
+    chat_arguments,
+)
+from thalweg.llm.tokenizer import ChatTokenizer
 
 
 class _Stream(Protocol):
@@ -97,6 +105,7 @@ class AsyncLLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         thinking: bool | None = None,
+        reasoning_effort: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         priority: int = 0,
@@ -105,7 +114,7 @@ class AsyncLLM:
         """Answers one conversation; see `LLM.chat` for the arguments, `generate` for what it returns."""
 
         async def render() -> TokenizedPrompt:
-            arguments = with_thinking(chat_template_kwargs, thinking)
+            arguments = chat_arguments(chat_template_kwargs, thinking, reasoning_effort)
             return self.texts.render(messages, tools, arguments, add_generation_prompt, continue_final_message)
 
         return self._stream(render, sampling_params, request_id, priority, grammar)
@@ -120,9 +129,9 @@ class AsyncLLM:
             if each:
                 await self.front.abort(each)
 
-    def get_tokenizer(self) -> Tokenizer:
+    def get_tokenizer(self) -> ChatTokenizer:
         """As `LLM.get_tokenizer`."""
-        return self.texts.tokenizer
+        return ChatTokenizer(self.texts)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """As `LLM.get_default_sampling_params`."""

@@ -32,9 +32,10 @@ from thalweg.llm.prompts import (
     Prompts,
     TextFrontend,
     TokenizedPrompt,
+    chat_arguments,
     conversations,
 )
-from thalweg.text.tokenizer import Tokenizer
+from thalweg.llm.tokenizer import ChatTokenizer
 
 
 class GenerationInterrupted(KeyboardInterrupt):
@@ -52,8 +53,9 @@ class GenerationInterrupted(KeyboardInterrupt):
 class LLM:
     """An engine in the calling thread, to complete many prompts: `with LLM("models/tiny") as llm: llm.generate(…)`.
 
-    model: a folder, or org/name on the hub. use_tqdm_on_load: shows the loading on a terminal. config: the flags of
-    `thalweg serve` by name, also as vLLM and SGLang spell them. Raises UnsupportedConfig and CheckpointError.
+    model: a folder, or org/name on the hub; None: the one that comes with Thalweg. use_tqdm_on_load: shows the loading
+    on a terminal. config: the flags of `thalweg serve` by name, also as vLLM and SGLang spell them. Raises
+    UnsupportedConfig and CheckpointError.
     """
 
     def __init__(self, model: str | None = None, *, use_tqdm_on_load: bool = True, **config: Any) -> None:
@@ -96,6 +98,7 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         thinking: bool | None = None,
+        reasoning_effort: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         priority: int | Sequence[int] | None = None,
@@ -103,17 +106,13 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answers a conversation (OpenAI messages), or each of several.
 
-        thinking: short for chat_template_kwargs={"thinking": …}. continue_final_message: the answer continues the last
+        thinking: short for chat_template_kwargs={"thinking": …}. reasoning_effort: "none" turns thinking off, any other
+        value on. continue_final_message: the answer continues the last
         message. A structure holds after the thought. The rest is as in `generate`.
         """
+        arguments = chat_arguments(chat_template_kwargs, thinking, reasoning_effort)
         rendered = [
-            self.texts.render(
-                each,
-                tools,
-                with_thinking(chat_template_kwargs, thinking),
-                add_generation_prompt,
-                continue_final_message,
-            )
+            self.texts.render(each, tools, arguments, add_generation_prompt, continue_final_message)
             for each in conversations(messages)
         ]
         return self._generate(rendered, sampling_params, use_tqdm, priority, grammar)
@@ -122,13 +121,19 @@ class LLM:
         """Log-probabilities of each prompt's tokens 1 to the last, in nats."""
         return [prompt_scores(result) for result in self.generate(prompts, SCORING, use_tqdm)]
 
-    def get_tokenizer(self) -> Tokenizer:
-        """`encode(text)`, `decode(ids)`, `bos_id`, `eos_ids`, `vocab_size`."""
-        return self.texts.tokenizer
+    def get_tokenizer(self) -> ChatTokenizer:
+        """The tokenizer, with the methods of transformers' that scripts use most."""
+        return ChatTokenizer(self.texts)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Those of the model's generation_config.json."""
-        return self.texts.resolved.sampling
+        """A copy of those of the model's generation_config.json, to be changed."""
+        return self.texts.resolved.sampling.clone()
+
+    def reset_prefix_cache(self) -> bool:
+        """Empties the prefix cache. Returns True, as vLLM's."""
+        self._check_running()
+        self.engine.flush_cache()
+        return True
 
     def update_weights_from_disk(self, model_path: str, flush_cache: bool = True) -> str:
         """Replaces the tensors that the folder's checkpoint has. Returns a message with their number. flush_cache: also
@@ -223,10 +228,6 @@ def prompt_scores(result: RequestOutput) -> list[float]:
     entries = (result.prompt_logprobs or [])[1:]
     scored = zip(entries, result.prompt_token_ids[1:], strict=True)
     return [entry[token].logprob for entry, token in scored if entry is not None]
-
-
-def with_thinking(template_kwargs: Mapping[str, Any] | None, thinking: bool | None) -> Mapping[str, Any]:
-    return {**(template_kwargs or {}), **({} if thinking is None else {"thinking": thinking})}
 
 
 class ThroughputBar:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, NotRequired, TypedDict, cast
 
 import msgspec
 
-from thalweg.config.setting import nearest
+from thalweg.config.bundled import NAME, find_bundled
 from thalweg.config.tree import keyword_options
 from thalweg.core.errors import InvalidRequest
 from thalweg.core.grammar import NO_GRAMMAR, Grammar
@@ -30,6 +30,7 @@ from thalweg.server.structured_output import (
     outputs_grammar,
     with_budget,
 )
+from thalweg.text.chat import with_thinking
 from thalweg.text.grammar import check as check_grammar
 from thalweg.text.retention import ThinkingRetention
 
@@ -85,6 +86,8 @@ class TextFrontend:
 
     def __init__(self, model: str | None, config: Mapping[str, Any], progress: bool) -> None:
         options = keyword_options(**({} if model is None else {"model": model}), **config)
+        if not options.model.model:
+            options = keyword_options(model=find_bundled(NAME), **config)
         self.masks_calls = options.server.tool_strict_level != "off"
         self.resolved = resolve(options, progress=progress)
         self.tokenizer, self.format = self.resolved.reader(), self.resolved.chat
@@ -92,7 +95,8 @@ class TextFrontend:
 
     def tokenize(self, prompts: Prompts) -> list[TokenizedPrompt]:
         """Raises InvalidRequest naming the prompt and what is wrong with it."""
-        many = _as_list(prompts, lambda value: hasattr(value, "__index__") and not getattr(value, "ndim", 0))
+        what = "a text, token ids, a dictionary, or a list of such"
+        many = _as_list(prompts, _is_number, "prompts", what)
         return [self._tokenize(one, _place("prompt", place, len(many))) for place, one in enumerate(many)]
 
     def _tokenize(self, prompt: Any, where: str) -> TokenizedPrompt:
@@ -100,8 +104,8 @@ class TextFrontend:
             return self._plain(prompt, tuple(self.tokenizer.encode(prompt)))
         if not isinstance(prompt, Mapping):
             return self._plain(None, _token_ids(prompt, where))
-        for key in prompt:
-            if key not in PROMPT_KEYS:
+        for key, value in prompt.items():
+            if key not in PROMPT_KEYS and value is not None:
                 raise InvalidRequest(f"{where}.{key}", f"is not known; a prompt has {', '.join(PROMPT_KEYS)}")
         text, ids, salt = (prompt.get(key) for key in ("prompt", "prompt_token_ids", "cache_salt"))
         if text is None and ids is None:
@@ -218,11 +222,6 @@ class TextFrontend:
             read = typed_params(params)
             shape = read.structured_outputs
             return read, NO_GRAMMAR if shape is None else outputs_grammar(shape)
-        for name in params:
-            if name not in NativeSampling.__struct_fields__:
-                guess = nearest(str(name), NativeSampling.__struct_fields__)
-                instead = f"did you mean {guess}?" if guess else "a dictionary has SGLang's names"
-                raise InvalidRequest(f"sampling_params.{name}", f"is not known; {instead}")
         native = convert(dict(params), NativeSampling, "sampling_params")
         native.refuse("sampling_params.")
         return native_params(native, self.resolved.sampling), grammar_of(native, where="sampling_params.")
@@ -234,8 +233,22 @@ def _unenforced(grammar: Grammar) -> tuple[str, ...]:
     return check_grammar(grammar)
 
 
+def chat_arguments(
+    template_kwargs: Mapping[str, Any] | None, thinking: bool | None, effort: str | None
+) -> dict[str, Any]:
+    """The arguments of the chat template. effort: "none" turns thinking off, any other value on."""
+    said = {} if effort is None else {"reasoning_effort": effort}
+    return with_thinking({**said, **(template_kwargs or {})}, thinking, None if effort is None else effort != "none")
+
+
 def conversations(messages: Conversations) -> list[Sequence[Message]]:
-    return _as_list(messages, lambda value: isinstance(value, Mapping))
+    what = "a list of messages, or of such lists"
+    return _as_list(messages, lambda value: isinstance(value, Mapping), "messages", what)
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is a token id, numpy's and torch's included."""
+    return hasattr(value, "__index__") and not getattr(value, "ndim", 0)
 
 
 def _place(name: str, place: int, count: int) -> str:
@@ -260,7 +273,10 @@ def _each(value: Any, kinds: Any, name: str, count: int) -> list[Any]:
     return values
 
 
-def _as_list(values: Any, is_item: Callable[[Any], bool]) -> list[Any]:
-    """A text, a dictionary, or a sequence of items (token ids, messages) is a list of one."""
+def _as_list(values: Any, is_item: Callable[[Any], bool], name: str, what: str) -> list[Any]:
+    """A text, a dictionary, or a sequence of items (token ids, messages) is a list of one. Raises InvalidRequest."""
+    if isinstance(values, bytes) or not isinstance(values, str | Iterable):
+        raise InvalidRequest(name, f"must be {what}, got {type(values).__name__}")
+    values = values if isinstance(values, str | Mapping) else list(values)
     is_single = isinstance(values, str | Mapping) or any(map(is_item, values))
-    return [values] if is_single else list(values)
+    return [values] if is_single else values

@@ -23,7 +23,8 @@ from thalweg.server.context import AppContext
 from thalweg.server.errors import ApiError
 from thalweg.server.generation import GenerationJob
 from thalweg.server.parsing import renamed
-from thalweg.server.protocol import ChatRequest, RefusedFields, ResponseFormat
+from thalweg.server.protocol import ChatRequest, ResponseFormat
+from thalweg.server.refused import RefusedFields
 from thalweg.server.stream import PartsEncoder, named_event, respond
 from thalweg.text.events import Event, Part, PartKind
 from thalweg.text.parser import AnswerParser

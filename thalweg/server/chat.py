@@ -38,7 +38,7 @@ from thalweg.server.structured_output import (
     schema_of,
     with_budget,
 )
-from thalweg.text.chat import wants_thinking
+from thalweg.text.chat import wants_thinking, with_thinking
 from thalweg.text.events import Event, PartKind
 from thalweg.text.messages import read_tools
 from thalweg.text.parser import AnswerParser, is_in_thought
@@ -108,28 +108,16 @@ async def prepare_chat(
 
 
 def _read_deepseeks_fields(body: ChatRequest) -> None:
-    """`thinking` and `reasoning_effort` become template arguments, which win where both are given, but for a thought
-    without tokens; a last message with `prefix` is continued. Raises InvalidRequest.
+    """What says whether to think becomes template arguments: off where anything says so. A last message with `prefix`
+    is continued. Raises InvalidRequest.
     """
-    wanted: dict[str, Any] = {}
-    effort, option = body.reasoning_effort, body.reasoning or ReasoningOption()
-    effort = option.effort if effort is None else effort
-    if option.enabled is not None:
-        wanted["thinking"] = option.enabled
-    if body.thinking_token_budget is None:
-        body.thinking_token_budget = option.max_tokens
-    if effort is not None:
-        wanted |= {"reasoning_effort": effort, "thinking": effort != "none"}
-    if body.thinking is not None:
-        wanted["thinking"] = body.thinking.type == "enabled"
-    if wanted:
-        given_kwargs = body.chat_template_kwargs or {}
-        if "enable_thinking" in given_kwargs:
-            wanted.pop("thinking", None)
-        body.chat_template_kwargs = wanted | given_kwargs
-    if body.thinking_token_budget == 0:
-        options = body.chat_template_kwargs or {}
-        body.chat_template_kwargs = options | {"enable_thinking" if "enable_thinking" in options else "thinking": False}
+    option = body.reasoning or ReasoningOption()
+    body.thinking_token_budget = given(body.thinking_token_budget, option.max_tokens)
+    effort = given(body.reasoning_effort, option.effort)
+    said = [option.enabled, None if body.thinking is None else body.thinking.type == "enabled"]
+    said += [None if effort is None else effort != "none", False if body.thinking_token_budget == 0 else None]
+    arguments = {} if effort is None else {"reasoning_effort": effort}
+    body.chat_template_kwargs = with_thinking(arguments | (body.chat_template_kwargs or {}), *said) or None
     for i, message in enumerate(body.messages):
         if isinstance(message, dict) and message.get("prefix") is True:
             if i != len(body.messages) - 1 or message.get("role") != "assistant":
@@ -266,7 +254,7 @@ class ChatChoiceEncoder(ChoiceEncoder[ChatRequest]):
         super().__init__(tokenizer, body, index, prompt)
         self._parser = parser
         self._thought = ThoughtCounter(tokenizer, parser)
-        self._hides_thought = body.include_reasoning is False
+        self._hides_thought, self._hidden = body.include_reasoning is False, 0  # tokens of the piece
 
     @property
     def reasoning_tokens(self) -> int:
@@ -281,8 +269,9 @@ class ChatChoiceEncoder(ChoiceEncoder[ChatRequest]):
 
     def _parse(self, piece: Piece) -> list[Event]:
         events = self._parser.feed(piece.text, piece.finish)
-        self._thought.add(piece.ids)
+        thought = self._thought.add(piece.ids)
         if self._hides_thought:
+            self._hidden = thought
             events = [event for event in events if event.part.kind is not PartKind.REASONING]
         return events
 
@@ -324,11 +313,12 @@ class ChatChoiceEncoder(ChoiceEncoder[ChatRequest]):
             last.finish_reason = "tool_calls"
 
     def _logprobs(self, piece: Piece) -> ChatLogprobs | None:
-        if not self.body.logprobs or not piece.ids:
+        ids, scores = piece.ids[self._hidden :], piece.logprobs[self._hidden :]
+        if not self.body.logprobs or not ids:
             return None
         listed = len(self.body.logprob_token_ids or ())
         top = listed or given(self.body.top_logprobs, 0)
-        return chat_logprobs(self.names, piece.ids, piece.logprobs, top, has_own=bool(listed))
+        return chat_logprobs(self.names, ids, scores, top, has_own=bool(listed))
 
 
 class ThoughtCounter:
@@ -339,11 +329,11 @@ class ThoughtCounter:
         self._tokenizer, self._parser, self._ended = tokenizer, parser, not parser.is_thinking
         self._marks = [tokenizer.mark_id(mark) for mark in ("<think>", "</think>")]
 
-    def add(self, ids: Sequence[int]) -> None:
-        """ids: the tokens that the parser has just been fed."""
+    def add(self, ids: Sequence[int]) -> int:
+        """ids: the tokens that the parser has just been fed. Returns how many are the thought's or its marks."""
         if self._ended:
-            return
-        start, end = self._marks
+            return 0
+        (start, end), before = self._marks, self.tokens
         thought = ids[: ids.index(end)] if end in ids else ids
         self.tokens += len(thought) - (start in thought)
         self._ended = end in ids or not self._parser.is_thinking
@@ -351,6 +341,9 @@ class ThoughtCounter:
             answer = self._parser.answer.reasoning
             if end not in ids:  # there was no thought, a tool call ended it, or its marks are several tokens
                 self.tokens = len(self._tokenizer.encode(answer, False)) if answer else 0
+            else:
+                return ids.index(end) + 1
+        return max(self.tokens - before, 0) if self._ended else len(ids)
 
 
 def _deltas(events: Sequence[Event]) -> list[DeltaMessage]:

@@ -117,7 +117,7 @@ class AppContext:
             return tokenizer.encode(text, add_special)
         ids = await self.on_thread(lambda: [] if tokenizer.exceeds(text, most) else tokenizer.encode(text, add_special))
         if not ids or len(ids) > most:
-            size = f"more than {most} tokens, with the chat template where there is one"
+            size = f"{len(ids)} tokens" if ids else f"more than {most} tokens"
             raise ContextOverflow(field, most, size) if limit is None else InvalidRequest(field, f"{size}: shorten it")
         return ids
 

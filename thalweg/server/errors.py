@@ -73,6 +73,7 @@ class ApiError(Exception):
     retry: bool = False  # send Retry-After
     retry_after: int = 0  # seconds; 0: the server's default
     details: dict[str, Any] | None = None  # in Anthropic's shape
+    anthropic_message: str = ""  # in place of `message` there
 
     @property
     def kind(self) -> str:
@@ -87,8 +88,7 @@ class ApiError(Exception):
     @property
     def anthropic(self) -> bytes:
         kind = _ANTHROPIC_TYPES.get(self.status, "api_error")
-        message = f"prompt is too long: {self.message}" if self.code == "context_length_exceeded" else self.message
-        error = AnthropicError(kind, _printable(message), self.details or UNSET)
+        error = AnthropicError(kind, _printable(self.anthropic_message or self.message), self.details or UNSET)
         return msgspec.json.encode(AnthropicErrorBody(error))
 
     def response(self, retry_after: int, path: str, headers: Mapping[str, str]) -> Response:
@@ -117,7 +117,9 @@ def api_error(error: Exception) -> ApiError:
         case ApiError():
             return error
         case ContextOverflow():
-            return ApiError(400, str(error), param=error.field or None, code="context_length_exceeded")
+            refused = ApiError(400, str(error), param=error.field or None, code="context_length_exceeded")
+            refused.anthropic_message = f"prompt is too long: {error.prompt} > {error.context} maximum{error.output}"
+            return refused
         case InvalidRequest():
             return ApiError(400, str(error), param=error.field or None, code="invalid_value")
         case Overloaded():

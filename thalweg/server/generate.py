@@ -69,16 +69,26 @@ async def generate(ctx: AppContext, request: Request, body: GenerateRequest) -> 
     prompts = await read_prompts(ctx, field, value)
     samplings = _each(given(body.sampling_params, NativeSampling()), "sampling_params", len(prompts))
     rids = [ctx.rid(rid, request) for rid in _each(body.rid, "rid", len(prompts))]
+    intervals = [_interval(sampling) for sampling in samplings]
     grammars = _grammars(body, samplings, ctx.any_whitespace)
     jobs = [_prompt_job(ctx, body, *each) for each in zip(prompts, samplings, grammars, rids, strict=True)]
     salt = given(body.cache_salt, body.extra_key)
     job = await make_job(ctx, request, jobs, body.priority, salt, rename=lambda field: _NAMES.get(field, field))
     choices = [
-        GenerateChoiceEncoder(ctx.front.tokenizer, body, prompt, job) for prompt in jobs for _ in range(prompt.params.n)
+        GenerateChoiceEncoder(ctx.front.tokenizer, body, prompt, job, interval)
+        for prompt, interval in zip(jobs, intervals, strict=True)
+        for _ in range(prompt.params.n)
     ]
     is_batch = isinstance(body.text, list) or body.input_ids is not None and isinstance(body.input_ids[0], list)
     encoder = GenerateStreamEncoder(choices, is_batch or len(choices) > 1)
     return await respond(ctx, request, job, encoder, body.stream)
+
+
+def _interval(sampling: NativeSampling) -> int:
+    """Tokens from one event to the next, at least. Raises InvalidRequest."""
+    if (interval := given(sampling.stream_interval, 1)) < 1:
+        raise InvalidRequest("sampling_params.stream_interval", f"must be at least 1, got {interval}")
+    return interval
 
 
 def _each(value: Any, field: str, count: int) -> list[Any]:
@@ -143,13 +153,16 @@ class GenerateStreamEncoder(StreamEncoder):
 class GenerateChoiceEncoder:
     """Makes the events of one choice. Each is complete and replaces the one before."""
 
-    def __init__(self, tokenizer: Tokenizer, body: GenerateRequest, prompt: PromptJob, job: GenerationJob) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, body: GenerateRequest, prompt: PromptJob, job: GenerationJob, interval: int
+    ) -> None:
         self._tokenizer, self._body, self._prompt, self._started = tokenizer, body, prompt, job.accounting.began
         self._warnings = list(job.warnings) or UNSET
         self._text = ""
         self._ids: list[int] = []
         self._logprobs: dict[str, Any] = {}
         self._new_tokens = 0  # since the last event
+        self._interval = interval
 
     def add(self, piece: Piece) -> None:
         self._text += piece.text
@@ -163,7 +176,7 @@ class GenerateChoiceEncoder:
         256th: the stream's bytes grow with its length, not with the square of it.
         """
         size = len(self._ids) + len(self._logprobs.get("input_token_logprobs", ()))
-        return piece.finish is not None or size <= SHORT or self._new_tokens * 256 >= size
+        return piece.finish is not None or self._new_tokens >= max(self._interval, 0 if size <= SHORT else size / 256)
 
     def event(self, piece: Piece) -> GenerateResponse:
         """Everything so far. piece: the latest."""

@@ -146,7 +146,7 @@ def check_fits(ctx: AppContext, prompts: Sequence[PromptJob], body: OpenAIReques
     context = ctx.context_len or 1 << 62
     for size in (len(prompt.ids) for prompt in prompts):
         if max_tokens is not None and size < context < size + max_tokens:
-            raise ContextOverflow(field, context, f"{size} tokens of prompt and asks for {max_tokens} more")
+            raise ContextOverflow(field, context, f"{size} tokens", f" and asks for {max_tokens} more")
 
 
 def _check(ctx: AppContext, job: GenerationJob) -> None:

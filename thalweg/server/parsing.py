@@ -14,9 +14,11 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from thalweg.config.setting import nearest
 from thalweg.core.errors import InvalidRequest
 from thalweg.core.sampling import SamplingParams
-from thalweg.server.protocol import ChatRequest, CompletionRequest, NativeSampling, RefusedFields, SamplingFields
+from thalweg.server.protocol import ChatRequest, CompletionRequest, NativeSampling, SamplingFields
+from thalweg.server.refused import RefusedFields
 
 T = TypeVar("T")
 StructT = TypeVar("StructT", bound=msgspec.Struct)
@@ -31,6 +33,8 @@ _DEFAULTED = (
     *("temperature", "top_k", "top_p", "min_p"),
     *("repetition_penalty", "frequency_penalty", "presence_penalty"),
 )
+_WORDS = {"str": "a text", "int": "an integer", "float": "a number", "bool": "true or false", "array": "a list",
+          "object": "an object"}  # fmt: skip
 _decoder = functools.cache(msgspec.json.Decoder)
 
 
@@ -90,6 +94,14 @@ def _field_error(text: str) -> InvalidRequest:
     path = where.rpartition("`$")[2].strip("`").removeprefix(".").replace("[...]", "")
     if missing := message.partition("missing required field `")[2].partition("`")[0]:
         return InvalidRequest(f"{path}.{missing}".removeprefix("."), "is required")
+    if unknown := message.partition("contains unknown field `")[2].partition("`")[0]:
+        guess = nearest(unknown, NativeSampling.__struct_fields__)  # the one struct that has to know all its fields
+        instead = f"did you mean {guess}?" if guess else "the names are SGLang's"
+        return InvalidRequest(f"{path}.{unknown}".removeprefix("."), f"is not known; {instead}")
+    if types := re.fullmatch("Expected `(.*)`, got `(.*)`", message):
+        wanted, got = ([_WORDS.get(name, name) for name in each.split(" | ")] for each in types.groups())
+        wanted = [name for name in wanted if name != "null"] or wanted
+        return InvalidRequest(path, f"must be {' or '.join(dict.fromkeys(wanted))}, got {' or '.join(got)}")
     return InvalidRequest(path, message[:1].lower() + message[1:])
 
 

@@ -10,53 +10,10 @@ from typing import Any, ClassVar, Literal
 
 import msgspec
 
-from thalweg.core.errors import InvalidRequest
 from thalweg.core.sampling import StructuredOutputsParams
+from thalweg.server.refused import AdminRefusedFields, GenerationRefusedFields
 
 Prompt = str | list[str | int | list[int]]
-
-
-class RefusedFields(msgspec.Struct, kw_only=True):
-    """Base of bodies with fields that other servers have and this one refuses."""
-
-    REFUSED: ClassVar[tuple[str, ...]] = ()
-    HARMLESS: ClassVar[dict[str, Any]] = {}  # values of refused fields that change nothing
-
-    def refuse(self, where: str = "") -> None:
-        """Raises InvalidRequest naming the first refused field that is on (null, false and empty are off)."""
-        for name in self.REFUSED:
-            value = getattr(self, name)
-            if value and value != self.HARMLESS.get(name):
-                raise InvalidRequest(where + name, "is not supported here and would change the result: leave it out")
-
-
-class GenerationRefusedFields(RefusedFields, kw_only=True):
-    HARMLESS: ClassVar[dict[str, Any]] = {"modalities": ["text"], "function_call": "none"}
-
-    suffix: Any = None
-    use_beam_search: Any = None
-    bad_words: Any = None
-    logits_processors: Any = None
-    custom_logit_processor: Any = None
-    prompt_embeds: Any = None
-    input_embeds: Any = None
-    image_data: Any = None
-    video_data: Any = None
-    audio_data: Any = None
-    lora_path: Any = None
-    return_hidden_states: Any = None
-    functions: Any = None
-    function_call: Any = None
-    audio: Any = None
-    modalities: Any = None
-    web_search_options: Any = None
-    documents: Any = None
-    chat_template: Any = None
-    allowed_token_ids: Any = None
-    token_ids_logprob: Any = None
-    logprob_token_ids: Any = None
-    vllm_xargs: Any = None
-    custom_params: Any = None
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -189,13 +146,18 @@ class ChatRequest(OpenAIRequest, kw_only=True):
     add_generation_prompt: bool | None = None
 
 
-class NativeSampling(SamplingFields, kw_only=True):
+class NativeSampling(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     """`sampling_params` of POST /generate."""
+
+    REFUSED = (*SamplingFields.REFUSED, "spaces_between_special_tokens")
+    HARMLESS: ClassVar[dict[str, Any]] = {**SamplingFields.HARMLESS, "spaces_between_special_tokens": True}
 
     max_new_tokens: int | None = None
     min_new_tokens: int | None = None
     no_stop_trim: bool | None = None
     sampling_seed: int | None = None
+    stream_interval: int | None = None  # tokens from one event of a stream to the next, at least
+    spaces_between_special_tokens: Any = None
 
 
 class GenerateRequest(StructuredFields, kw_only=True):
@@ -220,19 +182,6 @@ class AbortRequest(msgspec.Struct, kw_only=True):
 
     rid: str = ""
     abort_all: bool = False
-
-
-class AdminRefusedFields(RefusedFields, kw_only=True):
-    """Fields of SGLang's admin routes that are refused here."""
-
-    keep_pause: Any = None
-    is_async: Any = None
-    manifest: Any = None
-    start_step: Any = None
-    profile_by_stage: Any = None
-    profile_stages: Any = None
-    profile_prefix: Any = None
-    merge_profiles: Any = None
 
 
 class UpdateWeightsRequest(AdminRefusedFields, kw_only=True):

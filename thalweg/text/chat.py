@@ -216,6 +216,18 @@ def wants_thinking(thinking: bool | None, template_kwargs: Mapping[str, Any] | N
     return next((value for value in values if isinstance(value, bool)), None)
 
 
+def with_thinking(template_kwargs: Mapping[str, Any] | None, *said: bool | None) -> dict[str, Any]:
+    """Template arguments that say whether to think, if anything does: `said`, `thinking`, `enable_thinking` and
+    `reasoning_effort`, where "none" is off. Off wins.
+    """
+    arguments = dict(template_kwargs or {})
+    effort = arguments.get("reasoning_effort")
+    votes = [*said, *map(arguments.get, ("thinking", "enable_thinking")), None if effort is None else effort != "none"]
+    if known := [vote for vote in votes if isinstance(vote, bool)]:
+        arguments["thinking"] = all(known)
+    return arguments
+
+
 def formats_of(template: str) -> ParserNames:
     """The parsers for a model, by the markup that its template writes."""
     reasoning = None

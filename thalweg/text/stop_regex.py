@@ -29,8 +29,9 @@ def _compile(pattern: str) -> LLMatcher:
         if state.is_accepting():
             raise InvalidRequest(FIELD, f"{pattern!r} matches the empty text, so it would stop everything")
         return state
-    reason = state.get_error().partition("\n")[0]
-    unsupported = "look" in state.get_error() or "backreference" in state.get_error()
+    error = state.get_error()
+    reason = error.rpartition("\nerror: ")[2].partition("\n")[0]
+    unsupported = "look" in error or "backreference" in error
     why = "look-around, anchors and back references are not supported" if unsupported else f"does not compile: {reason}"
     raise InvalidRequest(FIELD, f"{pattern!r}: {why}")
 

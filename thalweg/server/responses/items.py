@@ -12,13 +12,14 @@ import msgspec
 from thalweg.core.errors import InvalidRequest
 from thalweg.core.grammar import Grammar
 from thalweg.server.chat import ChatConversion, tool, tool_call
-from thalweg.server.parsing import convert
+from thalweg.server.parsing import convert, given
 from thalweg.server.protocol import ChatRequest, ResponseFormat
 from thalweg.server.responses.protocol import (
     CallItem,
     CallOutputItem,
     CustomCallItem,
     MessageItem,
+    Reasoning,
     ReasoningItem,
     ResponsesInput,
     ResponsesRequest,
@@ -47,12 +48,14 @@ def chat_of(body: ResponsesInput, history: Sequence[dict[str, Any]], conversion:
         conversion.add("input", "user", content=body.input)
     else:
         _add_items(body.input, conversion)
+    reasoning = body.reasoning or Reasoning()
     return conversion.chat_request(
         body,
         tools=[_tool(entry, f"tools[{i}]") for i, entry in enumerate(body.tools or ())] or None,
         tool_choice=_tool_choice(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls,
-        reasoning_effort=(body.reasoning and body.reasoning.effort) or body.reasoning_effort,
+        reasoning_effort=given(reasoning.effort, body.reasoning_effort),
+        thinking_token_budget=given(body.thinking_token_budget, reasoning.max_tokens),
         chat_template_kwargs=body.chat_template_kwargs or {},
         response_format=_format(body.text.format) if body.text and body.text.format else None,
         **(_generation(body) if isinstance(body, ResponsesRequest) else {}),

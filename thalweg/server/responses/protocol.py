@@ -9,7 +9,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from thalweg.server.logprobs import ChatLogprob
-from thalweg.server.protocol import RefusedFields
+from thalweg.server.refused import RefusedFields
 
 Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 
@@ -17,6 +17,7 @@ Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "
 class Reasoning(msgspec.Struct, kw_only=True):
     effort: str | None = None  # "none" turns thinking off, any other on
     summary: str | None = None
+    max_tokens: int | None = None  # an extension: the budget of the thought
 
 
 class TextFormat(msgspec.Struct, kw_only=True):
@@ -67,6 +68,7 @@ class ResponsesInput(RefusedFields, kw_only=True):
     # extensions
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None  # `effort` of reasoning, by its name in chats
+    thinking_token_budget: int | None = None  # tokens after which a thought is ended; -1: no limit
 
 
 class ResponsesRequest(ResponsesInput, kw_only=True):
