@@ -245,7 +245,7 @@ def test_a_seed_gives_the_same_tokens_again_with_the_same_widths() -> None:
 def test_under_a_grammar() -> None:
     words = {"type": "array", "items": {"enum": ["aye", "nay"]}, "minItems": 6, "maxItems": 9}
     made = engine("rejection-sampling")
-    asked = [(prompt, SamplingParams(temperature=1.0, seed=3, max_tokens=150)) for prompt in prompts(3)]
+    asked = [(prompt, SamplingParams(temperature=1.0, seed=3, max_tokens=400)) for prompt in prompts(3)]
     texts = run(made, asked, Grammar("json_schema", json.dumps(words), any_whitespace=True))
     assert made.loop.stats().accepted_tokens > 0
     tokenizer = Tokenizer(Path(MODEL))

@@ -49,7 +49,7 @@ def test_the_model_reads_both_sides_of_the_hole() -> None:
         (ByteTokenizer(), {"prompt": [1, 2], "suffix": "b"}, "suffix", "token ids"),
         (ByteTokenizer(), {"prompt": [[1, 2]], "suffix": "b"}, "suffix", "token ids"),
         (ByteTokenizer(), {"prompt": "a", "suffix": "b", "echo": True}, "echo", "suffix"),
-        (ByteTokenizer(), {"prompt": "a", "suffix": 5}, "suffix", "expected"),
+        (ByteTokenizer(), {"prompt": "a", "suffix": 5}, "suffix", "must be a text"),
     ],
 )
 def test_what_cannot_be_infilled_is_said(

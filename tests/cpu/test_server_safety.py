@@ -469,7 +469,7 @@ def test_a_long_native_stream_does_not_grow_as_the_square_of_its_length() -> Non
 
     prompt = PromptJob("text", [5], None, SamplingParams(), "r", NO_GRAMMAR)
     job: Any = SimpleNamespace(accounting=SimpleNamespace(began=0.0), warnings=())
-    encoder: Any = generate.GenerateChoiceEncoder(FakeFront().tokenizer, GenerateRequest(text="x"), prompt, job)
+    encoder: Any = generate.GenerateChoiceEncoder(FakeFront().tokenizer, GenerateRequest(text="x"), prompt, job, 1)
     entries = events = 0
     for _ in range(50_000):
         encoder.add(Piece)

@@ -63,8 +63,8 @@ class RequestLog:
             **{name: getattr(accounting, name) or None for name in ("drafted_tokens", "preemptions")},
         }
         if self._shows_params:
-            different = list(dict.fromkeys(accounting.params))
-            values["params"] = [msgspec.to_builtins(params) for params in different[shown]]
+            different = {msgspec.json.encode(params): params for params in accounting.params}
+            values["params"] = [msgspec.to_builtins(params) for params in [*different.values()][shown]]
         if self._max_text:
             limit = self._max_text  # a token is at least one character, partial characters aside
             values["prompts"] = [
