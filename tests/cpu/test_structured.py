@@ -17,7 +17,7 @@ import pytest
 
 from thalweg.core.errors import InvalidRequest
 from thalweg.core.grammar import NO_GRAMMAR, Grammar
-from thalweg.core.sampling import SamplingParams
+from thalweg.core.sampling import SamplingParams, StructuredOutputsParams
 from thalweg.llm import LLM, AsyncLLM, CompletionOutput
 from thalweg.text.grammar import GrammarCompiler
 from thalweg.text.parser import TOOL_FORMATS
@@ -241,6 +241,23 @@ def test_a_call_that_the_model_chooses_is_held_to_its_schema(llm: LLM, form: str
     plain = msgspec.structs.replace(HOT, seed=0, max_tokens=40)
     held, free = (llm.generate("Well: ", plain, grammar=g)[0].outputs[0].token_ids for g in (grammar, NO_GRAMMAR))
     assert held == free, "text stays what it was"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.6])
+def test_an_answer_in_a_form_without_a_bound_ends(llm: LLM, temperature: float) -> None:
+    """The prompt does not name the form, and any length is allowed."""
+    questions = "Hello", "Name three cities.", "Tell me about Anna, who is 21.", "What is 27 + 58?", "Make up a man."
+    asked = [[{"role": "user", "content": question}] for question in questions]
+    tags = {"type": "array", "items": {"type": "string"}}
+    for shape in (
+        StructuredOutputsParams(json_object=True),
+        StructuredOutputsParams(json=tags),
+        StructuredOutputsParams(json={"type": "object", "properties": {"title": {"type": "string"}, "tags": tags}}),
+    ):
+        params = SamplingParams(temperature=temperature, seed=1, max_tokens=300, structured_outputs=shape)
+        for result in llm.chat(asked, params):
+            assert result.outputs[0].finish_reason == "stop", (shape, result.prompt, result.outputs[0].text)
+            json.loads(result.outputs[0].text)
 
 
 def test_reasoning_comes_before_the_grammar(llm: LLM) -> None:
