@@ -24,7 +24,7 @@ from tests.cpu.in_memory import InMemory
 from thalweg.config.model import facts_of
 from thalweg.core.errors import CheckpointError
 from thalweg.core.kernels import KernelConfig
-from thalweg.kernels.weight_only.ref import Codes, dequantize
+from thalweg.kernels.weight_only.ref import FOUR_BITS, Codes, KernelCodes, dequantize, pack_nibbles, unpack_nibbles
 from thalweg.layers.kernel_layers import KernelLayers
 from thalweg.models.catalog import assemble, read_facts
 from thalweg.quant.catalog import METHODS, NEVER_QUANTIZED, Stored, format_of
@@ -136,8 +136,23 @@ def test_memory_holds_the_codes_that_kernels_multiply_by(name: str) -> None:
     tensors = list(stream.deliver(scheme.reads(weight, ()), torch.device("cpu")))
     held = scheme.pack(weight, tensors, ())
     assert {suffix: (tuple(t.shape), t.dtype) for suffix, t in held.items()} == scheme.parameters(weight.shape)
-    parts = (held.get(suffix) for suffix in ("", "_scale", "_zero", "_row"))
-    assert torch.equal(dequantize(Codes(scheme.codes.kind, *parts)), scheme.decode(weight, tensors, ()))  # type: ignore[arg-type]
+    parts = [held.get(suffix) for suffix in ("", "_scale", "_zero", "_row")]
+    codes = natural(KernelCodes(scheme.codes.kind, *parts))  # type: ignore[arg-type]
+    assert torch.equal(dequantize(codes), scheme.decode(weight, tensors, ()))
+
+
+def natural(held: KernelCodes) -> Codes:
+    """The inverse of `arranged`, element by element."""
+    codes = held.codes
+    if held.kind in FOUR_BITS:
+        block, nibbles = 64 if held.columns % 128 else 128, unpack_nibbles(held.codes)
+        places = [
+            c // block * block + (c % block % (block // 4) // 2) * 8 + (c % 2) * 4 + c % block // (block // 4)
+            for c in range(held.columns)
+        ]
+        codes = pack_nibbles(nibbles[..., places])
+    scale, zero = (None if each is None else each.transpose(-1, -2) for each in (held.scale, held.zero))
+    return Codes(held.kind, codes, scale, zero, held.row)
 
 
 def test_layers_of_kernels_hold_experts_and_products_as_codes() -> None:
@@ -161,9 +176,8 @@ def test_layers_of_kernels_hold_experts_and_products_as_codes() -> None:
     load(model, model.table(), stream, config)
     moe = model.layers[1].mlp
     stacks = moe.experts.stacks()
-    assert (
-        torch.equal(dequantize(stacks.w13)[3], torch.cat([int4[1], int4[1]])) and stacks.w2.codes.dtype == torch.uint8
-    )
+    assert torch.equal(dequantize(natural(stacks.w13))[3], torch.cat([int4[1], int4[1]]))
+    assert stacks.w2.codes.dtype == torch.uint8
     assert moe.shared.down.weight.dtype == torch.float8_e4m3fn and moe.shared.down.weight_row.shape == (64,)
 
 

@@ -37,6 +37,7 @@ from thalweg.kernels.verify import triton as verify
 from thalweg.kernels.verify.ref import AcceptedPaths, Verification
 from thalweg.kernels.weight_only import case as codes_case
 from thalweg.kernels.weight_only import triton as codes
+from thalweg.kernels.weight_only.ref import arranged
 from thalweg.models import catalog
 from thalweg.sampling.kernel_sampling import KernelSampler
 
@@ -196,10 +197,10 @@ def weight_only() -> None:
     generator = torch.Generator().manual_seed(1)
     for kind in codes_case.WEIGHTS:
         for rows in (1, 300):
-            weight = codes_case.draw_weight(generator, (256, 1024), *kind)
+            weight = arranged(codes_case.draw_weight(generator, (256, 1024), *kind))
             codes.linear(torch.empty(rows, 1024, dtype=torch.bfloat16), weight)
         shapes = (4, 512, 256), (4, 256, 256)
-        stacks = codes.CodedExperts(*(codes_case.draw_weight(generator, shape, *kind) for shape in shapes))
+        stacks = codes.CodedExperts(*(arranged(codes_case.draw_weight(generator, shape, *kind)) for shape in shapes))
         for tokens in (2, 600):
             routed = RouterOutput(torch.empty(tokens, 2), torch.zeros(tokens, 2, dtype=torch.int32))
             x = torch.empty(tokens, 256, dtype=torch.bfloat16)

@@ -15,7 +15,7 @@ from thalweg.kernels.norm import triton as norm
 from thalweg.kernels.norm.triton import Rows
 from thalweg.kernels.quantize.triton import scales_like
 from thalweg.kernels.router import triton as routing
-from thalweg.kernels.weight_only.ref import Codes
+from thalweg.kernels.weight_only.ref import KernelCodes
 from thalweg.kernels.weight_only.triton import CodedExperts
 from thalweg.layers.factory import LayerFactory
 from thalweg.layers.interface import Activation, ResidualStream
@@ -157,8 +157,8 @@ class KernelExperts(ExpertStacks):
         if isinstance(self.scheme, WeightOnly):
             kind = self.scheme.codes.kind
             return CodedExperts(
-                Codes(kind, self.w13, self.w13_scale, self.w13_zero, self.w13_row),
-                Codes(kind, self.w2, self.w2_scale, self.w2_zero, self.w2_row),
+                KernelCodes(kind, self.w13, self.w13_scale, self.w13_zero, self.w13_row),
+                KernelCodes(kind, self.w2, self.w2_scale, self.w2_zero, self.w2_row),
             )
         return ExpertWeights(self.w13, self.w2, self.w13_scale, self.w2_scale)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from thalweg.core.errors import CheckpointError
 from thalweg.core.kernels import KernelConfig
-from thalweg.kernels.weight_only.ref import FOUR_BITS, Codes, dequantize
+from thalweg.kernels.weight_only.ref import FOUR_BITS, Codes, KernelCodes, arranged, dequantize
 from thalweg.quant.scheme import Index, LinearProduct, ParameterShapes, Quantized, Take, TensorSpec
 
 CODE_DTYPES = {"int8": torch.int8, "e4m3": torch.float8_e4m3fn}
@@ -36,7 +36,7 @@ class CodesInMemory(NamedTuple):
 
 @dataclass(frozen=True)
 class WeightOnly(Quantized):
-    """A scheme whose weights memory holds as `Codes`."""
+    """A scheme whose weights memory holds as `KernelCodes`."""
 
     operation = "weight_only"
     quantizes_activations = False
@@ -48,7 +48,7 @@ class WeightOnly(Quantized):
 
     @abstractmethod
     def unpack(self, weight: TensorSpec, tensors: Sequence[Tensor], take: Take) -> Codes:
-        """The slice as memory holds it, from the tensors that `reads` names. Pure."""
+        """The slice, from the tensors that `reads` names. Pure."""
 
     @property
     def memory(self) -> Hashable:
@@ -66,8 +66,9 @@ class WeightOnly(Quantized):
         return dequantize(self.unpack(weight, tensors, take))
 
     def holds(self, take: Take, shape: tuple[int, ...], is_reordered: bool) -> bool:
-        group = self.codes.group
-        return not is_reordered and group in KERNEL_GROUPS and shape[1] % max(group, 64) == 0
+        group, kind = self.codes.group, self.codes.kind
+        is_group = group in KERNEL_GROUPS and (group != 16 or kind == "e2m1")
+        return not is_reordered and is_group and shape[1] % max(group, 64) == 0
 
     def parameters(self, shape: tuple[int, ...]) -> ParameterShapes:
         kind, group, scale, has_zero, has_row = self.codes
@@ -76,20 +77,22 @@ class WeightOnly(Quantized):
         if kind not in FOUR_BITS:
             made = {"": (shape, CODE_DTYPES[kind])}
         if scale is not None:
-            made["_scale"] = (*rows, columns // group), scale
+            made["_scale"] = (*rows[:-1], columns // group, rows[-1]), scale
         if has_zero:
-            made["_zero"] = (*rows, columns // group), torch.uint8
+            made["_zero"] = (*rows[:-1], columns // group, rows[-1]), torch.uint8
         if has_row:
             made["_row"] = tuple(rows), torch.float32
         return made
 
     def pack(self, weight: TensorSpec, tensors: Sequence[Tensor], take: Take) -> dict[str, Tensor]:
-        _, *parts = self.unpack(weight, tensors, take)
+        _, *parts = arranged(self.unpack(weight, tensors, take))
         suffixes = ("", "_scale", "_zero", "_row")
         return {suffix: part for suffix, part in zip(suffixes, parts, strict=True) if part is not None}
 
     def places(self, into: Index) -> dict[str, Index]:
-        return dict.fromkeys(("", "_scale", "_zero", "_row"), into)  # stacks and rows, never columns
+        stack = [part for part in into if isinstance(part, int)]  # what follows are rows, never columns
+        by_group = (*stack, slice(None), *into[len(stack) :])
+        return {"": into, "_scale": by_group, "_zero": by_group, "_row": into}
 
     def product(self, kernels: KernelConfig) -> LinearProduct:
         from thalweg.kernels.gemm.epilogue import Epilogue
@@ -101,7 +104,7 @@ class WeightOnly(Quantized):
             x: Any, weights: Sequence[Tensor], residual_MN: Tensor | None = None, out_MN: Tensor | None = None
         ) -> Tensor:
             parts = dict(zip(suffixes, weights, strict=True))
-            held = Codes(kind, parts[""], parts.get("_scale"), parts.get("_zero"), parts.get("_row"))
+            held = KernelCodes(kind, parts[""], parts.get("_scale"), parts.get("_zero"), parts.get("_row"))
             y: Tensor = linear(x, held, Epilogue(None, residual_MN, out_MN), kernels.deterministic)
             return y
 

@@ -75,10 +75,9 @@ def cases(generator: torch.Generator) -> Iterator[KernelCase]:
 
 
 def cases_of_experts(generator: torch.Generator) -> Iterator[KernelCase]:
-    hidden, inner, experts, topk = 128, 64, 6, 2
+    hidden, experts, topk = 256, 6, 2
     for (kind, group, scale, has_row), tokens in product(WEIGHTS, (2, 30)):
-        if group == 128:
-            group, scale = 64, scale
+        inner = 128 if group == 128 else 192  # blocks of 64 columns
         stacks = [
             draw_weight(generator, shape, kind, group, scale, has_row)
             for shape in ((experts, 2 * inner, hidden), (experts, hidden, inner))
@@ -108,7 +107,7 @@ def run(x_MK: Tensor, kind: str, **given: Any) -> tuple[Tensor, ...]:
 def run_triton(x_MK: Tensor, kind: str, **given: Any) -> tuple[Tensor, ...]:
     from thalweg.kernels.weight_only import triton
 
-    weight = _weight(kind, "w", given)
+    weight = ref.arranged(_weight(kind, "w", given))
     return (triton.linear(x_MK, weight, Epilogue(**given)),)
 
 
@@ -125,7 +124,7 @@ def run_experts_triton(
     from thalweg.kernels.router.triton import RouterOutput
     from thalweg.kernels.weight_only import triton
 
-    stacks = triton.CodedExperts(_weight(kind, "w13", given), _weight(kind, "w2", given))
+    stacks = triton.CodedExperts(*(ref.arranged(_weight(kind, name, given)) for name in ("w13", "w2")))
     triton.run_experts(out_TH, x_TH, RouterOutput(weights_TK, ids_TK), stacks)
     return (out_TH,)
 

@@ -20,7 +20,7 @@ FOUR_BITS = ("int4", "uint4", "e2m1")
 
 
 class Codes(NamedTuple):
-    """A weight [..., N, K] in memory: code · scale of its group · scale of its row. All contiguous.
+    """A weight [..., N, K]: code · scale of its group · scale of its row. All contiguous.
 
     codes: uint8 [..., N, K / 2], the even column in the low half; of 8 bits int8 or float8_e4m3fn [..., N, K].
     """
@@ -45,6 +45,40 @@ class Codes(NamedTuple):
         """One weight of a stack."""
         scale, zero, row = (None if each is None else each[number] for each in (self.scale, self.zero, self.row))
         return Codes(self.kind, self.codes[number], scale, zero, row)
+
+
+class KernelCodes(NamedTuple):
+    """A weight [..., N, K] as memory holds it for the kernels; see `arranged`."""
+
+    kind: str
+    codes: Tensor  # [..., N, K]; of 4 bits uint8 [..., N, K / 2], words of 4 bytes
+    scale: Tensor | None = None  # [..., K / group, N]
+    zero: Tensor | None = None  # uint8 [..., K / group, N]
+    row: Tensor | None = None  # float32 [..., N]
+
+    @property
+    def columns(self) -> int:
+        """K."""
+        return self.codes.shape[-1] * (2 if self.kind in FOUR_BITS else 1)
+
+    @property
+    def group(self) -> int:
+        """Columns that share a scale; 0 where a row's scale is all."""
+        return 0 if self.scale is None else self.columns // self.scale.shape[-2]
+
+
+def arranged(weight: Codes) -> KernelCodes:
+    """For the kernels. Of 4 bits: nibbles i and i + 4 of word w of a row's block of 128 columns are columns 32 i + 2 w
+    and the next, so that one mask leaves both where bf16 numbers have them. If 128 does not divide K, a block has 64
+    columns, 16 i + 2 w.
+    """
+    kind, codes, scale, zero, row = weight
+    if kind in FOUR_BITS:
+        nibbles, words = unpack_nibbles(codes), 8 if weight.columns % 128 else 16
+        pairs = nibbles.reshape(*nibbles.shape[:-1], -1, 4, words, 2)  # [..., N, block, i, word, column]
+        codes = pack_nibbles(pairs.movedim((-1, -3), (-2, -1)).flatten(-4))  # [..., N, block, word, column, i]
+    scale, zero = (None if each is None else each.transpose(-1, -2).contiguous() for each in (scale, zero))
+    return KernelCodes(kind, codes, scale, zero, row)
 
 
 def pack_nibbles(codes_NK: Tensor) -> Tensor:

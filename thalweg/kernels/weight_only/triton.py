@@ -1,13 +1,13 @@
-"""y = x Wᵀ and experts with weights of 4-bit or 8-bit codes (`ref.Codes`) and 16-bit activations.
+"""y = x Wᵀ and experts with weights of 4-bit or 8-bit codes (`ref.KernelCodes`) and 16-bit activations.
 
 Floor: the codes, read once: 0.52 bytes a weight of INT4 in groups of 128. A program owns BLOCK_N rows of the weight. It
 computes Wxᵀ, so that codes become bf16 in registers and are the left operand from there: they never pass through
-shared memory. Codes become numbers by their bits: 4-bit integers q are the bf16 number 128 + q, less 128 + zero; all
-are exact. Two numbers of a byte are an even and an odd column, so x is split into its even and odd columns and each
-tile takes two products.
+shared memory.
 
-Groups of at least a tile's columns scale the tile's sum, in float32. Smaller groups scale the numbers, in bf16. The
-scale of a row is applied once, at the end.
+Codes of 4 bits become numbers two at a time, by the bits of their word (`ref.arranged`); all are exact. Integers q are
+the bf16 number 128 + q. With few rows of x, when the tensor cores wait for memory, a second product takes their zero
+off; with many it is taken off each number. The sums of a group are scaled in float32, but for groups of 16, which share
+a product. Codes of 8 bits in groups of less than a step are scaled in bf16. The scale of a row is applied at the end.
 
 Few rows of x: a weight with too few rows to fill the machine is cut along K, too, and a second launch adds the parts in
 order. Results repeat bit by bit.
@@ -30,9 +30,9 @@ from thalweg.kernels.norm.triton import Rows, rows_of
 from thalweg.kernels.pdl import pdl_launch, pdl_wait
 from thalweg.kernels.router.triton import RouterOutput
 from thalweg.kernels.silu_mul.triton import gated
-from thalweg.kernels.weight_only.ref import Codes
+from thalweg.kernels.weight_only.ref import FOUR_BITS, KernelCodes
 
-PROGRAMS = 2 * 132  # that fill an H100
+PROCESSORS = 132  # of an H100
 DETERMINISTIC = 48  # rows of an expert for which tiles are chosen where bits must not depend on the batch
 DIRECT = 4  # tokens up to which each pair of token and expert is a tile
 
@@ -49,16 +49,32 @@ class WeightOnlyTile:
     splits: int = 1  # parts of K, of `linear`
 
 
-def linear_tile(rows: int, outputs: int, inputs: int, group: int) -> WeightOnlyTile:
-    """By arithmetic: no table was measured. Few rows read the weight at the speed of memory; many use larger tiles."""
-    k = 64 if inputs % 128 or group == 64 else 128
+def linear_tile(rows: int, outputs: int, inputs: int, group: int, is_paired: bool) -> WeightOnlyTile:
+    """From times of V3's and Qwen2.5-7B's shapes on an H100. is_paired: codes of 4 bits. With many rows, more of them
+    share the numbers that a code becomes.
+    """
+    k = 64 if inputs % 128 or not is_paired and group in (16, 32, 64) else 128
     if rows > 64:
-        return WeightOnlyTile(64 if rows <= 256 else 128, 128, 64 if k == 64 or group not in (0, 128) else k, 3, 8)
-    m = 16 if rows <= 16 else 32 if rows <= 32 else 64
-    splits, steps = 1, inputs // k
-    while splits < 8 and -(-outputs // 64) * splits < PROGRAMS and steps % (2 * splits) == 0 and steps > 4 * splits:
+        m, n, stages, warps = 64 if rows <= 128 else 128, 128, 3, 8
+    else:
+        m, n, stages, warps = 16 if rows <= 16 else 32 if rows <= 32 else 64, 64, 4, 4
+        if is_paired and m == 16 and _programs(outputs, 128, inputs // k) >= 2 * PROCESSORS:
+            n, warps = 128, 8
+    blocks = -(-outputs // n) * -(-rows // m)
+    return WeightOnlyTile(m, n, k, stages, warps, _splits(blocks, inputs // k))
+
+
+def _splits(blocks: int, steps: int) -> int:
+    """Parts of K that fill the machine."""
+    splits = 1
+    while splits < 8 and blocks * splits < 4 * PROCESSORS and steps % (2 * splits) == 0 and steps > 4 * splits:
         splits *= 2
-    return WeightOnlyTile(m, 64, k, 4, 4, splits)
+    return splits
+
+
+def _programs(outputs: int, n: int, steps: int) -> int:
+    blocks = -(-outputs // n)
+    return blocks * _splits(blocks, steps)
 
 
 def expert_tile(rows: float, inputs: int, group: int) -> WeightOnlyTile:
@@ -70,17 +86,48 @@ def expert_tile(rows: float, inputs: int, group: int) -> WeightOnlyTile:
 
 
 @triton.jit
-def _numbers(codes, zero, KIND: constexpr):
-    """Exact bf16 numbers of codes, without their scales."""
-    if KIND == "int8" or KIND == "e4m3":
-        number = codes.to(tl.float32)
-    elif KIND == "e2m1":  # the exponent's and the fraction's bits where float32 has them, 126 binades too low
-        bits = (codes & 7).to(tl.uint32) << 22 | (codes & 8).to(tl.uint32) << 28
-        number = bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
+def _masked_or(words, mask: constexpr, bits, PTX: constexpr):
+    """words & mask | bits, which the compiler does not fuse where both are constants."""
+    if PTX:
+        asm: constexpr = "lop3.b32 $0, $1, $2, $3, 0xEA;"
+        return tl.inline_asm_elementwise(asm, "=r,r,r,r", [words, mask, bits], tl.int32, is_pure=True, pack=1)
     else:
-        number = (codes.to(tl.uint16) | 0x4300).to(tl.bfloat16, bitcast=True).to(tl.float32)
-        number -= zero.to(tl.float32) + 128.0 if KIND == "uint4" else 136.0
-    return number.to(tl.bfloat16)
+        return words & mask | bits
+
+
+@triton.jit
+def _twice(values):
+    """Two bf16 numbers in an int32."""
+    return values.to(tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.int32) * 0x00010001
+
+
+@triton.jit
+def _pairs(words, zero, factor, i: constexpr, KIND: constexpr, IS_SHIFTED: constexpr, PTX: constexpr):
+    """bf16 numbers [N, 2 W] of nibbles i and i + 4 of words [N, W], side by side. factor [N, W]: of floats, in
+    place of 2^126; products are exact. IS_SHIFTED: integers stay 128 too large, and their zero is not taken off.
+    """
+    if KIND == "e2m1":  # the exponent's and the fraction's bits where bf16 has them, 126 binades too low
+        at: constexpr = 6 - 4 * i
+        magnitudes = (words << at if i < 2 else words >> -at) & 0x01C001C0
+        bits = _masked_or(words << 12 - 4 * i, -0x7FFF8000, magnitudes, PTX)
+    else:
+        bits = _masked_or(words >> 4 * i, 0x000F000F, 0x43004300, PTX)  # 128 + code
+    if KIND == "e2m1" and PTX:
+        asm: constexpr = "mul.rn.bf16x2 $0, $1, $2;"
+        both = 0x7E807E80 if factor is None else _twice(factor)
+        bits = tl.inline_asm_elementwise(asm, "=r,r,r", [bits, both], tl.int32, is_pure=True, pack=1)
+    if IS_SHIFTED or KIND == "e2m1" and PTX:
+        low = (bits & 0xFFFF).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+        high = (bits >> 16 & 0xFFFF).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        low, high = (bits << 16).to(tl.float32, bitcast=True), (bits >> 16 << 16).to(tl.float32, bitcast=True)
+        if KIND == "e2m1":
+            by = 8.507059173023462e37 if factor is None else factor
+            low, high = low * by, high * by
+        else:
+            low, high = low - zero, high - zero
+        low, high = low.to(tl.bfloat16), high.to(tl.bfloat16)
+    return tl.reshape(tl.join(low, high), (low.shape[0], 2 * low.shape[1]))
 
 
 @triton.jit
@@ -92,6 +139,57 @@ def _scales(at, mask, IS_EXPONENT: constexpr):
 
 
 @triton.jit
+def _zeros(zero_GN, at, live_N, KIND: constexpr):
+    """128 + the code that is 0, float32 [N]."""
+    if KIND == "uint4":
+        return tl.load(zero_GN + at, mask=live_N, other=0).to(tl.float32) + 128.0
+    return tl.full([live_N.shape[0]], 136.0, tl.float32)
+
+
+@triton.jit
+def _paired_sum(
+    words_NK, scale_GN, zero_GN, n_N, at_N, live_N, x_M, live_M, first, last, stride_g,
+    K: constexpr, GROUP: constexpr, KIND: constexpr, IS_EXPONENT: constexpr,
+    BLOCK_M: constexpr, BLOCK_N: constexpr, STAGES: constexpr, PTX: constexpr,
+):  # fmt: skip
+    """`_sum` of codes of 4 bits. A step is a block of columns, in four products."""
+    BLOCK: constexpr = 64 if K % 128 else 128
+    PRODUCT: constexpr = BLOCK // 4
+    IS_SMALL: constexpr = GROUP > 0 and GROUP < PRODUCT  # two groups in a product: numbers are scaled, not sums
+    ALL: constexpr = BLOCK if GROUP == 0 or GROUP > BLOCK else PRODUCT if IS_SMALL else GROUP
+    SHARED: constexpr = ALL // PRODUCT  # products of a group
+    IS_SHIFTED: constexpr = KIND != "e2m1" and BLOCK_M <= 32  # few rows: a second product takes the zero off
+    c = tl.arange(0, BLOCK // 8)
+    acc_NM = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    word_at = words_NK + n_N[:, None] * (K // 8) + c[None, :]
+    x_at = x_M[:, None] + tl.arange(0, PRODUCT)[None, :]
+    for start in tl.range(first, last, BLOCK, num_stages=STAGES):
+        words = tl.load(word_at + start // 8)  # rows past the end read another row
+        for g in tl.static_range(BLOCK // ALL):
+            part = acc_NM if scale_GN is None or IS_SMALL else tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+            at = (start + g * ALL) // (GROUP if GROUP else ALL) * stride_g + at_N
+            zero = _zeros(zero_GN, at, live_N, KIND)
+            factor = None
+            if IS_SMALL:
+                first_N = _scales(scale_GN + at, live_N, IS_EXPONENT)
+                second_N = _scales(scale_GN + at + stride_g, live_N, IS_EXPONENT)
+                factor = tl.where(c[None, :] < PRODUCT // 4, first_N[:, None], second_N[:, None])
+                factor *= 1.2980742146337069e33  # 2^110
+            zeros = tl.broadcast_to(zero[:, None], (BLOCK_N, PRODUCT))
+            for i in tl.static_range(g * SHARED, g * SHARED + SHARED):
+                x = tl.load(x_at + start + PRODUCT * i, mask=live_M[:, None], other=0.0).T
+                number = _pairs(words, zero[:, None], factor, i, KIND, IS_SHIFTED, PTX).to(x.dtype)
+                part = tl.dot(number, x, part, input_precision="ieee")
+                if IS_SHIFTED:
+                    part = tl.dot((-zeros).to(x.dtype), x, part, input_precision="ieee")
+            if scale_GN is None or IS_SMALL:
+                acc_NM = part
+            else:
+                acc_NM += part * _scales(scale_GN + at, live_N, IS_EXPONENT)[:, None]
+    return acc_NM * 65536.0 if IS_SMALL else acc_NM
+
+
+@triton.jit
 def _spread(values_NG, BLOCK_N: constexpr, GROUPS: constexpr, COLUMNS: constexpr):
     """Each group's value for each of its columns: [N, COLUMNS]."""
     wide = tl.broadcast_to(values_NG[:, :, None], (BLOCK_N, GROUPS, COLUMNS // GROUPS))
@@ -99,51 +197,55 @@ def _spread(values_NG, BLOCK_N: constexpr, GROUPS: constexpr, COLUMNS: constexpr
 
 
 @triton.jit
-def _sum(
-    codes_NK, scale_NG, zero_NG, n_N, live_N, x_M, live_M, first, last,
-    K: constexpr, GROUP: constexpr, KIND: constexpr, IS_EXPONENT: constexpr,
+def _byte_sum(
+    codes_NK, scale_GN, n_N, at_N, live_N, x_M, live_M, first, last, stride_g,
+    K: constexpr, GROUP: constexpr, IS_EXPONENT: constexpr,
     BLOCK_M: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr, STAGES: constexpr,
 ):  # fmt: skip
-    """float32 [N, M]: rows n of the weight times rows of x, whose addresses are x_M, over columns first to last."""
-    PAIRED: constexpr = KIND == "int4" or KIND == "uint4" or KIND == "e2m1"
-    BYTES: constexpr = 2 if PAIRED else 1
-    COLUMNS: constexpr = BLOCK_K // BYTES
+    """`_sum` of codes of 8 bits."""
     ALL: constexpr = K if GROUP == 0 else GROUP
     GROUPS: constexpr = BLOCK_K // ALL if ALL < BLOCK_K else 1  # in a step
-    c, k, g = tl.arange(0, COLUMNS), tl.arange(0, BLOCK_K), tl.arange(0, GROUPS)
+    k, g = tl.arange(0, BLOCK_K), tl.arange(0, GROUPS)
     acc_NM = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    code_at = codes_NK + n_N[:, None] * (K // BYTES) + c[None, :]
     for start in tl.range(first, last, BLOCK_K, num_stages=STAGES):
-        codes = tl.load(code_at + start // BYTES)  # rows past the end read another row
+        codes = tl.load(codes_NK + n_N[:, None] * K + start + k[None, :])  # rows past the end read another row
         x_MK = tl.load(x_M[:, None] + start + k[None, :], mask=live_M[:, None], other=0.0)
-        at = n_N[:, None] * (K // ALL) + start // ALL + g[None, :]
-        zero = 0
-        if zero_NG is not None:
-            zero = _spread(tl.load(zero_NG + at, mask=live_N[:, None], other=0), BLOCK_N, GROUPS, COLUMNS)
-        if PAIRED:
-            low, high = _numbers(codes & 15, zero, KIND), _numbers(codes >> 4, zero, KIND)
-        else:
-            low = _numbers(codes, zero, KIND)
-            high = low
+        number = codes.to(tl.float32)
+        at = (start // ALL) * stride_g + at_N
         if GROUPS > 1:
-            scale = _spread(_scales(scale_NG + at, live_N[:, None], IS_EXPONENT), BLOCK_N, GROUPS, COLUMNS)
-            low, high = low.to(tl.float32) * scale, high.to(tl.float32) * scale
-        low, high = low.to(x_MK.dtype), high.to(x_MK.dtype)
-        if PAIRED:
-            even, odd = tl.split(tl.reshape(x_MK, (BLOCK_M, COLUMNS, 2)))
-            part = tl.dot(high, odd.T, tl.dot(low, even.T, input_precision="ieee"), input_precision="ieee")
-        else:
-            part = tl.dot(low, x_MK.T, input_precision="ieee")
-        if GROUPS == 1 and scale_NG is not None:
-            one = n_N * (K // ALL) + start // ALL
-            part *= _scales(scale_NG + one, live_N, IS_EXPONENT)[:, None]
+            scale_NG = _scales(scale_GN + at[:, None] + g[None, :] * stride_g, live_N[:, None], IS_EXPONENT)
+            number *= _spread(scale_NG, BLOCK_N, GROUPS, BLOCK_K)
+        part = tl.dot(number.to(x_MK.dtype), x_MK.T, input_precision="ieee")
+        if GROUPS == 1 and scale_GN is not None:
+            part *= _scales(scale_GN + at, live_N, IS_EXPONENT)[:, None]
         acc_NM += part
     return acc_NM
 
 
+@triton.jit
+def _sum(
+    codes_NK, scale_GN, zero_GN, n_N, at_N, live_N, x_M, live_M, first, last, stride_g,
+    K: constexpr, GROUP: constexpr, KIND: constexpr, IS_EXPONENT: constexpr,
+    BLOCK_M: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr, STAGES: constexpr, PTX: constexpr,
+):  # fmt: skip
+    """float32 [N, M]: rows n of the weight times rows of x, whose addresses are x_M, over columns first to last. at_N:
+    where the scales of a row's first group are, those of the next group stride_g later.
+    """
+    if KIND == "int8" or KIND == "e4m3":
+        return _byte_sum(
+            codes_NK, scale_GN, n_N, at_N, live_N, x_M, live_M, first, last, stride_g,
+            K, GROUP, IS_EXPONENT, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
+        )  # fmt: skip
+    else:
+        return _paired_sum(
+            codes_NK, scale_GN, zero_GN, n_N, at_N, live_N, x_M, live_M, first, last, stride_g,
+            K, GROUP, KIND, IS_EXPONENT, BLOCK_M, BLOCK_N, STAGES, PTX,
+        )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["M"])
 def _linear(
-    x_MK, codes_NK, scale_NG, zero_NG, row_N, residual_MN, y_MN, parts_SMN, M, N, stride_x, stride_y,
+    x_MK, codes_NK, scale_GN, zero_GN, row_N, residual_MN, y_MN, parts_SMN, M, N, stride_x, stride_y,
     K: constexpr, GROUP: constexpr, KIND: constexpr, IS_EXPONENT: constexpr, SPLITS: constexpr,
     BLOCK_M: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr, STAGES: constexpr, PDL: constexpr,
 ):  # fmt: skip
@@ -157,8 +259,8 @@ def _linear(
     pdl_launch(PDL)
     first = tl.program_id(2) * (K // SPLITS)
     sums_NM = _sum(
-        codes_NK, scale_NG, zero_NG, n_N, live_N, x_M, live_M, first, first + K // SPLITS,
-        K, GROUP, KIND, IS_EXPONENT, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
+        codes_NK, scale_GN, zero_GN, n_N, n, live_N, x_M, live_M, first, first + K // SPLITS, N,
+        K, GROUP, KIND, IS_EXPONENT, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, PDL,
     )  # fmt: skip
     if row_N is not None:
         sums_NM *= tl.load(row_N + n, mask=live_N, other=0.0)[:, None]
@@ -190,14 +292,14 @@ def _add_parts(
     tl.store(y_MN + at, total.to(y_MN.dtype.element_ty), mask=n < N)
 
 
-def linear(x: Rows, weight: Codes, epilogue: Epilogue = PLAIN, deterministic: bool = False) -> Tensor:
+def linear(x: Rows, weight: KernelCodes, epilogue: Epilogue = PLAIN, deterministic: bool = False) -> Tensor:
     """y [M, N] of x [M, K], bf16, or a norm of such; K a multiple of 64. A bias is not supported. deterministic: a
     row's bits depend on nothing but the row.
     """
     assert epilogue.bias_N is None, "no layer of codes has a bias"
     x_MK, outputs, inputs = rows_of(x), len(weight.codes), weight.columns
     rows, group = len(x_MK), weight.group if weight.scale is not None else 0
-    tile = linear_tile(1 if deterministic else rows, outputs, inputs, group)
+    tile = linear_tile(1 if deterministic else rows, outputs, inputs, group, weight.kind in FOUR_BITS)
     y, residual = epilogue.result(rows, outputs, x_MK), epilogue.residual_MN
     parts = torch.empty(tile.splits, rows, outputs, dtype=torch.float32, device=y.device) if tile.splits > 1 else None
     if not rows:
@@ -214,14 +316,14 @@ def linear(x: Rows, weight: Codes, epilogue: Epilogue = PLAIN, deterministic: bo
     return y
 
 
-def _tensors(weight: Codes) -> tuple[Tensor | None, ...]:
-    scale = weight.scale
+def _tensors(weight: KernelCodes) -> tuple[Tensor | None, ...]:
+    codes, scale = weight.codes, weight.scale
     if scale is not None and scale.dtype == torch.float8_e8m0fnu:
         scale = scale.view(torch.uint8)
-    return weight.codes, scale, weight.zero, weight.row
+    return codes.view(torch.int32) if weight.kind in FOUR_BITS else codes, scale, weight.zero, weight.row
 
 
-def _constants(weight: Codes) -> tuple[int, int, str, bool]:
+def _constants(weight: KernelCodes) -> tuple[int, int, str, bool]:
     """K, group, kind, and whether scales are exponents."""
     is_exponent = weight.scale is not None and weight.scale.dtype == torch.float8_e8m0fnu
     return weight.columns, weight.group, weight.kind, is_exponent
@@ -263,10 +365,11 @@ def _up(
         x_M = x_TH + tl.where(live_M, pair // CHOICES, 0).to(tl.int64) * stride_x
         i_N = block * HALF + tl.arange(0, BLOCK_N) % HALF
         live_N = i_N < INNER
-        n_N = expert * (2 * INNER) + tl.where(live_N, i_N + tl.arange(0, BLOCK_N) // HALF * INNER, 0)
+        row_N = tl.where(live_N, i_N + tl.arange(0, BLOCK_N) // HALF * INNER, 0)
+        n_N, groups = expert * (2 * INNER) + row_N, HIDDEN // GROUP if GROUP else 1
         sums_NM = _sum(
-            codes, scale, zero, n_N, live_N, x_M, live_M, 0, HIDDEN,
-            HIDDEN, GROUP, KIND, IS_EXPONENT, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
+            codes, scale, zero, n_N, expert * (groups * 2 * INNER) + row_N, live_N, x_M, live_M, 0, HIDDEN, 2 * INNER,
+            HIDDEN, GROUP, KIND, IS_EXPONENT, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, PDL,
         )  # fmt: skip
         if row is not None:
             sums_NM *= tl.load(row + n_N, mask=live_N, other=0.0)[:, None]
@@ -297,10 +400,11 @@ def _down(
         x_M = inner_PI + tl.where(live_M, position, begin).to(tl.int64) * INNER
         h = block * BLOCK_N + tl.arange(0, BLOCK_N)
         live_N = h < HIDDEN
-        n_N = expert * HIDDEN + tl.where(live_N, h, 0)
+        row_N = tl.where(live_N, h, 0)
+        n_N, groups = expert * HIDDEN + row_N, INNER // GROUP if GROUP else 1
         sums_NM = _sum(
-            codes, scale, zero, n_N, live_N, x_M, live_M, 0, INNER,
-            INNER, GROUP, KIND, IS_EXPONENT, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
+            codes, scale, zero, n_N, expert * (groups * HIDDEN) + row_N, live_N, x_M, live_M, 0, INNER, HIDDEN,
+            INNER, GROUP, KIND, IS_EXPONENT, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, PDL,
         )  # fmt: skip
         if row is not None:
             sums_NM *= tl.load(row + n_N, mask=live_N, other=0.0)[:, None]
@@ -312,8 +416,8 @@ def _down(
 class CodedExperts:
     """The stacks of the experts: gate rows, then up rows [N, 2 I, H]; [N, H, I]."""
 
-    w13: Codes
-    w2: Codes
+    w13: KernelCodes
+    w2: KernelCodes
 
 
 def run_experts(
