@@ -28,9 +28,14 @@ def resolve_graphs(
         decisions.record(name, "none", mode is not None, reason)
         _note_unused(options, "none", reason, decisions)
         return
-    tokens = min(max_tokens, MAX_PIECEWISE_TOKENS)
+    tokens, preferred = min(max_tokens, MAX_PIECEWISE_TOKENS), "full_and_piecewise"
     reason = f"decode steps whole, other steps of up to {tokens} tokens piecewise; larger steps keep the device busy"
-    mode = decisions.choose(name, mode, "full_and_piecewise", reason)
+    if options.parallel.tp_size > 1:
+        preferred, reason = (
+            "none",
+            "captured steps of several GPUs have not been shown to give the tokens of eager ones",
+        )
+    mode = decisions.choose(name, mode, preferred, reason)
     _note_unused(options, mode, f"--cuda-graph-mode {mode} captures no such steps", decisions)
     if mode in WHOLE_STEPS:
         wish = load.cuda_graph_max_bs or min(max_rows, MAX_CAPTURED_ROWS)

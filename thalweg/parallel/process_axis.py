@@ -144,6 +144,7 @@ def connect(
     after which a collective that some rank does not join fails. lost: why another process will not come; "" while all
     may. Returns what the caller keeps until all groups are made. Raises RankLost.
     """
+    disconnect()  # from those of an engine that this process had before
     store = WatchedStore(FileStore(str(path), size), timeout, lost)
     store.set(f"here{rank}", "")
     store.wait([f"here{other}" for other in range(size)])
