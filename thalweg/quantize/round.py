@@ -64,9 +64,14 @@ def _blocks(scheme: Fp8Block, numbers_NK: Tensor, largest: float) -> tuple[Tenso
     (rows, columns), shape = scheme.block, numbers_NK.shape
     padded = F.pad(numbers_NK, (0, -shape[1] % columns, 0, -shape[0] % rows))
     tiles = padded.view(padded.shape[0] // rows, rows, padded.shape[1] // columns, columns)
-    scale = (tiles.abs().amax((1, 3)) / E4M3_MAX).clamp_min(TINY)
+    scale = _quotient(tiles.abs().amax((1, 3)), E4M3_MAX).clamp_min(TINY)
     codes = (tiles / scale[:, None, :, None]).to(torch.float8_e4m3fn).view_as(padded)
     return codes[: shape[0], : shape[1]].contiguous(), scale
+
+
+def _quotient(numbers: Tensor, by: float) -> Tensor:
+    """The same bits on a GPU as on a CPU: there a division by a Python number is a product with its inverse."""
+    return numbers / torch.tensor([by], device=numbers.device)
 
 
 def _grouped(scheme: Grouped, numbers_NK: Tensor, largest: float) -> tuple[Tensor, ...]:
@@ -87,16 +92,17 @@ def group_scales(scheme: Grouped, amax_NG: Tensor, largest: float) -> tuple[Tens
     where there is one.
     """
     if isinstance(scheme, ScaledCodes):
-        scale = (amax_NG / (INT8_MAX if scheme.kind == "int8" else E4M3_MAX)).clamp_min(TINY)
+        scale = _quotient(amax_NG, INT8_MAX if scheme.kind == "int8" else E4M3_MAX).clamp_min(TINY)
         return scale, scale, ()
     if scheme.kind == "int4":
         # compressed-tensors spreads 15 steps over twice the largest number; W4AFP8's largest code is 7
-        scale = (amax_NG / (7.0 if isinstance(scheme, W4aFp8) else 7.5)).clamp_min(TINY).to(scheme.scale_types[0])
+        scale = _quotient(amax_NG, 7.0 if isinstance(scheme, W4aFp8) else 7.5).clamp_min(TINY)
+        scale = scale.to(scheme.scale_types[0])
         return scale, scale.float(), ()
     if scheme.total:
         total = total_scale(largest)
-        scale = (amax_NG / E2M1_MAX * total).clamp(max=E4M3_MAX).to(torch.float8_e4m3fn)
-        step = scale.float() / total
+        scale = (_quotient(amax_NG, E2M1_MAX) * total).clamp(max=E4M3_MAX).to(torch.float8_e4m3fn)
+        step = _quotient(scale.float(), total)
         return scale, torch.where(step > 0, step, 1.0), (torch.tensor([total], device=amax_NG.device),)
     # the power of two below the largest number, which is rounded to a code of one bit behind the point first
     power = ((amax_NG.clamp_min(TINY).view(torch.int32) + 0x200000) >> 23) - 127
