@@ -33,6 +33,7 @@ from thalweg.engine.build import build
 from thalweg.engine.group import ALONE, RankContext
 from thalweg.engine.other_processes import OtherProcesses
 from thalweg.engine.routing import RequestRouter
+from thalweg.parallel.process_axis import leave
 
 LONGEST_WAIT = 0.05  # seconds to wait for other processes, between two looks at the requests
 
@@ -136,7 +137,8 @@ class LocalEngine:
         self._close()
         if self.config.processes > 1 and self.config.device == "cuda":
             self.runner.disable_graphs()
-            gc.collect()  # the group stays until `connect` makes another: Python would not end after leaving it
+            gc.collect()
+            leave()
 
     @property
     def idle(self) -> bool:

@@ -31,10 +31,8 @@ def resolve_graphs(
     tokens, preferred = min(max_tokens, MAX_PIECEWISE_TOKENS), "full_and_piecewise"
     reason = f"decode steps whole, other steps of up to {tokens} tokens piecewise; larger steps keep the device busy"
     if options.parallel.tp_size > 1:
-        preferred, reason = (
-            "none",
-            "captured steps of several GPUs have not been shown to give the tokens of eager ones",
-        )
+        preferred = "none"
+        reason = "captured steps of several GPUs have not been shown to give the tokens of eager ones"
     mode = decisions.choose(name, mode, preferred, reason)
     _note_unused(options, mode, f"--cuda-graph-mode {mode} captures no such steps", decisions)
     if mode in WHOLE_STEPS:

@@ -22,9 +22,9 @@ from thalweg.llm.prompts import (
     Prompt,
     TextFrontend,
     TokenizedPrompt,
-    chat_arguments,
 )
 from thalweg.llm.tokenizer import ChatTokenizer
+from thalweg.text.chat import with_thinking
 
 
 class _Stream(Protocol):
@@ -114,7 +114,7 @@ class AsyncLLM:
         """Answers one conversation; see `LLM.chat` for the arguments, `generate` for what it returns."""
 
         async def render() -> TokenizedPrompt:
-            arguments = chat_arguments(chat_template_kwargs, thinking, reasoning_effort)
+            arguments = with_thinking(chat_template_kwargs, reasoning_effort, thinking)
             return self.texts.render(messages, tools, arguments, add_generation_prompt, continue_final_message)
 
         return self._stream(render, sampling_params, request_id, priority, grammar)
@@ -135,7 +135,7 @@ class AsyncLLM:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """As `LLM.get_default_sampling_params`."""
-        return self.texts.resolved.sampling
+        return self.texts.resolved.sampling.clone()
 
     async def update_weights_from_disk(self, model_path: str, flush_cache: bool = True) -> str:
         """As `LLM.update_weights_from_disk`; running requests continue with the new weights."""

@@ -32,10 +32,10 @@ from thalweg.llm.prompts import (
     Prompts,
     TextFrontend,
     TokenizedPrompt,
-    chat_arguments,
     conversations,
 )
 from thalweg.llm.tokenizer import ChatTokenizer
+from thalweg.text.chat import with_thinking
 
 
 class GenerationInterrupted(KeyboardInterrupt):
@@ -106,11 +106,11 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answers a conversation (OpenAI messages), or each of several.
 
-        thinking: short for chat_template_kwargs={"thinking": …}. reasoning_effort: "none" turns thinking off, any other
-        value on. continue_final_message: the answer continues the last
-        message. A structure holds after the thought. The rest is as in `generate`.
+        thinking: short for chat_template_kwargs={"thinking": …}. reasoning_effort: "none" turns thinking off, any
+        other value on. continue_final_message: the answer continues the last message. A structure holds after the
+        thought. The rest is as in `generate`.
         """
-        arguments = chat_arguments(chat_template_kwargs, thinking, reasoning_effort)
+        arguments = with_thinking(chat_template_kwargs, reasoning_effort, thinking)
         rendered = [
             self.texts.render(each, tools, arguments, add_generation_prompt, continue_final_message)
             for each in conversations(messages)

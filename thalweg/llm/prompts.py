@@ -30,7 +30,6 @@ from thalweg.server.structured_output import (
     outputs_grammar,
     with_budget,
 )
-from thalweg.text.chat import with_thinking
 from thalweg.text.grammar import check as check_grammar
 from thalweg.text.retention import ThinkingRetention
 
@@ -231,14 +230,6 @@ class TextFrontend:
 def _unenforced(grammar: Grammar) -> tuple[str, ...]:
     """What the grammar does not enforce. Raises InvalidRequest if it does not compile."""
     return check_grammar(grammar)
-
-
-def chat_arguments(
-    template_kwargs: Mapping[str, Any] | None, thinking: bool | None, effort: str | None
-) -> dict[str, Any]:
-    """The arguments of the chat template. effort: "none" turns thinking off, any other value on."""
-    said = {} if effort is None else {"reasoning_effort": effort}
-    return with_thinking({**said, **(template_kwargs or {})}, thinking, None if effort is None else effort != "none")
 
 
 def conversations(messages: Conversations) -> list[Sequence[Message]]:

@@ -144,7 +144,8 @@ def connect(
     after which a collective that some rank does not join fails. lost: why another process will not come; "" while all
     may. Returns what the caller keeps until all groups are made. Raises RankLost.
     """
-    disconnect()  # from those of an engine that this process had before
+    if _is_left:
+        disconnect()
     store = WatchedStore(FileStore(str(path), size), timeout, lost)
     store.set(f"here{rank}", "")
     store.wait([f"here{other}" for other in range(size)])
@@ -168,9 +169,20 @@ def abort() -> None:
         dist.distributed_c10d._abort_process_group()
 
 
+_is_left = False  # the processes have ended, and only this one still has their group
+
+
+def leave() -> None:
+    """In place of `disconnect` on GPUs, after which Python would not end: `connect` makes room for other processes."""
+    global _is_left
+    _is_left = True
+
+
 def disconnect() -> None:
     """Leaves the processes, some of which may have ended. On GPUs only when no captured graph holds a collective: NCCL
     would wait for its end.
     """
+    global _is_left
+    _is_left = False
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -114,10 +114,9 @@ def _read_deepseeks_fields(body: ChatRequest) -> None:
     option = body.reasoning or ReasoningOption()
     body.thinking_token_budget = given(body.thinking_token_budget, option.max_tokens)
     effort = given(body.reasoning_effort, option.effort)
-    said = [option.enabled, None if body.thinking is None else body.thinking.type == "enabled"]
-    said += [None if effort is None else effort != "none", False if body.thinking_token_budget == 0 else None]
-    arguments = {} if effort is None else {"reasoning_effort": effort}
-    body.chat_template_kwargs = with_thinking(arguments | (body.chat_template_kwargs or {}), *said) or None
+    switch = None if body.thinking is None else body.thinking.type == "enabled"
+    budget = False if body.thinking_token_budget == 0 else None
+    body.chat_template_kwargs = with_thinking(body.chat_template_kwargs, effort, option.enabled, switch, budget) or None
     for i, message in enumerate(body.messages):
         if isinstance(message, dict) and message.get("prefix") is True:
             if i != len(body.messages) - 1 or message.get("role") != "assistant":

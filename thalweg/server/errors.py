@@ -117,9 +117,9 @@ def api_error(error: Exception) -> ApiError:
         case ApiError():
             return error
         case ContextOverflow():
-            refused = ApiError(400, str(error), param=error.field or None, code="context_length_exceeded")
-            refused.anthropic_message = f"prompt is too long: {error.prompt} > {error.context} maximum{error.output}"
-            return refused
+            too_long = f"prompt is too long: {error.prompt} > {error.context} maximum{error.output}"
+            code, field = "context_length_exceeded", error.field or None
+            return ApiError(400, str(error), param=field, code=code, anthropic_message=too_long)
         case InvalidRequest():
             return ApiError(400, str(error), param=error.field or None, code="invalid_value")
         case Overloaded():

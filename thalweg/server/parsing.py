@@ -157,9 +157,8 @@ def given(value: T | None, default: T) -> T:
 
 def listed_ids(body: CompletionRequest | ChatRequest) -> tuple[int, ...]:
     """Of `logprob_token_ids`. Raises InvalidRequest unless log-probabilities are asked for."""
-    is_off = (
-        not body.logprobs if isinstance(body, ChatRequest) else body.logprobs is None
-    )  # of completions it is a number
+    # in completions it is a number, and 0 is on
+    is_off = not body.logprobs if isinstance(body, ChatRequest) else body.logprobs is None
     if body.logprob_token_ids and is_off:
         raise InvalidRequest("logprob_token_ids", "needs logprobs")
     return tuple(body.logprob_token_ids or ())

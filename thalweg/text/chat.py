@@ -216,13 +216,13 @@ def wants_thinking(thinking: bool | None, template_kwargs: Mapping[str, Any] | N
     return next((value for value in values if isinstance(value, bool)), None)
 
 
-def with_thinking(template_kwargs: Mapping[str, Any] | None, *said: bool | None) -> dict[str, Any]:
-    """Template arguments that say whether to think, if anything does: `said`, `thinking`, `enable_thinking` and
-    `reasoning_effort`, where "none" is off. Off wins.
+def with_thinking(template_kwargs: Mapping[str, Any] | None, effort: str | None, *said: bool | None) -> dict[str, Any]:
+    """Template arguments that say whether to think, if anything does: `effort`, where "none" is off, `said`, and the
+    arguments `reasoning_effort`, `thinking` and `enable_thinking`. Off wins.
     """
-    arguments = dict(template_kwargs or {})
-    effort = arguments.get("reasoning_effort")
-    votes = [*said, *map(arguments.get, ("thinking", "enable_thinking")), None if effort is None else effort != "none"]
+    arguments = {**({} if effort is None else {"reasoning_effort": effort}), **(template_kwargs or {})}
+    efforts = [each != "none" for each in (effort, arguments.get("reasoning_effort")) if each is not None]
+    votes = [*said, *efforts, arguments.get("thinking"), arguments.get("enable_thinking")]
     if known := [vote for vote in votes if isinstance(vote, bool)]:
         arguments["thinking"] = all(known)
     return arguments

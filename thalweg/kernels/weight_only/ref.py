@@ -34,7 +34,7 @@ class Codes(NamedTuple):
     @property
     def columns(self) -> int:
         """K."""
-        return self.codes.shape[-1] * (2 if self.kind in FOUR_BITS else 1)
+        return columns_of(self.kind, self.codes)
 
     @property
     def group(self) -> int:
@@ -59,12 +59,17 @@ class KernelCodes(NamedTuple):
     @property
     def columns(self) -> int:
         """K."""
-        return self.codes.shape[-1] * (2 if self.kind in FOUR_BITS else 1)
+        return columns_of(self.kind, self.codes)
 
     @property
     def group(self) -> int:
         """Columns that share a scale; 0 where a row's scale is all."""
         return 0 if self.scale is None else self.columns // self.scale.shape[-2]
+
+
+def columns_of(kind: str, codes: Tensor) -> int:
+    """K of [..., N, K], or of two codes a byte."""
+    return codes.shape[-1] * (2 if kind in FOUR_BITS else 1)
 
 
 def arranged(weight: Codes) -> KernelCodes:
