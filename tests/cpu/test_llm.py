@@ -451,6 +451,9 @@ def test_parameters_can_be_changed_and_copied(llm: LLM) -> None:
     with pytest.raises(AttributeError):
         params.max_token = 9  # type: ignore[attr-defined]
     assert params.stop == ("zz",) and llm.get_default_sampling_params().max_tokens is None
+    several = AsyncLLM(MODEL, context_length=256)
+    several.get_default_sampling_params().max_tokens = 3
+    assert several.get_default_sampling_params().max_tokens is None
     outputs = [result.outputs[0] for result in llm.generate([TEXT] * 2, [params, longer])]
     assert [len(output.token_ids) for output in outputs] == [3, 5]
 
