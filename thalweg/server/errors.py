@@ -118,8 +118,8 @@ def api_error(error: Exception) -> ApiError:
             return error
         case ContextOverflow():
             too_long = f"prompt is too long: {error.prompt} > {error.context} maximum{error.output}"
-            code, field = "context_length_exceeded", error.field or None
-            return ApiError(400, str(error), param=field, code=code, anthropic_message=too_long)
+            code = "context_length_exceeded"
+            return ApiError(400, str(error), param=error.field or None, code=code, anthropic_message=too_long)
         case InvalidRequest():
             return ApiError(400, str(error), param=error.field or None, code="invalid_value")
         case Overloaded():
