@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.cpu.recorder import GraphPool
 from thalweg.batch.batch import Batch, Group, RowExtent
 from thalweg.batch.padding import without_first_group
 from thalweg.core.plan import PAGE
@@ -19,35 +19,6 @@ from thalweg.runner.piecewise import Piece, Piecewise, PiecewiseGraph, fitting
 from thalweg.runner.step_buffers import StepBuffers
 
 CONTEXT, WIDTH, TOKENS = 3 * PAGE, 4, 16
-
-
-class Recording(TorchDispatchMode):
-    """The operations that ran in it; `replay` runs them again, on the same memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.operations: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        out = function(*args, **(kwargs or {}))
-        self.operations.append((function, args, kwargs or {}, out))
-        return out
-
-    def replay(self) -> None:
-        for function, args, kwargs, out in self.operations:
-            again = function(*args, **kwargs)
-            if isinstance(out, Tensor) and out.data_ptr() != again.data_ptr():
-                out.copy_(again)
-
-
-class FakeTape:
-    def begin(self) -> None:
-        self.now = Recording()
-        self.now.__enter__()
-
-    def end(self) -> Recording:
-        self.now.__exit__(None, None, None)
-        return self.now
 
 
 class Layer:
@@ -95,7 +66,7 @@ def recorded(rows: tuple[int, ...]) -> Piecewise:
     pieces.attends = tuple(piece.attend for piece in pieces.pieces)
     steps = Piecewise(model, [pieces])
     for many in rows:
-        steps.capture(many, CONTEXT, planes, FakeTape())  # type: ignore[arg-type]
+        steps.capture(many, CONTEXT, planes, GraphPool())  # type: ignore[arg-type]
     return steps
 
 

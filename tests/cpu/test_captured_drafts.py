@@ -1,37 +1,29 @@
 """Captured steps with drafts publish what eager steps do, for any draft length, rows and requests.
 
-CUDA graphs are simulated by a recorder of PyTorch operations, kernels by their references. A capture that synchronizes
-with the device or holds host values fails.
+CUDA graphs are simulated, see `tests.cpu.recorder`.
 """
 
 from __future__ import annotations
 
-import importlib
 import random
-import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from tests.cpu.test_captured_attention import FakeTape, Recording
+from tests.cpu.recorder import POOLS, Strict, record_instead_of_capturing, storage
 from tests.cpu.test_speculation import JSON, engine, prompts, run, unrecorded
 from thalweg.batch.slots import upload
 from thalweg.core.grammar import NO_GRAMMAR
 from thalweg.core.plan import Output, Row, SamplingNeeds, StepPlan
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.local import LocalEngine
-from thalweg.layers.moe import Experts
-from thalweg.runner import captured, draft_graphs
+from thalweg.runner import graphs as runner_graphs
 from thalweg.runner.captured import PADDING_OFFSET, chain_shapes
 from thalweg.runner.draft_graphs import NO_DRAFT_GRAPHS
 from thalweg.runner.drafting import DrafterError
 from thalweg.sampling.rejection import RejectionSampling
-from thalweg.sampling.sample import REFERENCE
 from thalweg.spec.autoregressive import AutoregressiveDrafter
 from thalweg.spec.drafter import DraftOutput, DraftRequest
 
@@ -44,17 +36,6 @@ def of_kind(runner: Any, kind: str) -> list[Any]:
 
 
 ROWS, WIDEST, SLOTS = (1, 4, 16), 3, 7
-ASKS = {
-    "item",
-    "is_nonzero",
-    "equal",
-    "_local_scalar_dense",
-    "nonzero",
-    "masked_select",
-    "lift_fresh",
-    "unique_dim",
-    "_unique2",
-}
 KINDS: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 0.8, "seed": 3},
@@ -64,109 +45,12 @@ KINDS: list[dict[str, Any]] = [
 ]
 
 
-class Strict(Recording):
-    """As of a CUDA graph: nothing may wait for the device, and no number of the host may come along that another replay
-    would need to be another.
-    """
-
-    def __init__(self, block: str = "") -> None:
-        super().__init__()
-        self.block, self.read, self.made = block, set[int](), set[int]()  # storages
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        name = function.__name__.partition(".")[0]
-        constant = (
-            name == "lift_fresh" and not args[0].dim()
-        )  # a number that stands in the program: kernels get it as it is
-        assert constant or name not in ASKS, function
-        chosen = args[1] if name in ("index", "index_put_") else ()
-        masks = [one for one in chosen if one is not None and one.dtype == torch.bool]
-        assert not masks, "how many a mask has is asked of the device"
-        given = {_storage(one) for one in _tensors([*args, *(kwargs or {}).values()])}
-        self.read |= given - self.made
-        out = super().__torch_dispatch__(function, types, args, kwargs)
-        self.made |= {_storage(one) for one in _tensors(out)} - given - self.read
-        return out
-
-    def replay(self) -> None:
-        for function, args, kwargs, out in self.operations:
-            again = function(*args, **kwargs)
-            for held, one in zip(_tensors(out), _tensors(again), strict=True):
-                if held.data_ptr() != one.data_ptr():
-                    held.copy_(one)
-
-
-def _tensors(out: Any) -> list[Tensor]:
-    if isinstance(out, Tensor):
-        return [out]
-    return [tensor for one in out for tensor in _tensors(one)] if isinstance(out, (tuple, list)) else []
-
-
-def _storage(x: Tensor) -> int:
-    return x.untyped_storage().data_ptr()
-
-
-class GraphPool(FakeTape):
-    def __init__(self) -> None:
-        self.recordings: list[Strict] = []
-        TAPES.append(self)
-
-    @contextmanager
-    def running(self, what: str) -> Iterator[None]:
-        self.block = what
-        yield
-
-    def begin(self) -> None:
-        self.recordings.append(Strict(self.block))
-        self.recordings[-1].__enter__()
-
-    def end(self) -> Recording:
-        self.recordings[-1].__exit__(None, None, None)
-        return self.recordings[-1]
-
-
-TAPES: list[GraphPool] = []
-
-
 @pytest.fixture(scope="module")
 def graphs() -> Iterator[Any]:
-    """`runner.graphs` without a GPU, and without Triton."""
+    """`runner.graphs` without a GPU."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("penalties", "sample", "logprobs", "temperature", "topk_topp"):
-            fake = SimpleNamespace(SampledTokens=None, SampledRows=None)
-            patch.setitem(sys.modules, f"thalweg.kernels.{name}.triton", fake)
-            # where another test has imported the kernel, its package holds it
-            patch.setattr(importlib.import_module(f"thalweg.kernels.{name}"), "triton", fake, raising=False)
-        for name in ("thalweg.sampling.kernel_sampling", "thalweg.runner.graphs"):
-            patch.delitem(sys.modules, name, raising=False)
-        module = importlib.import_module("thalweg.runner.graphs")
-        patch.setattr(module, "GraphPool", GraphPool)
-        patch.setattr(captured, "view_of", lambda x: x)
-        patch.setattr(module, "sample_into", sample_into)
-        for one in (captured, draft_graphs):
-            patch.setattr(one, "refill", lambda out, values: out.copy_(torch.tensor(values)))
-        patch.setattr(Experts, "add_", add_all_)
-        for name in ("synchronize", "empty_cache"):
-            patch.setattr(torch.cuda, name, lambda: None)
-        yield module
-        for name in ("thalweg.sampling.kernel_sampling", "thalweg.runner.graphs"):
-            sys.modules.pop(name, None)
-
-
-def sample_into(
-    out: Any, logits: Tensor, slots: Any, slot_E: Tensor, ints: Tensor, needs: SamplingNeeds, into: Tensor
-) -> None:
-    made = REFERENCE.sample_into_slots(logits, slots, slot_E, ints, needs)
-    for held, one in zip(out, (made.tokens_EQ[:, 0], made.done_E, made.count_E), strict=True):
-        held.copy_(one)
-
-
-def add_all_(self: Experts, out_TH: Tensor, x_TH: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> None:
-    """The experts without asking which of them there are."""
-    gate_TEI, up_TEI = torch.einsum("th,eih->tei", x_TH, self.w13).chunk(2, -1)
-    y_TEH = torch.einsum("tei,ehi->teh", torch.nn.functional.silu(gate_TEI) * up_TEI, self.w2)
-    share_TE = torch.zeros(y_TEH.shape[:2]).scatter_add_(1, ids_TK, weights_TK)
-    out_TH += torch.einsum("te,teh->th", share_TE, y_TEH)
+        record_instead_of_capturing(patch)
+        yield runner_graphs
 
 
 class Far:
@@ -299,7 +183,7 @@ def test_no_graph_reads_memory_that_another_may_overwrite(recorded: Any) -> None
     """The memory of the pool: a graph finds there what A of its own step has left, drafts find nothing; and what is
     published lies elsewhere.
     """
-    recordings = TAPES[-1].recordings
+    recordings = POOLS[-1].recordings
     pool = set[int]().union(*(one.made for one in recordings))
     first: dict[str, Strict] = {}
     shared = 0
@@ -311,10 +195,10 @@ def test_no_graph_reads_memory_that_another_may_overwrite(recorded: Any) -> None
     assert shared > 30 and {"4 rows", "drafts of 4 rows"} <= set(first)
     chains = [proposing.chain for proposing in recorded.graphs.drafts.proposes]
     published = [tensor for verified in of_kind(recorded, "verify") for tensor in verified.out if tensor is not None]
-    published += [tensor for chain in chains for tensor in chain] + [
-        one for a in of_kind(recorded, "tokens") for one in a.out
-    ]
-    assert not pool & {_storage(one) for one in published}
+    published += [tensor for chain in chains for tensor in chain]
+    for step in of_kind(recorded, "tokens"):
+        published += [step.out.tokens_EQ, step.out.count_E, step.out.done_E]
+    assert not pool & {storage(one) for one in published}
 
 
 def test_another_rule_than_was_recorded_is_not_reat_work(recorded: Any) -> None:

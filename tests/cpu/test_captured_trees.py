@@ -12,11 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.cpu.recorder import GraphPool, Strict, storage
 from tests.cpu.test_captured_drafts import (
     Far,
-    GraphPool,
-    Strict,
-    _storage,
     at_work,
     counted,
     graphs,
@@ -146,7 +144,7 @@ def test_no_graph_reads_memory_that_another_may_overwrite(whole: tuple[LocalEngi
     graphs: Any = whole[0].runner.graphs
     published = [x for grove in graphs.graphs for x in (*grove.out, *grove.compacted.paths, grove.compacted.hidden_TX)]
     published += [x for building in graphs.drafts.proposes for x in building.out]
-    assert not pool & {_storage(one) for one in published}
+    assert not pool & {storage(one) for one in published}
 
 
 def test_one_draft_is_a_chains_graphs_among_trees(graphs: Any) -> None:

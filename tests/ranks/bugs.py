@@ -12,6 +12,7 @@ from thalweg.engine import coordination
 from thalweg.engine.follower import Follower, SampleStep
 from thalweg.layers.residual import ShardedStream
 from thalweg.parallel.process_axis import ProcessAxis
+from thalweg.sampling.sharded import ShardedSampler
 
 
 def _replaced(owner: Any, name: str, value: Any) -> Callable[[], None]:
@@ -62,9 +63,21 @@ def residual_twice() -> Callable[[], None]:
     return _replaced(ShardedStream, "value", twice)
 
 
+def own_vocabulary() -> Callable[[], None]:
+    """A captured step samples from the logits of its own rank."""
+
+    sharded = ShardedSampler.sample_into_slots
+
+    def sample_own(self: ShardedSampler, *args: Any) -> Any:
+        return self.sampler.sample_into_slots(*args) if len(args) == 6 else sharded(self, *args)
+
+    return _replaced(ShardedSampler, "sample_into_slots", sample_own)
+
+
 BUGS: dict[str, Callable[[], Callable[[], None]]] = {
     "stream not summed": stream_not_summed,
     "masks lost": masks_lost,
     "own step": own_step,
     "residual twice": residual_twice,
+    "own vocabulary": own_vocabulary,
 }

@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 import torch
 
+from tests.cpu.recorder import Recording, record_instead_of_capturing
 from thalweg.config.engine import EngineConfig
 from thalweg.core.messages import Drain, FromEngine, Rejected, StepUpdate, Submit, ToEngine, TokenDelta
 from thalweg.engine import build
@@ -24,6 +26,7 @@ from thalweg.engine.local import sequences
 from thalweg.models import traced
 from thalweg.parallel.mesh import MeshSizes, build_mesh
 from thalweg.parallel.process_axis import connect, disconnect
+from thalweg.runner.runner import Runner
 
 SPAWN = multiprocessing.get_context("spawn")
 PATIENCE = 150.0  # seconds until a rank that answers nothing fails the case
@@ -44,6 +47,7 @@ class Served:
     steps: int = 0
     checksum: int = 0  # of the passes that were run
     expert_moves: int = 0
+    replays: int = 0  # of captured steps, samples and drafts
 
 
 class ScriptChannel:
@@ -81,12 +85,20 @@ def serve(config: EngineConfig, script: Script, rank_context: RankContext = ALON
     """Serves a script with one scheduler, and the other processes of the rank_context's group."""
     served = Served()
     loop, runner, *_ = build.build(config, ScriptChannel(script, served), rank_context)
+    capture(config, runner)
     loop.run()
     loop.worker.followers.stop()
     stats = loop.stats()
     served.preemptions, served.cached, served.accepted = stats.preemptions, stats.cached_tokens, stats.accepted_tokens
     served.steps, served.checksum, served.expert_moves = stats.steps, runner.pass_checksum, stats.expert_moves
+    served.replays = Recording.replays
     return served
+
+
+def capture(config: EngineConfig, runner: Runner) -> None:
+    """Captures the steps as on a GPU, if the configuration says so, with recorders in place of graphs."""
+    build._capture(config, runner)
+    Recording.replays = 0
 
 
 @dataclass(frozen=True)
@@ -99,16 +111,20 @@ class Job:
 
 
 def _run(job: Job, bugs: dict[str, Any]) -> Served | None:
-    restore = bugs[job.plant]() if job.plant else lambda: None
+    restore, patch = bugs[job.plant]() if job.plant else lambda: None, pytest.MonkeyPatch()
+    if job.config.cuda_graph_bs:
+        record_instead_of_capturing(patch)
     try:
         rank_context = RankContext(job.member, build_mesh(job.sizes, CPU))
         if rank_context.is_leader:
             return serve(job.config, job.script, rank_context)
         follower = build.build_follower(job.config, rank_context)
+        capture(job.config, follower.worker.runner)
         follower.run()
         return None
     finally:
         restore()
+        patch.undo()
 
 
 def _process(rank: int, size: int, store: Path, jobs: Connection) -> None:

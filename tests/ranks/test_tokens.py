@@ -61,6 +61,8 @@ class Case:
 REQUESTS = 5  # of the load, to save time
 EPLB = {"enable_eplb": True, "eplb_rebalance_num_iterations": 8}
 REDUNDANT, ALL_TO_ALL = {"ep_num_redundant_experts": 4}, {"moe_a2a_backend": "alltoall"}
+GRAPHS = {"cuda_graph_bs": (1, 4, 16), "cuda_graph_mode": "full_and_piecewise"}
+WHOLE = GRAPHS | {"cuda_graph_bs": (1, 4, 16, 64), "cuda_graph_mode": "full"}
 OVERLAP, NO_RADIX = {"max_steps_in_flight": 2}, {"radix_cache": False}
 CASES = [
     Case("tp2", "penalised", "nextn-3", "json_schema", n=2, pages=6),
@@ -75,6 +77,11 @@ CASES = [
     Case("dp4-ep4", "greedy", "nextn-tree", n=2),
     Case("tp2-dp2-ep4", "seeded", "nextn-3", fields=EPLB | REDUNDANT | ALL_TO_ALL),
     Case("tp2-ep2", "greedy", fields=EPLB | REDUNDANT),
+    Case("tp2", "greedy", fields=GRAPHS),
+    Case("tp2-ep2", "seeded", "nextn-3", "json_schema", pages=6, fields=GRAPHS | OVERLAP),
+    Case("dp2-ep2", "penalised", "nextn-tree", n=2, fields=GRAPHS),
+    Case("tp2-dp2-ep4", "seeded", "nextn-3", "json_schema", pages=6, fields=WHOLE | OVERLAP),
+    Case("dp4-ep4", "greedy", fields=WHOLE | EPLB | REDUNDANT | ALL_TO_ALL),
 ]
 
 
@@ -155,6 +162,7 @@ def test_a_group_gives_one_ranks_tokens(case: Case, groups: dict[int, ProcessGro
     assert len({rank.steps for rank in served}) == 1, "all ranks run the same steps"
     assert len({rank.checksum for rank in served}) == 1, "of the same sizes"
     assert sum(rank.preemptions for rank in served) > 0 or case.grammar == "none"
+    assert all((rank.replays > rank.steps) == ("cuda_graph_bs" in case.fields) for rank in served)
     if case.fields.get("enable_eplb"):
         assert all(rank.expert_moves > 20 for rank in served)
     if case.drafts != "none":
@@ -168,6 +176,7 @@ def test_a_group_gives_one_ranks_tokens(case: Case, groups: dict[int, ProcessGro
         ("masks lost", Case("tp2", "greedy", "none", "regex")),
         ("own step", Case("dp2-ep2", "greedy")),
         ("residual twice", Case("dp2-ep2", "greedy")),
+        ("own vocabulary", Case("tp2", "greedy", fields=GRAPHS)),
     ],
 )
 def test_planted_bugs_are_caught(bug: str, case: Case, groups: dict[int, ProcessGroup]) -> None:

@@ -32,7 +32,7 @@ def resolve_graphs(
     reason = f"decode steps whole, other steps of up to {tokens} tokens piecewise; larger steps keep the device busy"
     if options.parallel.tp_size > 1:
         preferred = "none"
-        reason = "captured steps of several GPUs have not been shown to give the tokens of eager ones"
+        reason = "captured steps give eager tokens with several processes on a CPU, not yet shown on several GPUs"
     mode = decisions.choose(name, mode, preferred, reason)
     _note_unused(options, mode, f"--cuda-graph-mode {mode} captures no such steps", decisions)
     if mode in WHOLE_STEPS:

@@ -35,7 +35,6 @@ from thalweg.runner.piecewise import Piecewise, PiecewiseGraph
 from thalweg.runner.ragged_graphs import ragged_graphs
 from thalweg.runner.runner import CapturedSteps, Runner
 from thalweg.runner.step_buffers import StepBuffers
-from thalweg.sampling.kernel_sampling import sample_into, sampled
 from thalweg.sampling.sample import Sampled
 from thalweg.spec.autoregressive import AutoregressiveDrafter
 from thalweg.spec.drafter import DraftExtendInput
@@ -54,27 +53,19 @@ class TokenStep(CapturedStep):
         super().__init__(captured_pass, captured_pass.rows, 1)
         self.mixed, device = mixed, captured_pass.slot_R.device
         # outside the pool, whose memory the next replay may write while these are still being copied to the host
-        self.out = (
-            torch.zeros(captured_pass.rows, dtype=torch.int64, device=device),
+        self.out = Sampled(
+            torch.zeros(captured_pass.rows, 1, dtype=torch.int64, device=device),
             torch.zeros(captured_pass.rows, dtype=torch.bool, device=device),
             torch.zeros(captured_pass.rows, dtype=torch.bool, device=device),
         )
 
     def _sample_tokens(self, needs: SamplingNeeds) -> None:
-        captured_pass, slots = self.captured_pass, self.captured_pass.context.slots
-        sample_into(
-            self.out,
-            captured_pass.logits_TV,
-            slots,
-            captured_pass.slot_R,
-            captured_pass.step.ints_TI,
-            needs,
-            slots.ints_SI,
-        )
+        captured_pass, context = self.captured_pass, self.captured_pass.context
+        rows = captured_pass.slot_R, captured_pass.step.ints_TI
+        context.sampler.sample_into_slots(captured_pass.logits_TV, context.slots, *rows, needs, self.out)
 
     def _sampled(self, rows: int) -> Sampled:
-        tokens, done, live = self.out
-        return sampled((tokens[:rows], done[:rows], live[:rows]))
+        return Sampled(self.out.tokens_EQ[:rows], self.out.count_E[:rows], self.out.done_E[:rows])
 
     def fits(self, step: AgreedStep) -> bool:
         is_known = step.is_verify or self.mixed and not step.prompt_logprobs_passes

@@ -30,8 +30,6 @@ class KernelDistribution:
 
 
 class KernelSampler:
-    """For a step that needs nothing but a token a row, `sample_into` is all: CUDA graphs record that."""
-
     distribution = KernelDistribution()
 
     def edit_logits(
@@ -61,11 +59,20 @@ class KernelSampler:
         return out[0]
 
     def sample_into_slots(
-        self, logits_EV: Tensor, slots: Slots, slot_E: Tensor, ints_EI: Tensor, needs: SamplingNeeds
+        self,
+        logits_EV: Tensor,
+        slots: Slots,
+        slot_E: Tensor,
+        ints_EI: Tensor,
+        needs: SamplingNeeds,
+        out: Sampled | None = None,
     ) -> Sampled:
-        out = _out(len(logits_EV), logits_EV.device)
-        sample_into(out, logits_EV, slots, slot_E, ints_EI, needs, slots.ints_SI)
-        return sampled(out)
+        if out is None:
+            tokens_E, done_E, live_E = _out(len(logits_EV), logits_EV.device)
+            out = Sampled(tokens_E.unsqueeze(1), live_E, done_E)
+        held = out.tokens_EQ.view(-1), out.done_E, out.count_E
+        sample_into(held, logits_EV, slots, slot_E, ints_EI, needs, slots.ints_SI)
+        return out
 
     def logprobs(self, logits_NV: Tensor, tokens_N: Tensor, top: int, listed_NL: Tensor | None = None) -> Logprobs:
         if top < 0:
@@ -77,12 +84,6 @@ def _out(rows: int, device: torch.device) -> SampledTokens:
     # an allocation each: kernels are compiled for how their arguments are aligned
     done_E, live_E = (torch.empty(rows, dtype=torch.bool, device=device) for _ in range(2))
     return torch.empty(rows, dtype=torch.int64, device=device), done_E, live_E
-
-
-def sampled(out: SampledTokens) -> Sampled:
-    """As `sample_into_slots` has it."""
-    tokens_E, done_E, live_E = out
-    return Sampled(tokens_E.unsqueeze(1), live_E, done_E)
 
 
 def sample_into(

@@ -84,9 +84,17 @@ class Sampler(Protocol):
         """
 
     def sample_into_slots(
-        self, logits_EV: Tensor, slots: Slots, slot_E: Tensor, ints_EI: Tensor, needs: SamplingNeeds
+        self,
+        logits_EV: Tensor,
+        slots: Slots,
+        slot_E: Tensor,
+        ints_EI: Tensor,
+        needs: SamplingNeeds,
+        out: Sampled | None = None,
     ) -> Sampled:
-        """Samples a token of each row and writes it into the slots."""
+        """Samples a token of each row and writes it into the slots. out: memory for the result, which a CUDA graph
+        always leaves in the same place; what is launched depends on the shapes and on `needs` alone.
+        """
 
     def logprobs(self, logits_NV: Tensor, tokens_N: Tensor, top: int, listed_NL: Tensor | None = None) -> Logprobs:
         """Log-probabilities of `tokens_N`, and ids with theirs: those of `listed_NL`, if given, in which -1 is none,
@@ -135,10 +143,16 @@ class ReferenceSampler:
         return torch.where(floats_NF[:, TEMPERATURE] == 0, argmax_token(logits_NV), argmax_token(noisy_NV))
 
     def sample_into_slots(
-        self, logits_EV: Tensor, slots: Slots, slot_E: Tensor, ints_EI: Tensor, needs: SamplingNeeds
+        self,
+        logits_EV: Tensor,
+        slots: Slots,
+        slot_E: Tensor,
+        ints_EI: Tensor,
+        needs: SamplingNeeds,
+        out: Sampled | None = None,
     ) -> Sampled:
         tokens_E = self.sample_tokens(logits_EV, slots, slot_E, ints_EI, needs)
-        return append_tokens(tokens_E, slots, slot_E, ints_EI)
+        return append_tokens(tokens_E, slots, slot_E, ints_EI, out)
 
     def logprobs(self, logits_NV: Tensor, tokens_N: Tensor, top: int, listed_NL: Tensor | None = None) -> Logprobs:
         if top < 0:
@@ -225,8 +239,12 @@ def accept(
     return replace(sampled, logprob_N=logprob_N, top_ids_NK=ids_NK, top_logprobs_NK=values_NK)
 
 
-def append_tokens(tokens_E: Tensor, slots: Slots, slot_E: Tensor, ints_EI: Tensor) -> Sampled:
-    """Appends the tokens to their slots, token 0 for NO_TOKEN, and ends slots at a stop id or their end."""
+def append_tokens(
+    tokens_E: Tensor, slots: Slots, slot_E: Tensor, ints_EI: Tensor, out: Sampled | None = None
+) -> Sampled:
+    """Appends the tokens to their slots, token 0 for NO_TOKEN, and ends slots at a stop id or their end. out: memory
+    for the result.
+    """
     (length_E, _, end_E, *_), stop_EK = ints_EI.unbind(1), slots.stop_SK.index_select(0, slot_E)
     live_E = end_E > 0
     new_E = length_E + live_E
@@ -234,7 +252,13 @@ def append_tokens(tokens_E: Tensor, slots: Slots, slot_E: Tensor, ints_EI: Tenso
     place_E = slot_E * slots.tokens_SL.size(1) + torch.where(live_E, length_E, slots.context)
     slots.tokens_SL.view(-1).index_copy_(0, place_E, tokens_E.clamp(min=0).to(torch.int32))
     slots.state_S3.index_copy_(0, slot_E, torch.stack((new_E, new_E - 1, end_E * going_E), 1))
-    return Sampled(tokens_E.unsqueeze(1), live_E, ~going_E)
+    if out is None:
+        return Sampled(tokens_E.unsqueeze(1), live_E, ~going_E)
+    for held, one in zip(
+        (out.tokens_EQ, out.count_E, out.done_E), (tokens_E.unsqueeze(1), live_E, ~going_E), strict=True
+    ):
+        held.copy_(one)
+    return out
 
 
 def penalise(

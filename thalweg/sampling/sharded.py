@@ -60,11 +60,17 @@ class ShardedSampler:
         return self._best(logits_NV, slots, slot_N, ints_NI, needs)
 
     def sample_into_slots(
-        self, logits_EV: Tensor, slots: Slots, slot_E: Tensor, ints_EI: Tensor, needs: SamplingNeeds
+        self,
+        logits_EV: Tensor,
+        slots: Slots,
+        slot_E: Tensor,
+        ints_EI: Tensor,
+        needs: SamplingNeeds,
+        out: Sampled | None = None,
     ) -> Sampled:
         if not self._needs_candidates(needs):
-            return self.sampler.sample_into_slots(self.shards.gather(logits_EV), slots, slot_E, ints_EI, needs)
-        return append_tokens(self._best(logits_EV, slots, slot_E, ints_EI, needs), slots, slot_E, ints_EI)
+            return self.sampler.sample_into_slots(self.shards.gather(logits_EV), slots, slot_E, ints_EI, needs, out)
+        return append_tokens(self._best(logits_EV, slots, slot_E, ints_EI, needs), slots, slot_E, ints_EI, out)
 
     def logprobs(self, logits_NV: Tensor, tokens_N: Tensor, top: int, listed_NL: Tensor | None = None) -> Logprobs:
         if top < 0:
