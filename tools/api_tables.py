@@ -15,7 +15,7 @@ import typing
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import yaml
@@ -74,6 +74,8 @@ def type_name(kind: Any) -> str:
     origin, parts = typing.get_origin(kind), typing.get_args(kind)
     if origin in (types.UnionType, typing.Union):
         return " or ".join(dict.fromkeys(type_name(part) for part in parts if part is not types.NoneType))
+    if origin is Annotated:
+        return type_name(parts[0])
     if origin is Literal:
         return ", ".join(f'`"{part}"`' for part in parts)
     if origin in (list, tuple):

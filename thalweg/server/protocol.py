@@ -6,7 +6,7 @@ Undeclared fields are ignored. Fields that would change the result and are not s
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
@@ -112,12 +112,15 @@ class CompletionRequest(OpenAIRequest, kw_only=True):
     best_of: int | None = None
 
 
+TokenBudget = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+
+
 class ReasoningOption(msgspec.Struct, kw_only=True):
     """OpenRouter's `reasoning`."""
 
     effort: str | None = None
     enabled: bool | None = None
-    max_tokens: int | None = None
+    max_tokens: TokenBudget | None = None
 
 
 class ChatRequest(OpenAIRequest, kw_only=True):

@@ -9,6 +9,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from thalweg.server.logprobs import ChatLogprob
+from thalweg.server.protocol import TokenBudget
 from thalweg.server.refused import RefusedFields
 
 Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
@@ -17,7 +18,7 @@ Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "
 class Reasoning(msgspec.Struct, kw_only=True):
     effort: str | None = None  # "none" turns thinking off, any other on
     summary: str | None = None
-    max_tokens: int | None = None  # an extension: the budget of the thought
+    max_tokens: TokenBudget | None = None  # an extension: the budget of the thought
 
 
 class TextFormat(msgspec.Struct, kw_only=True):
