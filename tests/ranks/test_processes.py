@@ -10,18 +10,21 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 
 from tests.compose.matrix import MODEL, settings
+from tests.ranks.group import SPAWN
 from thalweg.core.errors import EngineDead, InvalidRequest
 from thalweg.core.messages import DumpExperts, FlushCache, StartProfile, UpdateWeights
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.client import EngineClient
-from thalweg.engine.group import members_of, rank_name
+from thalweg.engine.group import Member, members_of, rank_name
 from thalweg.engine.local import LocalEngine
+from thalweg.engine.processes import EngineProcesses
 from thalweg.layers.moe import ExpertStacks
 from thalweg.text.tokenizer import Tokenizer
 
@@ -159,6 +162,26 @@ def test_copies_share_nothing_and_the_load(want: list[int]) -> None:
             assert front.ready is not None and front.ready.slots == 8
 
     run(test)
+
+
+def test_a_stopped_process_is_the_cause_of_what_others_report() -> None:
+    """Other ranks wait for it in vain, and may say so first."""
+    processes = object.__new__(EngineProcesses)
+    processes.members, processes.own = [Member(i, i, f"rank {i}") for i in range(2)], 0
+    processes.spawned = [SimpleNamespace(child=SPAWN.Process(target=time.sleep, args=(60,))) for _ in range(2)]
+    for child in processes.children:
+        child.start()
+    try:
+        assert processes.killed() == ""
+        os.kill(processes.children[1].pid or 0, signal.SIGSTOP)
+        deadline = time.monotonic() + LIMIT_S
+        while not (cause := processes.killed()) and time.monotonic() < deadline:
+            pass
+        assert cause == "rank 1: stopped by a signal"
+    finally:
+        for child in processes.children:
+            child.kill()
+            child.join()
 
 
 def test_a_stopped_copy_is_noticed_while_another_works() -> None:

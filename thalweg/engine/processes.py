@@ -104,9 +104,9 @@ class EngineProcesses:
         return min(self.fatals, key=lambda fatal: fatal.at).message if self.fatals else ""
 
     def killed(self) -> str:
-        """As `why_ended`, of a process that a signal has ended."""
+        """As `why_ended`, of a process that a signal has ended or stopped."""
         deadline = time.monotonic() + BLAME_S
-        while not (killed := self._ended(lambda code: code < 0)) and time.monotonic() < deadline:
+        while not (killed := self._ended(lambda code: code < 0) or self._stopped()) and time.monotonic() < deadline:
             if len(self.members) == 1 and self._ended(lambda code: True):
                 break
             time.sleep(0.01)
@@ -120,15 +120,18 @@ class EngineProcesses:
 
     def stuck(self) -> str:
         """The processes that are behind their leader, or stopped; "" if none is."""
-        names = [member.name for member, child in self._others() if _is_stopped(child.pid)]
-        if names:
-            return f"{' and '.join(names)}: stopped by a signal"
+        if stopped := self._stopped():
+            return stopped
         behind = []
         for member in self.members:
             plans, tp = member.plans, member.rank % self.config.attention_tp
             if plans is not None and tp and plans.carried_out(tp - 1) < plans.sent:
                 behind.append(member.name)
         return f"behind its leader: {' and '.join(behind)}" if behind else ""
+
+    def _stopped(self) -> str:
+        names = [member.name for member, child in self._others() if _is_stopped(child.pid)]
+        return f"{' and '.join(names)}: stopped by a signal" if names else ""
 
     def states(self) -> dict[str, str]:
         """Of each spawned process, by name: starting, ready, stopped or ended."""
