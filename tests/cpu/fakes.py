@@ -15,6 +15,7 @@ import uvicorn
 from msgspec.structs import replace
 from starlette.applications import Starlette
 
+from thalweg.config.engine import EngineConfig
 from thalweg.config.server import ServerOptions
 from thalweg.core.errors import EngineDead, Overloaded
 from thalweg.core.grammar import NO_GRAMMAR, Grammar
@@ -73,7 +74,7 @@ class FakeFront:
     """
 
     def __init__(self, script: Script = default_script, gap: float = 0.0, chunk: int = 1) -> None:
-        self.tokenizer = ByteTokenizer()
+        self.tokenizer, self.config = ByteTokenizer(), EngineConfig(model_path="tiny")
         self.state, self.reason = "ready", ""
         self.ready: EngineReady | None = EngineReady(
             1, CONTEXT, VOCAB, 100, 64, Report((Decision("attention_backend", "reference", AUTO, "cpu"),))

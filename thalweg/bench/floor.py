@@ -1,4 +1,6 @@
-"""Floors: the least time in which one GPU can read and compute what a step, or the output of a run, needs."""
+"""Floors: the least time in which the GPUs of a layout can read, compute and send what a step, or the output of a run,
+needs.
+"""
 
 from __future__ import annotations
 
@@ -8,25 +10,42 @@ from pathlib import Path
 from thalweg.config.machines import Hardware
 from thalweg.core.errors import ThalwegError
 from thalweg.launch.planning import roofline
-from thalweg.launch.planning.layouts import ONE
+from thalweg.launch.planning.collectives import collectives
+from thalweg.launch.planning.layouts import ONE, ParallelLayout
 from thalweg.launch.planning.roofline import Ceilings, StepShape
 from thalweg.launch.planning.weights import PlannedModel, RankModel
 from thalweg.models.catalog import read_facts
 
 
 @cache
-def _model(folder: Path) -> RankModel:
-    """On one GPU, with weights as published and a KV cache in bfloat16."""
-    return PlannedModel(read_facts(folder)).on(ONE)
+def _model(folder: Path, layout: ParallelLayout) -> RankModel:
+    """On one GPU of a layout, with weights as published and a KV cache in bfloat16."""
+    return PlannedModel(read_facts(folder)).on(layout)
 
 
-def step_seconds(folder: Path, shape: StepShape, top: Ceilings) -> float:
-    """The least time of one step. folder: with config.json. Raises CheckpointError."""
-    return roofline.seconds(roofline.phases(_model(folder), shape), top)
+def step_seconds(
+    folder: Path, shape: StepShape, top: Ceilings, layout: ParallelLayout = ONE, hardware: Hardware | None = None
+) -> float:
+    """The least time of one step. folder: with config.json. shape: of each attention, see `roofline.divided`. hardware:
+    whose links the layout's collectives take; None leaves them out. Raises CheckpointError and UnsupportedConfig.
+    """
+    model = _model(folder, layout)
+    sends = [] if hardware is None else collectives(model.facts, shape, layout)
+    return roofline.seconds(roofline.phases(model, shape), top) + sum(
+        one.seconds(hardware) for one in sends if hardware
+    )
 
 
 def share_of_floor(
-    folder: Path, hardware: Hardware | None, requests: int, inputs: int, outputs: int, batch: float, seconds: float
+    folder: Path,
+    hardware: Hardware | None,
+    requests: int,
+    inputs: int,
+    outputs: int,
+    batch: float,
+    seconds: float,
+    *,
+    layout: ParallelLayout = ONE,
 ) -> float | None:
     """Floor of all decode steps of a run / its seconds; None without output, or for an unknown GPU or model.
 
@@ -36,8 +55,9 @@ def share_of_floor(
     if hardware is None or not outputs:
         return None
     rows, context, chip = max(1, round(batch)), round((inputs + outputs / 2) / requests), hardware.chip
+    shape, top = roofline.divided(layout, rows, 1, context), Ceilings(chip.read, chip.bf16, chip.fp8)
     try:
-        step = step_seconds(folder, StepShape(rows, 1, context), Ceilings(chip.read, chip.bf16, chip.fp8))
+        step = step_seconds(folder, shape, top, layout, hardware)
     except ThalwegError:
         return None
     return outputs / rows * step / seconds

@@ -26,9 +26,12 @@ from thalweg.bench.in_process import (
 )
 from thalweg.bench.results import save
 from thalweg.bench.statistics import median
+from thalweg.config.machine import Machine
+from thalweg.config.machines import hardware_of
 from thalweg.core.errors import InsufficientMemory
 from thalweg.engine.local import LocalEngine
-from thalweg.launch.planning.roofline import Ceilings, StepShape
+from thalweg.launch.planning.layouts import layout_of
+from thalweg.launch.planning.roofline import Ceilings, divided
 from thalweg.launch.report import make_table
 from thalweg.launch.resolved import Resolved
 
@@ -59,13 +62,14 @@ def shares(resolved: Resolved, case: Case, timing: Timing, top: Ceilings, covere
     in a decode step, () without experts.
     """
     batch, input_len, output_len = case
+    layout, hardware = layout_of(resolved.engine), hardware_of(Machine.here())
     shapes = {
-        "prefill": StepShape(batch, input_len, input_len),
-        "decode": StepShape(batch, 1, input_len + output_len // 2, covered),
+        "prefill": divided(layout, batch, input_len, input_len),
+        "decode": divided(layout, batch, 1, input_len + output_len // 2, covered=covered),
     }
     seconds, row = {"prefill": timing.prefill, "decode": median(timing.decode)}, Row()
     for name, shape in shapes.items():
-        limit = row[f"{name}_floor"] = step_seconds(resolved.path, shape, top)
+        limit = row[f"{name}_floor"] = step_seconds(resolved.path, shape, top, layout, hardware)
         row[f"{name}_share"] = limit / seconds[name] if seconds[name] else 0.0
     return row | ({"experts_a_layer": covered} if covered else {})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import nn
 from thalweg.config.engine import EngineConfig
 from thalweg.config.model import ModelFacts
 from thalweg.core.plan import PAGE
-from thalweg.launch.planning.layouts import ONE, ParallelLayout
+from thalweg.launch.planning.layouts import ONE, ParallelLayout, layout_of
 from thalweg.launch.planning.weights import META, PlannedModel, WeightGroup
 from thalweg.launch.resolved import Plane, Sizes
 from thalweg.models import catalog
@@ -24,7 +25,7 @@ def measure(facts: ModelFacts, config: EngineConfig) -> Sizes:
     """Raises CheckpointError for an architecture that is unknown, or a drafter that is not there, and UnsupportedConfig
     where the layers cannot be divided so.
     """
-    layout = ParallelLayout(config.tp_size, config.attention_dp, config.ep_size)
+    layout = replace(layout_of(config), copies=1)
     is_reference, redundant = config.decode_attention_backend == "reference", config.ep_num_redundant_experts
     planned = PlannedModel(facts, config.dtype, is_reference, config.kernels, redundant)
     model = catalog.assemble(facts, planned.factory(layout))

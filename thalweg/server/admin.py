@@ -95,6 +95,10 @@ class ServerInfoResponse(TypedDict):
     model_path: str
     served_model_name: str
     context_length: int | None
+    tp_size: int
+    dp_size: int
+    ep_size: int
+    enable_dp_attention: bool
     weight_version: str
     weights_lost: str
     strip_thinking_cache: bool
@@ -233,6 +237,10 @@ async def server_info(ctx: AppContext, request: Request) -> ServerInfoResponse:
         "model_path": ctx.path,
         "served_model_name": ctx.names[0],
         "context_length": ctx.context_len,
+        "tp_size": front.config.tp_size,
+        "dp_size": front.config.dp_size,
+        "ep_size": front.config.ep_size,
+        "enable_dp_attention": front.config.enable_dp_attention,
         "weight_version": front.weight_version,
         "weights_lost": front.weights_lost,
         "strip_thinking_cache": ctx.retention.strips,

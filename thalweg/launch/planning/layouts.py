@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from thalweg.config.engine import EngineConfig
 from thalweg.config.model import ModelFacts
 from thalweg.config.options import Options
 from thalweg.config.tree import command_line, non_defaults, settings
@@ -55,6 +56,11 @@ class ParallelLayout:
 
 
 ONE = ParallelLayout()
+
+
+def layout_of(config: EngineConfig) -> ParallelLayout:
+    """The layout that an engine has."""
+    return ParallelLayout(config.tp_size, config.attention_dp, config.ep_size, copies=config.copies)
 
 
 def why_not(facts: ModelFacts, layout: ParallelLayout) -> str:

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from thalweg.config.model import IndexerFacts, MlaFacts, MoeFacts
+from thalweg.launch.planning.layouts import ParallelLayout
 from thalweg.launch.planning.weights import KVBytes, RankModel, WeightGroup
 
 ORDER = ("join", "projections", "attention", "index", "mlp", "experts", "head")  # of phases in reports
@@ -72,6 +74,15 @@ class StepShape:
         full = max(0, self.context - max(first, most + 1) + 1)  # tokens that see more than most
         rest = self.new - full
         return self.rows * (rest * (2 * first + rest - 1) // 2 + full * most)
+
+
+def divided(layout: ParallelLayout, requests: int, new: int, context: int, cohorts: int = 1, **more: Any) -> StepShape:
+    """The step of each attention of a layout. requests: on the whole machine. cohorts: that take turns in a
+    pipeline. more: further fields of the shape.
+    """
+    on_a_copy = -(-requests // layout.copies)
+    rows = -(-on_a_copy // (layout.dp * cohorts))
+    return StepShape(rows, new, context, attentions=min(on_a_copy, layout.dp), **more)
 
 
 def phases(model: RankModel, shape: StepShape) -> list[StepPhase]:

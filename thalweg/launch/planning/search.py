@@ -13,7 +13,7 @@ from thalweg.core.plan import PAGE
 from thalweg.launch.planning.collectives import Collective, collectives
 from thalweg.launch.planning.gpu_memory import GpuMemory
 from thalweg.launch.planning.layouts import ParallelLayout, layouts
-from thalweg.launch.planning.roofline import Ceilings, StepPhase, StepShape, by_name, expected, phases
+from thalweg.launch.planning.roofline import Ceilings, StepPhase, StepShape, by_name, divided, expected, phases
 from thalweg.launch.planning.weights import PlannedModel
 
 MAX_REQUESTS = 1 << 20  # at a time
@@ -83,10 +83,8 @@ class PlannedLayout:
         self.facts, self.model = planning.model.facts, planning.model.on(layout)
 
     def shape(self, requests: int, new: int, context: int, cohorts: int = 1) -> StepShape:
-        """The step of each attention. requests: on the whole machine. cohorts: that take turns in a pipeline."""
-        on_a_copy = -(-requests // self.layout.copies)
-        rows = -(-on_a_copy // (self.layout.dp * cohorts))
-        return StepShape(rows, new, context, skew=self.load.skew, attentions=min(on_a_copy, self.layout.dp))
+        """See `divided`."""
+        return divided(self.layout, requests, new, context, cohorts, skew=self.load.skew)
 
     def times(self, work: list[StepPhase], sends: list[Collective]) -> dict[str, float]:
         """Seconds by kind of work."""
