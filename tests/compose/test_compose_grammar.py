@@ -49,7 +49,8 @@ GRAMMARS = {
 
 def crowd(engine: LocalEngine, case: dict[str, Any]) -> list[tuple[Ask, Grammar]]:
     """Every second request of the workload is under the grammar; its end is the grammar's."""
-    asks = workload(SEED, engine.vocab, case["kind"], case["logprobs"], False, case["n"])
+    prompt_logprobs = case.get("prompt_logprobs", False)
+    asks = workload(SEED, engine.vocab, case["kind"], case["logprobs"], prompt_logprobs, case["n"])
     grammar, held = GRAMMARS[case["grammar"]], []
     for i, ask in enumerate(asks):
         if grammar.is_set and i % 2 == 0:

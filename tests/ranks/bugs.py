@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,10 @@ from thalweg.engine import coordination
 from thalweg.engine.follower import Follower, SampleStep
 from thalweg.layers.residual import ShardedStream
 from thalweg.parallel.process_axis import ProcessAxis
+from thalweg.runner.drafting import Drafting
 from thalweg.sampling.sharded import ShardedSampler
+
+LOST_AT = 3000  # steps
 
 
 def _replaced(owner: Any, name: str, value: Any) -> Callable[[], None]:
@@ -74,10 +78,23 @@ def own_vocabulary() -> Callable[[], None]:
     return _replaced(ShardedSampler, "sample_into_slots", sample_own)
 
 
+def drafter_lost() -> Callable[[], None]:
+    """No bug: its drafts are no numbers, from some step on."""
+    rank_step, count = Drafting.rank_step, itertools.count(1)
+
+    def until(self: Drafting, *args: Any) -> Any:
+        if next(count) == LOST_AT:
+            self.reject_output()
+        return rank_step(self, *args)
+
+    return _replaced(Drafting, "rank_step", until)
+
+
 BUGS: dict[str, Callable[[], Callable[[], None]]] = {
     "stream not summed": stream_not_summed,
     "masks lost": masks_lost,
     "own step": own_step,
     "residual twice": residual_twice,
     "own vocabulary": own_vocabulary,
+    "drafter lost": drafter_lost,
 }

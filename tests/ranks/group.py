@@ -17,7 +17,7 @@ import msgspec
 import pytest
 import torch
 
-from tests.cpu.recorder import Recording, record_instead_of_capturing
+from tests.cpu.recorder import POOLS, Recording, record_instead_of_capturing
 from thalweg.config.engine import EngineConfig
 from thalweg.core.messages import Drain, FromEngine, Rejected, StepUpdate, Submit, ToEngine, TokenDelta
 from thalweg.engine import build
@@ -125,6 +125,7 @@ def _run(job: Job, bugs: dict[str, Any]) -> Served | None:
     finally:
         restore()
         patch.undo()
+        POOLS.clear()  # recordings hold all that was computed in them
 
 
 def _process(rank: int, size: int, store: Path, jobs: Connection) -> None:
@@ -149,8 +150,8 @@ class RankError(Exception):
 class ProcessGroup:
     """`size` processes."""
 
-    def __init__(self, size: int) -> None:
-        self.size, self.is_broken, self.starts = size, False, 0
+    def __init__(self, size: int, patience: float = PATIENCE) -> None:
+        self.size, self.patience, self.is_broken, self.starts = size, patience, False, 0
         self.folder = tempfile.TemporaryDirectory()
         self.start()
 
@@ -181,7 +182,7 @@ class ProcessGroup:
             connection.send(Job(config, replace(member, device=0), sizes, script, bug))
         results, errors = list[Served](), list[str]()
         for connection in self.jobs:
-            answer = _answer(connection, 5.0 if errors else PATIENCE)
+            answer = _answer(connection, 5.0 if errors else self.patience)
             errors += [answer] if isinstance(answer, str) else []
             results += [answer] if isinstance(answer, Served) else []
         if errors:
