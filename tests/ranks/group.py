@@ -47,6 +47,7 @@ class Served:
     steps: int = 0
     checksum: int = 0  # of the passes that were run
     expert_moves: int = 0
+    balanced_layers: int = 0
     replays: int = 0  # of captured steps, samples and drafts
 
 
@@ -91,7 +92,7 @@ def serve(config: EngineConfig, script: Script, rank_context: RankContext = ALON
     stats = loop.stats()
     served.preemptions, served.cached, served.accepted = stats.preemptions, stats.cached_tokens, stats.accepted_tokens
     served.steps, served.checksum, served.expert_moves = stats.steps, runner.pass_checksum, stats.expert_moves
-    served.replays = Recording.replays
+    served.replays, served.balanced_layers = Recording.replays, len(stats.expert_imbalance)
     return served
 
 

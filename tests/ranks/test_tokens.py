@@ -60,6 +60,7 @@ class Case:
     is_uneven: bool = False  # one rank has all requests
 
 
+MOE_LAYERS = 3  # of the bundled model, without its NextN layer
 REQUESTS = 5  # of the load, to save time
 EPLB = {"enable_eplb": True, "eplb_rebalance_num_iterations": 8, "ep_num_redundant_experts": 4}
 GRAPHS: dict[str, dict[str, Any]] = {
@@ -199,6 +200,9 @@ def check_levels(levels: dict[str, Any], groups: dict[int, ProcessGroup]) -> Non
     assert len({rank.checksum for rank in served}) == 1, "of the same sizes"
     assert all((rank.replays > rank.steps / 2) == (levels["graphs"] != "none") for rank in served)
     assert (sum(rank.expert_moves for rank in served) > 20) == (levels["experts"] == "moving")
+    if levels["experts"] == "moving":
+        layers = MOE_LAYERS + (case.drafts != "none")
+        assert {rank.balanced_layers for rank in served} == {layers}, "those of a NextN layer, too"
     assert (sum(rank.accepted for rank in served) > 10) == (case.drafts != "none")
 
 

@@ -238,8 +238,8 @@ def with_experts(layout: Layout, config: EngineConfig, facts: ModelFacts) -> Lay
 
 def _balancer(config: EngineConfig, facts: ModelFacts, runner: Runner) -> ExpertBalancer:
     model = runner.model.model if isinstance(runner.model, TokenByToken) else runner.model
-    assert isinstance(model, torch.nn.Module), "a model is a module"
-    layers = [module for module in model.modules() if isinstance(module, ExpertStacks)]
+    parts = [part for part in (model, *runner.drafting.drafter.modules()) if isinstance(part, torch.nn.Module)]
+    layers = [module for part in parts for module in part.modules() if isinstance(module, ExpertStacks)]
     policy = BalancePolicy(
         config.eplb_rebalance_num_iterations,
         config.eplb_rebalance_layers_per_chunk,

@@ -34,6 +34,7 @@ class ExpertPlacement:
         self.slots = len(self.by_slot) // ranks  # of routed experts on this rank
         self.stride = self.slots + shared  # slots of a rank
         self.dispatcher, is_moving = dispatcher(layout), layout.experts.is_moving
+        self.is_deterministic = deterministic
         # a sum over ranks groups a token's experts by rank, which changes its bits when one moves
         self.sums_pairs = deterministic and is_moving
         copies = max(layout.experts.redundant + 1, ranks if shared else 1)

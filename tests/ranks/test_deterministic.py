@@ -1,0 +1,80 @@
+"""Deterministic inference in groups of processes: a request has the same bits alone and in a crowd, whatever the chunks,
+cache hits, idle ranks, preemptions and moves of experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.compose.deterministic import PLAIN, SEED, assert_equal_bits
+from tests.compose.workload import Answer, Ask, workload
+from tests.ranks.group import ProcessGroup, Script, Served, dealt, submits
+from tests.ranks.test_tokens import EPLB, LAYOUTS, answers_of, engine_config
+from thalweg.core.kernels import KernelConfig
+from thalweg.core.plan import PAGE
+
+REQUESTS = 5
+CROWD: dict[str, Any] = {
+    "chunked_prefill_size": 48,
+    "max_steps_in_flight": 2,
+    "radix_cache": True,
+    "num_pages": 6,
+    "max_running_requests": 3,
+}
+
+
+@pytest.fixture(scope="module")
+def groups() -> Iterator[dict[int, ProcessGroup]]:
+    made = {size: ProcessGroup(size) for size in (2, 4)}
+    yield made
+    for group in made.values():
+        group.close()
+
+
+def asks() -> list[Ask]:
+    """Short ones, two with a page in common: tokens run one by one."""
+    made = workload(SEED, 2048, "seeded", logprobs=True, prompt_logprobs=True, n=1)[:REQUESTS]
+    shared, short = made[0].prompt[:PAGE], list[Ask]()
+    for i, ask in enumerate(made):
+        params = msgspec.structs.replace(ask.params, max_tokens=10, ignore_eos=True)
+        short.append(replace(ask, prompt=(shared if i % 2 else ()) + ask.prompt[-20:], params=params, turn=3 * i))
+    return short
+
+
+SCRIPT: Script = tuple(
+    (ask.turn, submit) for i, ask in enumerate(asks()) for submit in submits(i, ask.prompt, ask.params)
+)
+
+
+def answers(group: ProcessGroup, layout: str, *scripts: Script, **fields: Any) -> tuple[list[Answer], list[Served]]:
+    """Of each script in an engine of its own."""
+    config = engine_config(layout, kernels=KernelConfig(deterministic=True), **fields)
+    served = [rank for script in scripts for rank in group.serve(config, dealt(script, config.dp_size))]
+    found = answers_of(served)
+    return [found[uid] for uid in range(REQUESTS)], served
+
+
+def alone(group: ProcessGroup, layout: str, **fields: Any) -> list[Answer]:
+    return answers(group, layout, *((one,) for one in SCRIPT), **PLAIN, **fields)[0]
+
+
+@pytest.mark.parametrize(("layout", "experts"), [("tp2", {}), ("dp2-ep2", {}), ("tp2-dp2-ep4", EPLB)])
+def test_bits_depend_on_the_sequence_alone(
+    layout: str, experts: dict[str, Any], groups: dict[int, ProcessGroup]
+) -> None:
+    group = groups[LAYOUTS[layout]["tp_size"]]
+    crowd, served = answers(group, layout, SCRIPT, **CROWD, **experts)
+    resting = experts | ({"eplb_rebalance_num_iterations": 1_000_000} if experts else {})
+    assert_equal_bits(alone(group, layout, **resting), crowd)
+    assert not experts or all(rank.expert_moves for rank in served)
+
+
+def test_without_it_bits_do_move(groups: dict[int, ProcessGroup]) -> None:
+    """The test above would be worth nothing if they never did."""
+    loose = answers_of(groups[2].serve(engine_config("tp2", **CROWD), [SCRIPT]))
+    assert any(want.logprobs != loose[uid].logprobs for uid, want in enumerate(alone(groups[2], "tp2")))
