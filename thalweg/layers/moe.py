@@ -143,7 +143,8 @@ class Experts(ExpertStacks):
     def partial(self, ids_TK: Tensor, weights_TK: Tensor, x_TH: Tensor) -> Tensor:
         """float32 [T, H]: Σ_k weights · expert(x) of the slots here; an id of their number is none."""
         if len(x_TH) > 1 and self.placement is not None and self.placement.is_deterministic:
-            rows = zip(*(torch.split(x, 1) for x in (ids_TK, weights_TK, x_TH)), strict=True)  # other ranks' tokens, too
+            # tokens of other ranks come along, by which the bits must not change
+            rows = zip(*(torch.split(x, 1) for x in (ids_TK, weights_TK, x_TH)), strict=True)
             return torch.cat([self.partial(*row) for row in rows])
         out_TH = x_TH.new_zeros(x_TH.shape, dtype=torch.float32)
         token_N, k_N = (ids_TK < len(self.w13)).nonzero(as_tuple=True)
