@@ -25,6 +25,7 @@ from thalweg.kernels.build_tree import ref as grow_ref
 from thalweg.kernels.build_tree import triton as grow
 from thalweg.kernels.draft_state import ref as draft_ref
 from thalweg.kernels.draft_state import triton as draft
+from thalweg.kernels.exchange import case as exchange
 from thalweg.kernels.experts import case as expert_case
 from thalweg.kernels.experts import triton as experts
 from thalweg.kernels.moe_align import triton as align
@@ -159,6 +160,12 @@ def summed_over_ranks() -> None:
         assert max(errors) <= one.tolerance, (one.name, errors)
 
 
+def exchanged() -> None:
+    for one in exchange.cases(torch.Generator().manual_seed(1)):
+        errors = one.errors(exchange.run_triton(**one.fresh_inputs()))
+        assert max(errors) <= one.tolerance, (one.name, errors)
+
+
 def trees() -> None:
     """Their paths, and how they are grown."""
     generator = torch.Generator().manual_seed(1)
@@ -272,6 +279,7 @@ def main() -> int:
     verified()
     trees()
     summed_over_ranks()
+    exchanged()
     concluded()
     for vocab in (300, 5000):
         broken(DRAWS[:2], vocab, SamplingNeeds(random=True))

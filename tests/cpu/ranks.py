@@ -58,6 +58,7 @@ class ThreadAxis:
     meeting: Meeting
     rank: int
     sum_and_norm = None
+    exchange: Any = None
 
     @property
     def size(self) -> int:

@@ -42,7 +42,7 @@ def test_many_rows_have_the_bits_of_few(size: int, rows: int) -> None:
 
     def add(rank: int) -> Tensor:
         own = x_TH.clone()
-        ThreadExchange(cast(Any, None), size, rank, True, None, meeting).add_(own, partials_WTH[rank])
+        ThreadExchange(cast(Any, None), size, rank, True, meeting=meeting).add_(own, partials_WTH[rank])
         return own
 
     sums = on_ranks(size, add)

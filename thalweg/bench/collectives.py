@@ -1,5 +1,5 @@
-"""`thalweg bench collectives`: the sum over ranks with residual addition and norm, by each way there is, on the GPUs of
-this host.
+"""`thalweg bench collectives`: the sum over ranks with residual addition and norm, and rows to experts and back, by
+each way there is, on the GPUs of this host.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from thalweg.core.errors import UnsupportedConfig
 CALLS = 60  # of a captured graph
 REPLAYS = 7
 EPS = 1e-6
+EXPERTS = 9  # of a token of DeepSeek-V3, the shared one too: a slot and a weight each
 FLAGS = f"""
 --tp-size  count        ranks, one on each GPU; default: all GPUs
 --rows     count...=1 4 16 64 128 256 512  rows of a call
@@ -50,13 +51,14 @@ def ways(rank: int, rows: int, width: int, weight_H: Tensor) -> Iterator[tuple[s
 
     from thalweg.kernels.all_reduce import triton as all_reduce
     from thalweg.kernels.norm.triton import rms_norm
+    from thalweg.kernels.peer_words import PROGRAMS
     from thalweg.parallel.symmetric import SymmetricMemory
 
     group, device = dist.group.WORLD, weight_H.device
     assert group is not None
     size = dist.get_world_size()
     memory = SymmetricMemory(group, all_reduce.bytes_for(size, rows, width), device)
-    buffers = all_reduce.PeerBuffers.of(memory.addresses, rank, rows, width, device)
+    buffers = all_reduce.PeerBuffers.of(memory.addresses, rank, device, rows=rows, width=width)
 
     def fused(two_shot: bool, partial_TH: Tensor, x_TH: Tensor) -> tuple[Tensor, Tensor]:
         x, normed, *_ = all_reduce.add_norm(partial_TH, x_TH, weight_H, EPS, buffers, two_shot=two_shot)
@@ -66,7 +68,7 @@ def ways(rank: int, rows: int, width: int, weight_H: Tensor) -> Iterator[tuple[s
         x = x_TH + reduce(partial_TH)
         return x, rms_norm(x, weight_H, EPS)
 
-    if rows <= all_reduce.PROGRAMS:
+    if rows <= PROGRAMS:
         yield "one-shot, one launch", partial(fused, False)
     yield "two-shot, one launch", partial(fused, True)
     shared = symmetric.empty(rows, width, dtype=torch.bfloat16, device=device)
@@ -157,9 +159,33 @@ def measure(rank: int, size: int, address: str, args: Any, path: str) -> None:
                 except RuntimeError as failure:
                     first = str(failure).strip().partition("\n")[0]
                     table.append({"rows": rows, "way": name, "us": None, "error": None, "failed": first})
+        table += exchanges(rank, size, args.width, device)
     if rank == 0:
         Path(path).write_text(json.dumps(table), encoding="utf-8")
     dist.destroy_process_group()
+
+
+def exchanges(rank: int, size: int, width: int, device: torch.device) -> list[dict[str, Any]]:
+    """Rows in FP8 to all ranks, and bf16 results back, without products between. error: of the sums, against NCCL."""
+    from thalweg.parallel.peer_exchange import PeerExchange
+    from thalweg.parallel.process_axis import ProcessAxis
+
+    group = dist.group.WORLD
+    assert group is not None
+    axis, row_bytes = ProcessAxis(group, size, rank, on_cpu=False), width + 4 * width // 128 + 8 * EXPERTS
+    peers, table = PeerExchange(axis, group, row_bytes, width, device), list[dict[str, Any]]()
+    for rows, by_way in peers.measure().items():
+        bytes_NB = torch.randint(256, (rows, row_bytes), device=device).to(torch.uint8)
+        results_RNH = torch.randn(size, rows, width, device=device).bfloat16()
+        received_RNB, back = peers.send(bytes_NB, 0)
+        sums_NH, want_NH = back(results_RNH), axis.reduce_scatter(results_RNH)
+        failed = "" if torch.equal(received_RNB, axis.all_gather(bytes_NB)) else "other rows than by NCCL have come"
+        error = round(float((sums_NH - want_NH).abs().max()), 4)
+        ways = {f"rows and results, {way}": us for way, us in by_way.items()}
+        table += [
+            {"rows": rows, "way": way, "us": round(us, 2), "error": error, "failed": failed} for way, us in ways.items()
+        ]
+    return table
 
 
 @command("thalweg bench collectives")
@@ -167,7 +193,8 @@ def main(argv: list[str]) -> int:
     """Raises UnsupportedConfig."""
     parser = CommandParser(
         prog="thalweg bench collectives",
-        description="Times the sum over ranks with residual addition and norm, in CUDA graphs, by each way there is.",
+        description="Times the sum over ranks with residual addition and norm, and rows to experts and back, in CUDA"
+        " graphs, by each way there is.",
     )
     add_flags(parser, "", FLAGS)
     args = parser.parse_args(argv)

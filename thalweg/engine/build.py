@@ -47,7 +47,7 @@ from thalweg.engine.calibration_memory import (
     with_pages,
 )
 from thalweg.engine.calibration_warmup import warm_up
-from thalweg.engine.collectives import with_sum_and_norm
+from thalweg.engine.collectives import with_exchange, with_sum_and_norm
 from thalweg.engine.compile_ahead import CompileAhead, NothingAhead, compile_ahead
 from thalweg.engine.coordination import OWN_PLAN, Coordinator, DataParallelSteps, TensorParallelSteps
 from thalweg.engine.follower import Follower, PlanSender
@@ -312,7 +312,7 @@ def _build_on_gpu(
     UnsupportedConfig.
     """
     torch.cuda.synchronize(device)
-    config = with_sum_and_norm(config, model, device)
+    config = with_exchange(with_sum_and_norm(config, model, device), model, device)
     specs = *model.planes(), *drafter.planes()
     context = provisional_context(config, specs, device, model.factory.layout.world)
     first = _with_acceptance_rule(runner_without_cache(config, model, drafter, context, device), config)

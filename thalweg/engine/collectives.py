@@ -45,5 +45,30 @@ def with_sum_and_norm(config: EngineConfig, model: Model, device: torch.device) 
     return config.started([Decision("sum_and_norm", chosen, START_UP, f"measured: {shown}")])
 
 
+def with_exchange(config: EngineConfig, model: Model, device: torch.device) -> EngineConfig:
+    """Gives the ranks between which tokens go to their experts the kernels that send and bring back few rows, if their
+    GPUs address each other's memory. Deterministic ones add in one way only.
+    """
+    moe, layout = model.facts.moe, model.factory.layout
+    axis = layout.ep if config.moe_a2a_backend == "alltoall" else layout.dp
+    if moe is None or not isinstance(axis, ProcessAxis) or config.deterministic_inference:
+        return config
+    from thalweg.parallel.peer_exchange import PeerExchange  # needs Triton
+
+    kernel, why, name = None, "", "expert_exchange"
+    row_bytes = 8 * (moe.topk + moe.shared) + 2 * model.facts.hidden  # slots, weights, activations
+    try:
+        kernel = PeerExchange(axis, axis.group, row_bytes, model.facts.hidden, device)
+    except UnsupportedConfig as error:
+        why = str(error)
+    if reasons := [text for text in gather_texts(axis, why, device) if text]:
+        return config.started([Decision(name, "library", START_UP, reasons[0])])
+    assert kernel is not None
+    times = kernel.measure()
+    axis.exchange = kernel
+    shown = "; ".join(f"{rows} rows: {_microseconds(by_way)}" for rows, by_way in times.items())
+    return config.started([Decision(name, f"one-sided to {kernel.rows} rows", START_UP, f"measured: {shown}")])
+
+
 def _microseconds(by_way: Mapping[str, float]) -> str:
     return ", ".join(f"{way} {us:.1f} us" for way, us in by_way.items())

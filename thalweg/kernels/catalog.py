@@ -12,9 +12,9 @@ from thalweg.kernels.gemm.case import FP8 as GEMM_FP8
 from thalweg.kernels.weight_only.case import EXPERTS as WEIGHT_ONLY_EXPERTS
 
 FOLDERS = (
-    "all_reduce", "batch_invariant_gemm", "expand_latents", "experts", "fp8_block", "gemm", "gqa", "indexer", "mla",
-    "moe_align", "norm", "quantize", "rope", "router", "silu_mul", "temperature", "topk_topp", "verify",
-    "weight_only",
+    "all_reduce", "batch_invariant_gemm", "exchange", "expand_latents", "experts", "fp8_block", "gemm", "gqa",
+    "indexer", "mla", "moe_align", "norm", "quantize", "rope", "router", "silu_mul", "temperature", "topk_topp",
+    "verify", "weight_only",
 )  # fmt: skip
 
 

@@ -14,7 +14,8 @@ from torch import Tensor
 from thalweg.core.errors import UnsupportedConfig
 
 if TYPE_CHECKING:
-    from thalweg.parallel.sum_and_norm import SumAndNorm  # needs Triton
+    from thalweg.parallel.peer_exchange import PeerExchange  # needs Triton
+    from thalweg.parallel.sum_and_norm import SumAndNorm
 
 BLOCK = 128  # rows or columns that stay together where a width is cut: tiles of products and FP8 blocks are as wide
 
@@ -34,6 +35,10 @@ class Axis(Protocol):
     @property
     def sum_and_norm(self) -> SumAndNorm | None:
         """What adds and norms few rows in one launch, where GPUs have it."""
+
+    @property
+    def exchange(self) -> PeerExchange | None:
+        """What sends rows and brings results back in one launch each, where GPUs have it."""
 
     def all_reduce(self, partial: Tensor) -> Tensor:
         """The sum over all ranks in float32."""
@@ -63,7 +68,7 @@ class SingleRank:
 
     size = 1
     rank = 0
-    sum_and_norm = None
+    sum_and_norm = exchange = None
 
     def all_reduce(self, partial: Tensor) -> Tensor:
         return partial.float()

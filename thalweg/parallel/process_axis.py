@@ -23,7 +23,8 @@ from torch._C._distributed_c10d import FileStore, Store  # torch.distributed has
 from thalweg.core.errors import RankLost
 
 if TYPE_CHECKING:
-    from thalweg.parallel.sum_and_norm import SumAndNorm  # needs Triton
+    from thalweg.parallel.peer_exchange import PeerExchange  # needs Triton
+    from thalweg.parallel.sum_and_norm import SumAndNorm
 
 # its name since torch 2.13
 _all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
@@ -41,6 +42,7 @@ class ProcessAxis:
     rank: int
     on_cpu: bool
     sum_and_norm: SumAndNorm | None = None  # once its memory is there
+    exchange: PeerExchange | None = None
 
     def all_reduce(self, partial: Tensor) -> Tensor:
         return _ordered_sum(self.all_gather(partial))

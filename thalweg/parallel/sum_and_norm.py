@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -12,12 +11,12 @@ from torch import Tensor
 
 from thalweg.kernels.all_reduce import triton as all_reduce
 from thalweg.kernels.norm.triton import LazyNorm, ReadyNorm, rms_norm
+from thalweg.kernels.peer_words import PROGRAMS
 from thalweg.parallel.axis import Axis
-from thalweg.parallel.symmetric import SymmetricMemory
+from thalweg.parallel.symmetric import SymmetricMemory, slowest_microseconds
 
 MAX_ROWS = 512  # memory: 2 (W + 1) rows of twice the width, 150 MB for 4 ranks and rows of 7,168
 MEASURED = (1, 4, 16, 32, 64, 128, 256, 512)  # rows
-CALLS, REPLAYS = 30, 5  # calls of a captured graph, and how often it is replayed
 
 SumAndNormCall = Callable[[Tensor, Tensor], object]  # (partial, x)
 
@@ -34,10 +33,10 @@ class SumAndNorm:
         """
         count = all_reduce.bytes_for(axis.size, MAX_ROWS, width)
         self._memory = SymmetricMemory(group, count, device)
-        self._buffers = all_reduce.PeerBuffers.of(self._memory.addresses, axis.rank, MAX_ROWS, width, device)
+        self._buffers = all_reduce.PeerBuffers.of(self._memory.addresses, axis.rank, device, rows=MAX_ROWS, width=width)
         self.axis, self.width, self.device = axis, width, device
         self.with_codes = False  # whether readers of the norm multiply it in e4m3
-        self.rows, self.one_shot_rows = MAX_ROWS, all_reduce.PROGRAMS  # the most of a call, and of a one-shot one
+        self.rows, self.one_shot_rows = MAX_ROWS, PROGRAMS  # the most of a call, and of a one-shot one
 
     def takes(self, x: object) -> bool:
         """Whether the sum is computed here before this norm. x: what `Norm.lazy` gives."""
@@ -73,7 +72,10 @@ class SumAndNorm:
         for rows in MEASURED:
             partial_TH = torch.zeros(rows, self.width, dtype=torch.bfloat16, device=self.device)
             x_TH = torch.zeros_like(partial_TH)
-            times[rows] = {name: self._time(way, partial_TH, x_TH) for name, way in self._ways(rows, weight_H)}
+            times[rows] = {
+                name: slowest_microseconds(self.axis, partial(way, partial_TH, x_TH), self.device)
+                for name, way in self._ways(rows, weight_H)
+            }
         self.one_shot_rows, self.rows = limits(times)
         return times
 
@@ -82,31 +84,10 @@ class SumAndNorm:
             self.axis.add_(x_TH, partial_TH)
             return rms_norm(x_TH, weight_H, 1e-6)
 
-        if rows <= all_reduce.PROGRAMS:
+        if rows <= PROGRAMS:
             yield "one-shot", partial(self._call, weight_H=weight_H, eps=1e-6, two_shot=False)
         yield "two-shot", partial(self._call, weight_H=weight_H, eps=1e-6, two_shot=True)
         yield "library", by_library
-
-    def _time(self, way: SumAndNormCall, partial_TH: Tensor, x_TH: Tensor) -> float:
-        """Microseconds of a call in a captured graph, the slowest rank's."""
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(stream):
-            way(partial_TH, x_TH)
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-                for _ in range(CALLS):
-                    way(partial_TH, x_TH)
-            samples = []
-            for _ in range(REPLAYS):
-                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-                begin.record()
-                graph.replay()
-                end.record()
-                torch.cuda.synchronize()
-                samples.append(1e3 * begin.elapsed_time(end) / CALLS)
-            graph.reset()
-        return float(self.axis.all_gather(torch.tensor([median(samples)], device=self.device)).max())
 
 
 def limits(times: dict[int, dict[str, float]]) -> tuple[int, int]:

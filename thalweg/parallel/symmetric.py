@@ -1,13 +1,42 @@
-"""Memory that all ranks of a host can address: torch's symmetric memory, over NVLink or PCIe, without multicast."""
+"""Memory that all ranks of a host can address: torch's symmetric memory, over NVLink or PCIe, without multicast. Also
+the time of what uses it.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from statistics import median
 
 import torch
 import torch.distributed as dist
 
 from thalweg.core.errors import UnsupportedConfig
+from thalweg.parallel.axis import Axis
+
+CALLS, REPLAYS = 30, 5  # calls of a captured graph, and how often it is replayed
+
+
+def slowest_microseconds(axis: Axis, call: Callable[[], object], device: torch.device) -> float:
+    """Of a call in a captured graph of many, the median of some replays; the slowest rank's."""
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            for _ in range(CALLS):
+                call()
+        samples = []
+        for _ in range(REPLAYS):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            begin.record()
+            graph.replay()
+            end.record()
+            torch.cuda.synchronize()
+            samples.append(1e3 * begin.elapsed_time(end) / CALLS)
+        graph.reset()
+    return float(axis.all_gather(torch.tensor([median(samples)], device=device)).max())
 
 
 class SymmetricMemory:

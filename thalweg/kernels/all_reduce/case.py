@@ -44,7 +44,7 @@ def run_triton(partials_WTH: Tensor, x_TH: Tensor, weight_H: Tensor) -> tuple[Te
     (ranks, rows, width), device = partials_WTH.shape, x_TH.device
     memory = [torch.zeros(triton.bytes_for(ranks, rows, width), dtype=torch.uint8, device=device) for _ in range(ranks)]
     addresses = [one.data_ptr() for one in memory]
-    buffers = [triton.PeerBuffers.of(addresses, rank, rows, width, device) for rank in range(ranks)]
+    buffers = [triton.PeerBuffers.of(addresses, rank, device, rows=rows, width=width) for rank in range(ranks)]
     add, results = partial(triton.add_norm, x_TH=x_TH, weight_H=weight_H, eps=EPS), []
     for call in range(CALLS):
         two_shot = call % 2 == 1

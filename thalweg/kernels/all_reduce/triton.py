@@ -1,9 +1,5 @@
-"""The sum over ranks of one host, residual addition and RMSNorm in one launch, without barriers: every rank writes into
-the others' memory (torch's symmetric memory).
-
-A word is 64 bits: two bf16 numbers, and above them the number of the call. Such a word arrives whole, so a rank that
-reads the number of this call has the data too; nothing is ever cleared. There are two sets of buffers, used in turn: to
-finish a call a rank needs words of all others, so none is more than one call behind.
+"""The sum over ranks of one host, residual addition and RMSNorm in one launch, without barriers, by words of two
+bf16 numbers (`kernels.peer_words`).
 
 - one-shot (few rows): each rank sends its rows to all, and each adds up all of them.
 - two-shot: row r is added up by rank r mod W, which sends the result to all. 2 (W - 1) / W of a row leave a rank for
@@ -28,81 +24,35 @@ from triton.language import constexpr
 from thalweg.kernels.all_reduce.ref import NormedRows
 from thalweg.kernels.launch import launch_config
 from thalweg.kernels.pdl import pdl_wait
+from thalweg.kernels.peer_words import (
+    PROGRAMS,
+    PeerMemory,
+    finish,
+    high_half,
+    low_half,
+    memory_of,
+    packed_halves,
+    receive,
+    send,
+)
 from thalweg.kernels.quantize.triton import encode, scales_like
 
-PROGRAMS = 128  # at once: at most one on each multiprocessor of an H100 or H200
 MOST_PARTS = 8  # programs of a row
 WARPS, WIDE = 16, 1 << 14  # words that so many warps hold at a time
 ALL, SEND, ADD, RECEIVE = (constexpr(phase) for phase in range(4))
-TRIES = constexpr(1 << 23)  # looks for words of a rank, some seconds: a rank that died must not occupy the GPU forever
 
 
 @dataclass(frozen=True, slots=True)
-class PeerBuffers:
-    """What a rank receives into, and where its peers receive. See `bytes_for`."""
+class PeerBuffers(PeerMemory):
+    """See `bytes_for`."""
 
-    peers_W: Tensor  # int64: address of each rank's memory as seen from here, this rank's too
-    state: Tensor  # int32 [3]: number of the call, programs that have ended it, 1 after a call that waited in vain
-    rank: int
     rows: int  # the most of a call
     width: int  # of a row, in numbers
-
-    @classmethod
-    def of(cls, addresses: list[int], rank: int, rows: int, width: int, device: torch.device) -> PeerBuffers:
-        """addresses: of `bytes_for` zeroed bytes on each rank."""
-        peers = torch.tensor(addresses, dtype=torch.int64, device=device)
-        return cls(peers, torch.tensor([1, 0, 0], dtype=torch.int32, device=device), rank, rows, width)
-
-    @property
-    def size(self) -> int:
-        return len(self.peers_W)
 
 
 def bytes_for(ranks: int, rows: int, width: int) -> int:
     """Memory of a rank: twice what all ranks send, and what the owners of rows do."""
     return 2 * (ranks + 1) * rows * (width // 2) * 8
-
-
-@triton.jit
-def _low(words):
-    return (words << 16).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _high(words):
-    return (words & -65536).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _packed(low, high):
-    """int32 of two float32, rounded to bf16."""
-    bits = high.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) << 16
-    return bits | (low.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF)
-
-
-@triton.jit
-def _memory(peers, rank):
-    return tl.load(peers + rank).to(tl.pointer_type(tl.int64))
-
-
-@triton.jit
-def _send(words, call, to, mask):
-    tl.store(to, (call.to(tl.int64) << 32) | (words.to(tl.int64) & 0xFFFFFFFF), mask=mask)
-
-
-@triton.jit
-def _receive(at, mask, call, state):
-    """The words at these addresses, as soon as all are of this call: → int32."""
-    got = tl.load(at, mask=mask, other=0, volatile=True)
-    missing = tl.max((mask & ((got >> 32).to(tl.int32) != call)).to(tl.int32))
-    tries = 0
-    while (missing > 0) & (tries < TRIES):
-        got = tl.load(at, mask=mask, other=0, volatile=True)
-        missing = tl.max((mask & ((got >> 32).to(tl.int32) != call)).to(tl.int32))
-        tries += 1
-    if missing > 0:
-        tl.store(state + 2, 1)
-    return got.to(tl.int32)
 
 
 @triton.jit
@@ -113,14 +63,14 @@ def _store_normed(
     """Stores PART words from `begin` on of a row of the stream, and of its norm."""
     word = tl.arange(0, BLOCK)
     inside, own = word < WORDS, (word >= begin) & (word < tl.minimum(begin + PART, WORDS))
-    tl.store(x_out + row * WORDS + word, _packed(low, high), mask=own)
+    tl.store(x_out + row * WORDS + word, packed_halves(low, high), mask=own)
     scale = tl.rsqrt(tl.sum(low * low + high * high) / (2 * WORDS) + eps)
     low *= scale * tl.load(weight + 2 * word, mask=inside, other=0.0)
     high *= scale * tl.load(weight + 2 * word + 1, mask=inside, other=0.0)
-    words = _packed(low, high)
+    words = packed_halves(low, high)
     tl.store(rows_out + row * WORDS + word, words, mask=own)
     if codes is not None:
-        packed, scale_G = encode(tl.reshape(tl.join(_low(words), _high(words)), [BLOCK // 64, 128]))
+        packed, scale_G = encode(tl.reshape(tl.join(low_half(words), high_half(words)), [BLOCK // 64, 128]))
         group, lane = tl.arange(0, BLOCK // 64), tl.arange(0, 128)
         here = (group * 64 >= begin) & (group * 64 < tl.minimum(begin + PART, WORDS))
         tl.store(codes + row * 2 * WORDS + group[:, None] * 128 + lane[None, :], packed, mask=here[:, None])
@@ -128,17 +78,9 @@ def _store_normed(
 
 
 @triton.jit
-def _finish(state, programs):
-    """Counts this program; the last one begins the next call."""
-    if tl.atomic_add(state + 1, 1) == programs - 1:
-        tl.store(state + 1, 0)
-        tl.store(state, tl.load(state) + 1)
-
-
-@triton.jit
 def _sum(old, got):
     """Words of the stream and of all ranks → what the sum is, in bf16 numbers."""
-    return _packed(_low(old) + tl.sum(_low(got), 0), _high(old) + tl.sum(_high(got), 0))
+    return packed_halves(low_half(old) + tl.sum(low_half(got), 0), high_half(old) + tl.sum(high_half(got), 0))
 
 
 ARGUMENTS = ["rank", "rows", "scales_stride"]
@@ -161,19 +103,19 @@ def _one_shot(
         is_mine = (lane < PART) & (mine < WORDS)
         words = tl.load(partial + row * WORDS + mine, mask=is_mine, other=0)
         for step in tl.static_range(W):  # each rank begins with another peer
-            to = _memory(peers, (rank + step) % W) + base + rank * capacity
-            _send(words, call, to + row * WORDS + mine, is_mine)
+            to = memory_of(peers, (rank + step) % W) + base + rank * capacity
+            send(words, call, to + row * WORDS + mine, is_mine)
     if PHASE == ALL or PHASE == RECEIVE:
         word, source = tl.arange(0, BLOCK), tl.arange(0, W)
         inside = word < WORDS
         old = tl.load(x + row * WORDS + word, mask=inside, other=0)
-        at = _memory(peers, rank) + base + source[:, None] * capacity + row * WORDS + word[None, :]
-        new = _sum(old, _receive(at, inside[None, :] & (source[:, None] < W), call, state))
+        at = memory_of(peers, rank) + base + source[:, None] * capacity + row * WORDS + word[None, :]
+        new = _sum(old, receive(at, inside[None, :] & (source[:, None] < W), call, state))
         _store_normed(
-            _low(new), _high(new), row, begin, weight, x_out, rows_out, codes, scales, scales_stride, eps, WORDS,
-            BLOCK, PART,
+            low_half(new), high_half(new), row, begin, weight, x_out, rows_out, codes, scales, scales_stride, eps,
+            WORDS, BLOCK, PART,
         )  # fmt: skip
-        _finish(state, tl.num_programs(0) * tl.num_programs(1))
+        finish(state, tl.num_programs(0) * tl.num_programs(1))
 
 
 @triton.jit(do_not_specialize=ARGUMENTS)
@@ -195,29 +137,29 @@ def _two_shot(
     if PHASE == ALL or PHASE == SEND:
         for row in range(tl.program_id(0), rows, every):
             at = row * WORDS + mine
-            to = _memory(peers, row % W) + base + rank * capacity + at
-            _send(tl.load(partial + at, mask=is_mine, other=0), call, to, is_mine)
+            to = memory_of(peers, row % W) + base + rank * capacity + at
+            send(tl.load(partial + at, mask=is_mine, other=0), call, to, is_mine)
     if PHASE == ALL or PHASE == ADD:
         source = tl.arange(0, W)
         for row in range(tl.program_id(0), rows, every):
             if row % W == rank:
                 at = row * WORDS + mine
                 old = tl.load(x + at, mask=is_mine, other=0)
-                sent = _memory(peers, rank) + base + source[:, None] * capacity + at[None, :]
-                new = _sum(old, _receive(sent, is_mine[None, :] & (source[:, None] < W), call, state))
+                sent = memory_of(peers, rank) + base + source[:, None] * capacity + at[None, :]
+                new = _sum(old, receive(sent, is_mine[None, :] & (source[:, None] < W), call, state))
                 for step in tl.static_range(W):
-                    to = _memory(peers, (rank + step) % W) + base + W * capacity
-                    _send(new, call, to + at, is_mine)
+                    to = memory_of(peers, (rank + step) % W) + base + W * capacity
+                    send(new, call, to + at, is_mine)
     if PHASE == ALL or PHASE == RECEIVE:
         word = tl.arange(0, BLOCK)
         for row in range(tl.program_id(0), rows, every):
-            sent = _memory(peers, rank) + base + W * capacity + row * WORDS + word
-            new = _receive(sent, word < WORDS, call, state)
+            sent = memory_of(peers, rank) + base + W * capacity + row * WORDS + word
+            new = receive(sent, word < WORDS, call, state)
             _store_normed(
-                _low(new), _high(new), row, begin, weight, x_out, rows_out, codes, scales, scales_stride,
+                low_half(new), high_half(new), row, begin, weight, x_out, rows_out, codes, scales, scales_stride,
                 eps, WORDS, BLOCK, PART,
             )  # fmt: skip
-        _finish(state, tl.num_programs(0) * tl.num_programs(1))
+        finish(state, tl.num_programs(0) * tl.num_programs(1))
 
 
 def add_norm(

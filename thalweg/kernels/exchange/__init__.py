@@ -1,0 +1,1 @@
+"""Rows between the ranks of a host, and their results back."""

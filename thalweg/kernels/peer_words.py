@@ -1,0 +1,89 @@
+"""Words that the GPUs of a host write into each other's memory (torch's symmetric memory), without barriers.
+
+A word is 64 bits: 32 of data, and above them the number of the call. It arrives whole, so a rank that reads the number
+of this call has the data too; nothing is ever cleared. An operation has two sets of buffers, used in turn. That is
+enough where no rank can finish a call before all others have begun it: then none is more than one call behind.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language import constexpr
+
+PROGRAMS = 128  # that wait for each other, so all run at once: one on each multiprocessor of an H100 or H200 at most
+TRIES = constexpr(1 << 23)  # looks for words of a rank, some seconds: a rank that died must not occupy the GPU forever
+
+
+@dataclass(frozen=True, slots=True)
+class PeerMemory:
+    """What a rank receives into, and where its peers receive."""
+
+    peers_W: Tensor  # int64: address of each rank's memory as seen from here, this rank's too
+    state: Tensor  # int32 [3]: number of the call, programs that have ended it, 1 after a call that waited in vain
+    rank: int
+
+    @classmethod
+    def of(cls, addresses: list[int], rank: int, device: torch.device, **more: Any) -> Self:
+        """addresses: of zeroed memory on each rank. more: the fields of a subclass."""
+        peers = torch.tensor(addresses, dtype=torch.int64, device=device)
+        return cls(peers, torch.tensor([1, 0, 0], dtype=torch.int32, device=device), rank, **more)
+
+    @property
+    def size(self) -> int:
+        return len(self.peers_W)
+
+
+@triton.jit
+def low_half(words):
+    return (words << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def high_half(words):
+    return (words & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def packed_halves(low, high):
+    """int32 of two float32, rounded to bf16."""
+    bits = high.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) << 16
+    return bits | (low.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF)
+
+
+@triton.jit
+def memory_of(peers, rank):
+    return tl.load(peers + rank).to(tl.pointer_type(tl.int64))
+
+
+@triton.jit
+def send(words, call, to, mask):
+    tl.store(to, (call.to(tl.int64) << 32) | (words.to(tl.int64) & 0xFFFFFFFF), mask=mask)
+
+
+@triton.jit
+def receive(at, mask, call, state):
+    """The words at these addresses, as soon as all are of this call: → int32."""
+    got = tl.load(at, mask=mask, other=0, volatile=True)
+    missing = tl.max((mask & ((got >> 32).to(tl.int32) != call)).to(tl.int32))
+    tries = 0
+    while (missing > 0) & (tries < TRIES):
+        got = tl.load(at, mask=mask, other=0, volatile=True)
+        missing = tl.max((mask & ((got >> 32).to(tl.int32) != call)).to(tl.int32))
+        tries += 1
+    if missing > 0:
+        tl.store(state + 2, 1)
+    return got.to(tl.int32)
+
+
+@triton.jit
+def finish(state, programs):
+    """Counts this program; the last one begins the next call."""
+    if tl.atomic_add(state + 1, 1) == programs - 1:
+        tl.store(state + 1, 0)
+        tl.store(state, tl.load(state) + 1)
