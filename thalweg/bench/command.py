@@ -17,7 +17,7 @@ from thalweg.config.options import Options
 from thalweg.config.setting import nearest
 from thalweg.core.errors import ThalwegError, UnsupportedConfig
 
-ENGINE_FLAGS = ("model", "load", "memory", "schedule", "speculative")  # groups of the engine's flags
+ENGINE_FLAGS = ("model", "load", "memory", "schedule", "speculative", "parallel")  # groups of the engine's flags
 UNKNOWN = "unrecognized arguments: "
 
 

@@ -192,7 +192,10 @@ class Lengths:
 
 
 def reserve(config: Options, batch: int, input_len: int, output_len: int) -> Options:
-    """The settings, with room for one whole batch where the user left it open: its prompts are computed in one step."""
+    """The settings, with room for one whole batch where the user left it open: its prompts are computed in one step.
+    Each data-parallel rank gets its part.
+    """
+    batch = -(-batch // config.parallel.dp_size)
     pages = -(-(input_len + output_len + 1) // PAGE) + 1
     context_pages = -(-(config.model.context_length or 0) // PAGE)  # a context that was asked for has to fit, too
     wishes = {

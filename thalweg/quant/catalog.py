@@ -79,7 +79,9 @@ class Declared:
 
     def of(self, weight: TensorSpec) -> Scheme:
         module = weight.name.rpartition(".")[0]
-        return UNQUANTIZED if NEVER_QUANTIZED.search(weight.name) else self.format.scheme(module)
+        if len(weight.shape) != 2 or NEVER_QUANTIZED.search(weight.name):  # a bias has no codes
+            return UNQUANTIZED
+        return self.format.scheme(module)
 
 
 class Stored:
