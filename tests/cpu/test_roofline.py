@@ -230,3 +230,35 @@ def test_the_bundled_model_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert told["ceilings"]["read"] > 0 and told["configuration"]["engine"]["device"] == "cpu"
     assert "without a profile" in capsys.readouterr().out
     assert (tmp_path / "b1-line.json.gz").stat().st_size > 1000 and (tmp_path / "b3-line.json.gz").is_file()
+
+
+def rank(*steps: tuple[int, list[tuple[str, float]]]) -> list[step_profile.ProfiledStep]:
+    """Steps of a rank, by number: kernels with their microseconds."""
+    made = []
+    for number, kernels in steps:
+        spans, at = list[step_profile.DeviceSpan](), 0.0
+        for name, us in kernels:
+            spans.append(step_profile.DeviceSpan(at, at, at + us, name))
+            at += us
+        made.append(step_profile.ProfiledStep(number, 1, 1, spans))
+    return made
+
+
+def test_ranks_wait_for_the_last_one() -> None:
+    nccl = "ncclDevKernel_AllGather_RING_LL"
+    first = rank((7, [("_gemv", 50.0), ("_one_shot", 9.0), (nccl, 4.0)]), (8, [("_one_shot", 5.0)]))
+    second = rank((7, [("_gemv", 54.0), ("_one_shot", 5.0), (nccl, 10.0)]), (9, [("_one_shot", 5.0)]))
+    waits = step_profile.rank_waits([first, second])
+    assert waits == step_profile.RankWaits(9.0, (4.0, 6.0)), "step 8 and 9 have one rank each"
+    assert step_profile.rank_waits([first, rank((7, [("_gemv", 1.0)]))]) is None
+
+
+def test_a_profile_of_several_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On a CPU there are no kernels that wait, but the collectives are an operation of their own."""
+    out = tmp_path / "roofline.json"
+    argv = [TINY, "--tp-size", "2", "--device", "cpu", "--threads", "1", "--context", "40", "--steps", "6"]
+    assert roofline.main([*argv, "--output-file", str(out)]) == 0
+    (run,) = json.loads(out.read_text())["runs"]
+    decode = next(step for step in run["steps"] if step["tokens"] == 1)
+    found = {part["operation"]: part for part in decode["parts"]}
+    assert found[step_profile.COMMUNICATION]["count"] > 0 and "collectives_us" not in run

@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
@@ -33,11 +35,15 @@ from thalweg.bench.in_process import (
 )
 from thalweg.bench.results import save
 from thalweg.bench.step_profile import ProfiledStep
+from thalweg.config.machine import Machine
+from thalweg.config.machines import hardware_of
 from thalweg.config.options import Options
+from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.messages import StartProfile, StopProfile
 from thalweg.engine.local import LocalEngine
 from thalweg.launch.planning import roofline
-from thalweg.launch.planning.layouts import ONE
+from thalweg.launch.planning.collectives import collectives
+from thalweg.launch.planning.layouts import layout_of
 from thalweg.launch.planning.roofline import Ceilings, StepShape
 from thalweg.launch.planning.weights import PlannedModel
 from thalweg.launch.report import make_table
@@ -48,6 +54,7 @@ KERNELS = 12  # of an operation in a result
 SHOWN_KERNELS = 2  # in the table
 EAGER_STEPS = 3  # decode steps that name the operations of the kernels
 GAPS = "gaps"
+PROFILES_S = 30.0  # until all processes have written theirs
 EPILOG = """\
 examples:
   thalweg roofline models/tiny
@@ -173,6 +180,20 @@ def profiled(engine: LocalEngine, prompts: Sequence[list[Tokens]], steps: int, f
     return Path(engine.control(StopProfile(id=2)))
 
 
+def rank_waits(engine: LocalEngine, own: Path, steps: Sequence[ProfiledStep]) -> step_profile.RankWaits | None:
+    """By the profiles that all processes write into one folder. None with one process, and on a CPU. own: this
+    process's, with these steps.
+    """
+    others, deadline = engine.config.processes - 1, time.monotonic() + PROFILES_S
+    while others and time.monotonic() < deadline:
+        paths = [path for path in own.parent.glob("*.json.gz") if path != own]
+        with suppress(UnsupportedConfig):  # one is being written
+            if len(paths) == others:
+                return step_profile.rank_waits([steps, *(step_profile.read(path).steps for path in paths)])
+        time.sleep(0.1)
+    return None
+
+
 def show_steps(steps: Sequence[StepBreakdown]) -> None:
     for step in steps:
         title = f"{step.rows} rows, {step.tokens} tokens: {step.us / 1e3:.3f} ms a step, mean of {step.steps}"
@@ -202,7 +223,8 @@ def of_model(args: Any, options: Options) -> tuple[dict[str, object], dict[str, 
     products = rates["bf16" if config.dtype == "bfloat16" else "float32"]
     top = Ceilings(rates["read"], products, rates.get("fp8", products))
     plain = config.device == "cpu" or config.kernels.decode == "reference"  # quantized weights are dequantized
-    model = PlannedModel(read_facts(resolved.path), config.dtype, plain, config.kernels).on(ONE)
+    layout, hardware = layout_of(config), hardware_of(Machine.here())
+    model = PlannedModel(read_facts(resolved.path), config.dtype, plain, config.kernels).on(layout)
     rng = Random(args.bench_seed)
 
     def limits(rows: int, tokens: int, covered: tuple[float, ...]) -> Limits:
@@ -211,7 +233,11 @@ def of_model(args: Any, options: Options) -> tuple[dict[str, object], dict[str, 
         """
         new = max(1, tokens // rows)
         shape = StepShape(rows, new, new) if new > 1 else StepShape(rows, 1, args.context + args.steps // 2, covered)
-        return roofline.by_name(roofline.phases(model, shape), top)
+        sends = [] if hardware is None else collectives(model.facts, shape, layout)
+        sending = (
+            {step_profile.COMMUNICATION: sum(one.seconds(hardware) for one in sends)} if hardware and sends else {}
+        )
+        return roofline.by_name(roofline.phases(model, shape), top) | sending
 
     def run_of(rows: int) -> RooflineRun:
         """Without a profile first, which warms up too."""
@@ -224,6 +250,7 @@ def of_model(args: Any, options: Options) -> tuple[dict[str, object], dict[str, 
         with tempfile.TemporaryDirectory() as folder:
             path = profiled(engine, (batch(), batch()), args.steps, Path(folder))
             profile = step_profile.read(path)
+            waits = rank_waits(engine, path, profile.steps)
             if (kept := args.perfetto) is not None:
                 kept = kept if len(args.batch_size) == 1 else kept.with_name(f"b{rows}-{kept.name}")
                 kept.parent.mkdir(parents=True, exist_ok=True)
@@ -234,6 +261,10 @@ def of_model(args: Any, options: Options) -> tuple[dict[str, object], dict[str, 
         print(f"batch size {rows}, without a profile: prefill {prefill:.2f} ms, median decode step {decode:.3f} ms")
         facts = {"batch_size": rows, "experts_a_layer": covered}
         facts |= {"unprofiled_decode_ms": decode, "unprofiled_prefill_ms": prefill}
+        if waits is not None:
+            late = ", ".join(_us(us) for us in waits.waiting)
+            print(f"collectives: {_us(waits.sending)} a step; ranks wait for slower ones besides: {late}")
+            facts["collectives_us"] = waits._asdict()
         kinds = step_profile.steps_by_kind(profile.steps)
         return RooflineRun([break_down(each, limits(*kind, covered)) for kind, each in kinds.items()], facts)
 
@@ -247,7 +278,7 @@ def run(argv: list[str]) -> list[RooflineRun]:
     """
     text = "Where a step's time goes: each operation against the hardware's limit, the gaps, the five largest losses."
     args, options = parse_engine_flags(
-        argv, "thalweg roofline", text, {"This command": FLAGS}, ENGINE_FLAGS[:4], EPILOG
+        argv, "thalweg roofline", text, {"This command": FLAGS}, (*ENGINE_FLAGS[:4], "parallel"), EPILOG
     )
     common, settings, measured = of_model(args, options) if args.trace is None else ({}, {}, of_trace(args.trace))
     runs = list[RooflineRun]()

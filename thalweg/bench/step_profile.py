@@ -19,20 +19,22 @@ from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import msgspec
+import torch
 from torch import nn
 from torch.profiler import record_function
 
-from thalweg.bench.in_process import check_one_process
 from thalweg.core.errors import UnsupportedConfig
 from thalweg.engine.local import LocalEngine
 from thalweg.layers.linear import LinearLayer
 from thalweg.models.token_by_token import TokenByToken
+from thalweg.parallel.process_axis import ProcessAxis
 
 PROJECTIONS, ATTENTION, MLP, EXPERTS, HEAD = "projections", "attention", "mlp", "experts", "head"
-NORM, DRAFTING, COPIES = "norm", "drafting", "copies"
+NORM, DRAFTING, COPIES, COMMUNICATION = "norm", "drafting", "copies", "communication"
 REST = {"forward": "inputs", "sample": "sampling", "draft": DRAFTING}  # what no range has, by the part of the step
 WHOLE = {"forward": "forward", "sample": "sampling", "draft": DRAFTING}  # the same in a profile without ranges
 RANGE = "operation "  # begins the name of a range
@@ -41,6 +43,7 @@ PREFETCHES = ("_prefetch_before", "_prefetch_after")  # of weights, on a CPU
 HALF = re.compile(r"(forward|sample|draft) step (\d+) rows (\d+) tokens (\d+)")
 ON_GPU = {"kernel", "gpu_memcpy", "gpu_memset"}
 LAUNCHES = {"cuda_runtime", "cuda_driver"}
+WAITS = re.compile("nccl|^_(one_shot|two_shot|send_rows|bring_back)$")  # kernels that end when all ranks have come
 
 
 class TraceEvent(msgspec.Struct):
@@ -135,6 +138,17 @@ def _ranged(call: Callable[..., Any], operation: str) -> Callable[..., Any]:
     return run
 
 
+def _collectives(device: torch.device) -> Iterator[tuple[Any, str]]:
+    """Classes and modules, and what they call to send something to other ranks."""
+    for name in ("add_", "all_gather", "reduce_scatter", "all_to_all"):
+        yield ProcessAxis, name
+    if device.type == "cuda":
+        from thalweg.kernels.all_reduce import triton as all_reduce  # needs Triton
+        from thalweg.kernels.exchange import triton as exchange
+
+        yield from ((all_reduce, "add_norm"), (exchange, "send_rows"), (exchange, "bring_back"))
+
+
 @contextmanager
 def operation_ranges(engine: LocalEngine) -> Iterator[None]:
     """Inside, steps run eagerly and calls of layers are ranges of a profile. Outside, layers are as they were."""
@@ -147,7 +161,10 @@ def operation_ranges(engine: LocalEngine) -> Iterator[None]:
             replaced.append((vars(owner), name, vars(owner).get(name)))
             vars(owner)[name] = _ranged(call, operation)
 
-    check_one_process(engine, "a profile by operation")
+    if engine.config.attention_dp > 1 and engine.config.cuda_graph_bs:
+        raise UnsupportedConfig(
+            "a profile by operation of data-parallel ranks, which run the same graphs: use --cuda-graph-mode none"
+        )
     model = runner.model.model if isinstance(runner.model, TokenByToken) else runner.model
     assert isinstance(model, nn.Module)
     for layer, operation in dict(_operations(model)).items():
@@ -156,11 +173,16 @@ def operation_ranges(engine: LocalEngine) -> Iterator[None]:
         for name in PREFETCHES:
             put(layer, name, PROJECTIONS)
     put(runner.drafting, "draft", DRAFTING)
+    calls = [(owner, name, getattr(owner, name)) for owner, name in _collectives(runner.planes.device)]
+    for where, name, call in calls:
+        setattr(where, name, _ranged(call, COMMUNICATION))
     runner.disable_graphs()
     try:
         yield
     finally:
         runner.forward_model, runner.graphs = captured
+        for where, name, call in calls:
+            setattr(where, name, call)
         for attributes, name, before in reversed(replaced):
             del attributes[name]
             if before is not None:
@@ -299,6 +321,31 @@ def delays(step: ProfiledStep) -> Iterator[tuple[DeviceSpan, float, float]]:
     for span in step.spans:
         yield span, max(0.0, span.begin - latest), max(0.0, span.end - max(span.begin, latest))
         latest = max(latest, span.end)
+
+
+class RankWaits(NamedTuple):
+    """What kernels that wait for other ranks take, µs of a step."""
+
+    sending: float  # if no rank came late: of each kernel the time of the last rank to come, which waits for nobody
+    waiting: tuple[float, ...]  # of each rank, for those that came later
+
+
+def rank_waits(ranks: Sequence[Sequence[ProfiledStep]]) -> RankWaits | None:
+    """The steps of all ranks, of which those count that all have with as many such kernels. None without any."""
+    by_number = [{step.number: _waits(step) for step in steps} for steps in ranks]
+    common = [[own[number] for own in by_number] for number in set.intersection(*map(set, by_number))]
+    alike = [times for times in common if times[0] and len(set(map(len, times))) == 1]
+    if not alike:
+        return None
+    least = [sum(map(min, zip(*times, strict=True))) for times in alike]
+    waiting = [
+        fmean(sum(times[rank]) - first for times, first in zip(alike, least, strict=True)) for rank in range(len(ranks))
+    ]
+    return RankWaits(fmean(least), tuple(waiting))
+
+
+def _waits(step: ProfiledStep) -> list[float]:
+    return [span.end - span.begin for span in step.spans if WAITS.search(span.name)]
 
 
 def steps_by_kind(steps: Sequence[ProfiledStep]) -> dict[tuple[int, int], list[ProfiledStep]]:
