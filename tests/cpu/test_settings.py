@@ -49,6 +49,7 @@ TEXTS = {  # of settings without choices that are no number
     "revision": "v1",
     "hf_token": "token",
     "chat_template": "deepseek-r1",
+    "index_topk_pattern": "FFSF",
     "reasoning_parser": "qwen3",
     "tool_call_parser": "qwen25",
     "cache_dir": "kernels",

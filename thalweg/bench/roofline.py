@@ -224,7 +224,9 @@ def of_model(args: Any, options: Options) -> tuple[dict[str, object], dict[str, 
     top = Ceilings(rates["read"], products, rates.get("fp8", products))
     plain = config.device == "cpu" or config.kernels.decode == "reference"  # quantized weights are dequantized
     layout, hardware = layout_of(config), hardware_of(Machine.here())
-    model = PlannedModel(read_facts(resolved.path), config.dtype, plain, config.kernels).on(layout)
+    model = PlannedModel(read_facts(resolved.path, config.index_topk_pattern), config.dtype, plain, config.kernels).on(
+        layout
+    )
     rng = Random(args.bench_seed)
 
     def limits(rows: int, tokens: int, covered: tuple[float, ...]) -> Limits:

@@ -56,6 +56,7 @@ examples:
   thalweg tune models/tiny
   thalweg tune org/name --load-format dummy --seconds 600
   thalweg tune org/name --only experts "gemv 2048"
+  thalweg tune index-cache org/name --text book.txt   # another search: layers that can share a selection of context
 
 Results are in ~/.cache/thalweg/tuned (or --cache-dir) and are used by every start on this device with these versions of
 torch and Triton; `thalweg plan` shows them. Run it alone: other work on the device disturbs the timing. Ctrl-C keeps
@@ -85,7 +86,7 @@ def _name(search: TuningSearch) -> str:
 
 def searches(resolved: Resolved) -> list[TuningSearch]:
     """Everything that can be tuned for this model on this device, the longest parts of a step first."""
-    settings, facts = resolved.engine, read_facts(resolved.path)
+    settings, facts = resolved.engine, read_facts(resolved.path, resolved.engine.index_topk_pattern)
     if settings.device == "cpu":
         return list(_on_cpu(settings, facts))
     if settings.kernels.decode == "reference":
@@ -334,6 +335,10 @@ def main(argv: list[str]) -> int:
     """0: done, or as much as --seconds allows; 1: a search failed, or an error; 2: wrong flags; 130: Ctrl-C. What was
     found is kept.
     """
+    if argv[:1] == ["index-cache"]:
+        from thalweg.bench import index_cache
+
+        return index_cache.main(argv[1:])
     made = run(argv)
     if made.ended == "Ctrl-C":
         return report_interruption("what was found is kept, run it again to continue")

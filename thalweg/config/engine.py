@@ -72,6 +72,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     warmup: bool = True
     """Whether every kind of step runs once before the first request."""
 
+    index_topk_pattern: str = ""
+    """Of each layer, F: it selects context, S: it shares the last selection; "": as the checkpoint has it."""
+
     # ---- several devices ----
     tp_size: int = 1
     """Processes that share the layers of one copy of the model."""

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
-from thalweg.core.errors import CheckpointError
+from thalweg.core.errors import CheckpointError, UnsupportedConfig
 from thalweg.core.files import read_object
 
 NO_FIELDS: Mapping[str, Any] = MappingProxyType({})
@@ -344,8 +344,7 @@ def _rope(given: Mapping[str, Any], dim: int, where: str) -> RopeFacts:
 
 def _indexer(given: Mapping[str, Any], other: OtherFields, where: str) -> IndexerFacts:
     layers, kinds = other.num_hidden_layers, other.indexer_types or other.index_topk_pattern
-    every, offset = max(other.index_topk_freq, 1), other.index_skip_topk_offset
-    full = [max(layer - offset + 1, 0) % every == 0 for layer in range(layers)]
+    full = [kind == "F" for kind in index_pattern(other.index_topk_freq, layers, other.index_skip_topk_offset)]
     if kinds:
         full = [kind in ("full", "F") for kind in kinds]
         if len(full) != layers or not full[0]:
@@ -354,6 +353,30 @@ def _indexer(given: Mapping[str, Any], other: OtherFields, where: str) -> Indexe
                 f" {_short(kinds)}"
             )
     return record(IndexerFacts, {**given, "full": full}, where)
+
+
+def index_pattern(every: int, layers: int, offset: int = 2) -> str:
+    """IndexCache's pattern: F for the first `offset` layers and each `every`th from there on, S for the others."""
+    return "".join("FS"[max(layer - offset + 1, 0) % max(every, 1) > 0] for layer in range(layers))
+
+
+def with_index_pattern(facts: ModelFacts, pattern: str) -> ModelFacts:
+    """The facts with other layers that select context. pattern: as `EngineConfig.index_topk_pattern`. Raises
+    UnsupportedConfig.
+    """
+    if not pattern:
+        return facts
+    name, indexer = "index_topk_pattern", facts.indexer
+    if indexer is None:
+        raise UnsupportedConfig(f"{name}: {facts.architecture} has no sparse attention, all layers see all context")
+    if len(pattern) != facts.layers or set(pattern) - {"F", "S"} or pattern[0] != "F":
+        raise UnsupportedConfig(
+            f"{name}: {pattern} must have an F or S for each of {facts.layers} layers, the first one F"
+        )
+    full = tuple(kind == "F" for kind in pattern)
+    if lacking := [layer for layer, wanted in enumerate(full) if wanted and not indexer.full[layer]]:
+        raise UnsupportedConfig(f"{name}: layer {lacking[0]} of this checkpoint shares a selection: it must be S")
+    return msgspec.structs.replace(facts, indexer=msgspec.structs.replace(indexer, full=full))
 
 
 def _moe(given: Mapping[str, Any], other: OtherFields, where: str) -> MoeFacts:

@@ -94,6 +94,18 @@ class ModelOptions(Section):
         least=2,
         auto="the model's own, less if memory holds less",
     )
+    index_topk_freq: int | None = setting(
+        None,
+        "of models with sparse attention (DSA): only every so manyth layer selects context, the others share its"
+        " selection (IndexCache)",
+        least=1,
+        auto="the checkpoint's own",
+    )
+    index_topk_pattern: str | None = setting(
+        None,
+        "the same by layer, such as FFSS: F selects, S shares. thalweg tune index-cache finds one",
+        auto="the checkpoint's own",
+    )
     quantization: str | None = setting(
         None,
         "format of the weights as config.json states it. Weights are never converted: another value is refused",

@@ -150,7 +150,7 @@ def prepare(
     config: EngineConfig, rank_context: RankContext, times: StartupTimes
 ) -> tuple[EngineConfig, ModelFacts, Runner]:
     """The runner of this process, ready for the first step, and the configuration with what the start measured."""
-    facts = read_facts(Path(config.model_path))
+    facts = read_facts(Path(config.model_path), config.index_topk_pattern)
     caches.use(config.cache_dir)
     if len(config.eos_ids) > MAX_EOS_IDS:
         raise CheckpointError(

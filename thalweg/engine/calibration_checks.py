@@ -45,7 +45,7 @@ def check_backends(config: EngineConfig) -> EngineConfig:
     """
     if config.device != "cuda" or config.decode_attention_backend == "reference":
         return config
-    facts = read_facts(Path(config.model_path))
+    facts = read_facts(Path(config.model_path), config.index_topk_pattern)
     device = torch.device(config.device)
     config = replace_failing(config, self_checks(config.kernels, facts, device))
     is_used = any("deep_gemm" in check.backend for check in self_checks(config.kernels, facts, device))

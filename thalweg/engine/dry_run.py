@@ -187,7 +187,8 @@ def _fa3(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Any:
 
 def prepare(job: Job) -> Sequence[Work]:
     """The steps of the warm-up of a model without weights, on planes without memory."""
-    config, facts = job.config, read_facts(Path(job.config.model_path))
+    config = job.config
+    facts = read_facts(Path(config.model_path), config.index_topk_pattern)
     torch.set_num_threads(1)
     TUNED.use(config.tuned_kernels)
     _, model, drafter = build.assemble(config, facts, DEVICE)

@@ -14,8 +14,8 @@ import msgspec
 
 from thalweg.config.drafters import NO_DRAFTER
 from thalweg.config.machine import Machine
-from thalweg.config.model import ModelFacts, read_config
-from thalweg.config.options import Options
+from thalweg.config.model import ModelFacts, index_pattern, read_config, with_index_pattern
+from thalweg.config.options import ModelOptions, Options
 from thalweg.config.tree import non_defaults
 from thalweg.core.errors import CheckpointError, InsufficientMemory, InvalidRequest, UnsupportedConfig
 from thalweg.core.report import AUTO, USER
@@ -87,8 +87,14 @@ def resolve(
     if not simulates:
         refuse_simulated(options.speculative)
     checkpoint, drafter = _locate(options, weights)
-    facts, here = read_facts(checkpoint.folder), machine or Machine.here()
+    published, here = read_facts(checkpoint.folder), machine or Machine.here()
+    pattern = _index_pattern(model, published)
+    facts = with_index_pattern(published, pattern)
     resources, decisions = _fit(options, facts, here, checkpoint, drafter)
+    if pattern:
+        decisions.record(
+            "index_topk_pattern", pattern, True, "F: the layer selects context; S: it shares the last one's"
+        )
     tuned_kernels = tuned.resolve_tuned(options, here, resources.config.device, decisions)
     _check_quantization(model.quantization, facts, decisions)
     tokenizer = Tokenizer(checkpoint.folder) if weights or has_tokenizer(checkpoint.folder) else None
@@ -102,6 +108,7 @@ def resolve(
     engine = decisions.config(
         **{name: value for name, value in non_defaults(options).items() if name in UNCHANGED},
         model_path=str(checkpoint.folder),
+        index_topk_pattern=pattern,
         eos_ids=facts.eos if tokenizer is None else tokenizer.eos_ids,
         tuned_kernels=tuned_kernels,
         show_progress=progress,
@@ -119,6 +126,15 @@ def resolve(
         sampling=sampling,
         sizes=resources.sizes,
     )
+
+
+def _index_pattern(model: ModelOptions, facts: ModelFacts) -> str:
+    """As `EngineConfig` has it. Raises UnsupportedConfig where both flags are given."""
+    if model.index_topk_freq is None:
+        return model.index_topk_pattern or ""
+    if model.index_topk_pattern is not None:
+        raise UnsupportedConfig("index_topk_freq, index_topk_pattern: give one of them")
+    return index_pattern(model.index_topk_freq, facts.layers)
 
 
 def _locate(options: Options, weights: bool) -> tuple[Checkpoint, Checkpoint | None]:

@@ -24,7 +24,7 @@ class Module(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        if isinstance(value, (nn.Module, nn.Parameter)):
+        if isinstance(value, (nn.Module, nn.Parameter)) or (value is None and name in self.__dict__):
             self.__dict__[name] = value
 
     def loads(

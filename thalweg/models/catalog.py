@@ -11,7 +11,15 @@ import torch
 from msgspec import structs
 
 from thalweg.attention.context import WorkspaceNeed
-from thalweg.config.model import READ, ModelFacts, architecture_of, check_read, facts_of, read_config
+from thalweg.config.model import (
+    READ,
+    ModelFacts,
+    architecture_of,
+    check_read,
+    facts_of,
+    read_config,
+    with_index_pattern,
+)
 from thalweg.core.errors import CheckpointError
 from thalweg.layers.factory import LayerFactory
 from thalweg.models import deepseek, dense
@@ -67,13 +75,13 @@ class UnsupportedFormat(CheckpointError):
     """How a checkpoint's weights are stored is not supported."""
 
 
-def read_facts(folder: Path) -> ModelFacts:
-    """Reads `folder`/config.json. Raises CheckpointError when it is missing, no JSON object, nonsense, or of an
-    architecture that is not in `FAMILIES`.
+def read_facts(folder: Path, index_pattern: str = "") -> ModelFacts:
+    """Reads `folder`/config.json. index_pattern: see `with_index_pattern`. Raises CheckpointError when it is missing,
+    no JSON object, nonsense, or of an architecture that is not in `FAMILIES`; and UnsupportedConfig for the pattern.
     """
     config, where = with_quantization(read_config(folder, "a model"), folder), str(folder / "config.json")
     try:
-        return read_config_facts(config, where)
+        return with_index_pattern(read_config_facts(config, where), index_pattern)
     except UnsupportedFormat as error:
         name = first_quantized(folder)
         raise CheckpointError(f"{error}{name and f'. Its first quantized tensor is {name}'}") from None

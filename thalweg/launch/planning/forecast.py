@@ -83,7 +83,7 @@ def forecast(options: Options, request: PlanRequest, folder: str) -> Forecast:
     if named is not None or machine.gpus:
         single = dataclasses.replace(single, parallel=ParallelOptions())
     resolved, alone = _resolve(single, machine, named is not None)
-    engine, facts = resolved.engine, read_facts(resolved.path)
+    engine, facts = resolved.engine, read_facts(resolved.path, resolved.engine.index_topk_pattern)
     load = _with_lengths(request.load, facts)
     if request.layout is not None and (reason := why_not(facts, request.layout)):
         raise UnsupportedConfig(f"layout {request.layout.name}: {reason}")
