@@ -95,7 +95,7 @@ def words(cell: Cell, folder: Path | None, result: Path, more: list[str]) -> lis
 def with_changes(folder: Path, changes: Mapping[str, Any], into: Path) -> Path:
     """A copy of a model's small files with another configuration."""
     made = into / folder.name
-    shutil.copytree(folder, made)
+    shutil.copytree(folder, made, ignore=shutil.ignore_patterns("*.safetensors*"))
     config = json.loads((folder / "config.json").read_text())
     (made / "config.json").write_text(json.dumps(config | dict(changes)))
     return made

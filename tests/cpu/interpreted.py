@@ -20,12 +20,14 @@ from thalweg.config.model import MoeFacts
 from thalweg.core.kernels import KernelConfig
 from thalweg.core.plan import Bind, SamplingNeeds
 from thalweg.core.sampling import SamplingParams
+from thalweg.kernels import peer_words
 from thalweg.kernels.all_reduce import case as all_reduce
 from thalweg.kernels.build_tree import ref as grow_ref
 from thalweg.kernels.build_tree import triton as grow
 from thalweg.kernels.draft_state import ref as draft_ref
 from thalweg.kernels.draft_state import triton as draft
 from thalweg.kernels.exchange import case as exchange
+from thalweg.kernels.exchange import triton as exchange_kernel
 from thalweg.kernels.experts import case as expert_case
 from thalweg.kernels.experts import triton as experts
 from thalweg.kernels.moe_align import triton as align
@@ -166,6 +168,21 @@ def exchanged() -> None:
         assert max(errors) <= one.tolerance, (one.name, errors)
 
 
+def missed() -> None:
+    """A rank that does not come is told, and its old words are not taken for new ones."""
+    tries = peer_words.TRIES
+    peer_words.TRIES = tl.constexpr(2)
+    try:
+        memory = torch.zeros(exchange_kernel.bytes_for(2, 3, 4), dtype=torch.uint8)
+        own = exchange_kernel.PeerRows.of([memory.data_ptr()] * 2, 0, memory.device, rows=3, words=4)
+        to, rows = exchange_kernel.Destinations.of(torch.ones(2, 3, dtype=torch.bool)), torch.ones(3, 4).int()
+        exchange_kernel.send_rows(rows, to, own, 0, exchange_kernel.RECEIVE)
+        assert own.failed.item() == 1
+    finally:
+        peer_words.TRIES = tries
+        own.failed.zero_()
+
+
 def trees() -> None:
     """Their paths, and how they are grown."""
     generator = torch.Generator().manual_seed(1)
@@ -280,6 +297,7 @@ def main() -> int:
     trees()
     summed_over_ranks()
     exchanged()
+    missed()
     concluded()
     for vocab in (300, 5000):
         broken(DRAWS[:2], vocab, SamplingNeeds(random=True))

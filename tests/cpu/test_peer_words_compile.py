@@ -40,7 +40,7 @@ def test_each_look_of_a_sum_is_one_load(kernel: str, part: int, looks: int, rank
 
     parts = {"PART": part, "BLOCK_PART": triton.next_power_of_2(part), "W": ranks}
     constants = WORDS | parts | {"codes": None, "scales": None}
-    pointers = dict.fromkeys(("partial", "x", "x_out", "rows_out", "state"), "*i32")
+    pointers = dict.fromkeys(("partial", "x", "x_out", "rows_out", "state", "failed"), "*i32")
     pointers |= {"weight": "*fp32", "peers": "*i64"}
     made = compiled(vars(all_reduce)[kernel], constants, pointers, all_reduce.WARPS)
     assert made["ttgir"].count("isVolatile = true") == 2 * looks
@@ -53,7 +53,7 @@ def test_each_look_of_an_exchange_is_one_load(kernel: str, looks: int, ranks: in
     from thalweg.kernels.exchange import triton as exchange
 
     constants = WORDS | {"W": ranks} | ({"MARKED": 9} if kernel == "_send_rows" else {})
-    pointers = dict.fromkeys(("x", "results", "places", "counts", "counts_out", "state"), "*i32")
+    pointers = dict.fromkeys(("x", "results", "places", "counts", "counts_out", "state", "failed"), "*i32")
     pointers |= {"goes": "*i1", "peers": "*i64", "out": "*i32" if kernel == "_send_rows" else "*fp32"}
     made = compiled(vars(exchange)[kernel], constants, pointers, 8)
     assert made["ttgir"].count("isVolatile = true") == 2 * looks * ranks

@@ -60,16 +60,16 @@ def test_stages_and_copies_divide_what_they_should() -> None:
 
 
 def test_traffic_of_expert_parallelism() -> None:
-    """64 requests on each of 8: 9.74 MB a layer and GPU, 1.26 ms a step over 58 layers without what each collective
-    costs anyway.
+    """64 requests on each of 8, whose 8 experts are on 5.25 of them: 6.39 MB a layer and GPU, 0.82 ms a step over 58
+    layers without what each collective costs anyway.
     """
     found = collectives(V3, StepShape(64, 1, 4096), DP8)
     sent = {one.name: one for one in found}
     dispatch, combine = sent["dispatch to experts"], sent["combine"]
     assert dispatch.count == combine.count == 58 and "all-reduce" not in sent
-    assert (dispatch.sent + combine.sent) / 1e6 == pytest.approx(9.74, abs=0.005)
+    assert (dispatch.sent + combine.sent) / 1e6 == pytest.approx(6.39, abs=0.01)
     times = [58 * one.sent / hardware("h200x8").link(8) for one in (dispatch, combine)]
-    assert 1e3 * sum(times) == pytest.approx(1.26, abs=0.005)
+    assert 1e3 * sum(times) == pytest.approx(0.824, abs=0.005)
 
 
 def test_traffic_of_tensor_parallelism() -> None:
@@ -91,7 +91,7 @@ def test_traffic_of_data_parallel_attention() -> None:
     assert found["all-gather within an attention"].sent == 16 * row * 3 / 4
     assert found["all-reduce"].count == 61 + 3 and found["all-reduce"].ranks == 4
     inner = collectives(V3, StepShape(16, 1, 4096), ParallelLayout(tp=8, dp=2, ep=8))
-    assert {one.name: one.sent for one in inner}["dispatch to experts"] == 4 * 8 * 7_408 * 7 / 8
+    assert {one.name: one.sent for one in inner}["dispatch to experts"] == pytest.approx(4 * 7 * (1 - (7 / 8) ** 8) * 7_408)
 
 
 # ---- layouts ----

@@ -172,10 +172,10 @@ def test_a_stopped_process_is_the_cause_of_what_others_report() -> None:
     for child in processes.children:
         child.start()
     try:
-        assert processes.killed() == ""
+        assert processes.killed(or_stopped=True) == ""
         os.kill(processes.children[1].pid or 0, signal.SIGSTOP)
         deadline = time.monotonic() + LIMIT_S
-        while not (cause := processes.killed()) and time.monotonic() < deadline:
+        while not (cause := processes.killed(or_stopped=True)) and time.monotonic() < deadline:
             pass
         assert cause == "rank 1: stopped by a signal"
     finally:

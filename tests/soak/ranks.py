@@ -11,19 +11,22 @@ import random
 import time
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from tests.compose.matrix import DRAFTING, SEED, compare, settings
-from tests.compose.test_compose_grammar import GRAMMARS
+from tests.compose.matrix import DRAFTING, MODEL, SEED, compare, settings
+from tests.compose.test_compose_grammar import GRAMMARS, check
 from tests.compose.test_compose_grammar import serve as serve_alone
 from tests.compose.workload import Answer, Ask, workload
+from tests.ranks.bugs import LOST_AT
 from tests.ranks.group import ProcessGroup, Script, Served, submits
 from tests.ranks.test_tokens import EPLB, LAYOUTS, answers_of, engine_config
 from tests.soak.report import write
 from thalweg.core.grammar import NO_GRAMMAR, Grammar
 from thalweg.engine.local import LocalEngine, choice_params
+from thalweg.text.tokenizer import Tokenizer
 
 RANKS = 4
 CONTEXT = 1400
@@ -87,13 +90,14 @@ def scripts(load: Load, ranks: list[list[tuple[int, int]]]) -> tuple[list[Script
 
 def count(served: list[Served], load: Load, want: list[list[Answer]], asked: dict[int, tuple[int, int]]) -> Any:
     """What came of all sequences. Raises AssertionError for one that is no request's."""
-    answers, counts = answers_of(served), Counter[str]()
+    answers, counts, tokenizer = answers_of(served), Counter[str](), Tokenizer(Path(MODEL))
     assert answers.keys() == asked.keys(), "a sequence is lost"
     for uid, (index, choice) in asked.items():
         kind, ask, grammar = load[index]
         params, expected, got = choice_params(ask.params, choice), want[index][choice], answers[uid]
         if grammar.is_set:
             counts["near ties"] += got.tokens != expected.tokens
+            check(grammar, params, tokenizer.decode(got.tokens), got)
         else:
             counts["near ties"] += compare(ask, params, expected, got, kind)
         counts["sequences"] += 1
@@ -120,6 +124,8 @@ def main(steps: int, seed: int) -> dict[str, Any]:
     counts |= {"ranks": RANKS, "steps": ran.pop(), "preemptions": sum(rank.preemptions for rank in served)}
     counts |= {"cached": sum(rank.cached for rank in served), "accepted": sum(rank.accepted for rank in served)}
     counts["expert moves"] = sum(rank.expert_moves for rank in served)
+    rare = [name for name in ("preemptions", "cached", "accepted", "expert moves") if not counts[name]]
+    assert not rare and counts["steps"] > LOST_AT, f"nothing of {rare}, or too short to lose a drafter"
     command = f"python -m tests.soak.ranks --steps {steps} --seed {seed}"
     print(dict(counts), write("ranks", command, time.monotonic() - begun, counts).name)
     return counts

@@ -181,10 +181,12 @@ def profiled(engine: LocalEngine, prompts: Sequence[list[Tokens]], steps: int, f
 
 
 def rank_waits(engine: LocalEngine, own: Path, steps: Sequence[ProfiledStep]) -> step_profile.RankWaits | None:
-    """By the profiles that all processes write into one folder. None with one process, and on a CPU. own: this
+    """By the profiles that all processes write into one folder. None without others, and on a CPU. own: this
     process's, with these steps.
     """
-    others, deadline = engine.config.processes - 1, time.monotonic() + PROFILES_S
+    others, deadline = engine.config.tp_size - 1, time.monotonic() + PROFILES_S
+    if engine.config.copies > 1:  # they wait for nobody
+        return None
     while others and time.monotonic() < deadline:
         paths = [path for path in own.parent.glob("*.json.gz") if path != own]
         with suppress(UnsupportedConfig):  # one is being written
@@ -234,7 +236,8 @@ def of_model(args: Any, options: Options) -> tuple[dict[str, object], dict[str, 
         covered: distinct experts of each layer in a decode step.
         """
         new = max(1, tokens // rows)
-        shape = StepShape(rows, new, new) if new > 1 else StepShape(rows, 1, args.context + args.steps // 2, covered)
+        context, busy = new if new > 1 else args.context + args.steps // 2, min(max(args.batch_size), layout.dp)
+        shape = StepShape(rows, new, context, () if new > 1 else covered, attentions=busy)
         sends = [] if hardware is None else collectives(model.facts, shape, layout)
         sending = (
             {step_profile.COMMUNICATION: sum(one.seconds(hardware) for one in sends)} if hardware and sends else {}

@@ -161,10 +161,9 @@ def operation_ranges(engine: LocalEngine) -> Iterator[None]:
             replaced.append((vars(owner), name, vars(owner).get(name)))
             vars(owner)[name] = _ranged(call, operation)
 
-    if engine.config.attention_dp > 1 and engine.config.cuda_graph_bs:
-        raise UnsupportedConfig(
-            "a profile by operation of data-parallel ranks, which run the same graphs: use --cuda-graph-mode none"
-        )
+    has_graphs = engine.config.cuda_graph_bs or engine.config.piecewise_cuda_graph_tokens
+    if engine.config.processes > 1 and has_graphs:  # the others would replay theirs, which are padded
+        raise UnsupportedConfig("a profile by operation of several processes: use --cuda-graph-mode none")
     model = runner.model.model if isinstance(runner.model, TokenByToken) else runner.model
     assert isinstance(model, nn.Module)
     for layer, operation in dict(_operations(model)).items():

@@ -47,7 +47,7 @@ from thalweg.engine.calibration_memory import (
     with_pages,
 )
 from thalweg.engine.calibration_warmup import warm_up
-from thalweg.engine.collectives import with_exchange, with_sum_and_norm
+from thalweg.engine.collectives import failure_flag, with_exchange, with_sum_and_norm
 from thalweg.engine.compile_ahead import CompileAhead, NothingAhead, compile_ahead
 from thalweg.engine.coordination import OWN_PLAN, Coordinator, DataParallelSteps, TensorParallelSteps
 from thalweg.engine.follower import Follower, PlanSender
@@ -339,6 +339,7 @@ def _build_on_gpu(
     planes = _allocate_planes(model, drafter, config, device)
     slots = Slots(config.max_running_requests + 1, config.context_length, device, drafter.fields(), config.tree)
     runner = _with_acceptance_rule(Runner(model, model, planes, slots, drafter), config)
+    runner.failed = failure_flag(model)
     before = free_memory(device)
     beside = int(torch.cuda.mem_get_info(device)[1]) - before - torch.cuda.memory_reserved(device)
     _capture(config, runner)

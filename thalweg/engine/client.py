@@ -390,7 +390,7 @@ class EngineClient:
                 if error:
                     self.reason = error
                 if len(processes.children) > 1:  # one that was killed is the cause, or failed first
-                    killed = await asyncio.to_thread(processes.killed)
+                    killed = await asyncio.to_thread(processes.killed, or_stopped=not error)
                     self._receive()
                     self.reason = killed or processes.failed() or self.reason
                 if not error and self.reason == reason:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from thalweg.config.engine import EngineConfig
 from thalweg.core.errors import UnsupportedConfig
@@ -51,7 +51,8 @@ def with_exchange(config: EngineConfig, model: Model, device: torch.device) -> E
     """
     moe, layout = model.facts.moe, model.factory.layout
     axis = layout.ep if config.moe_a2a_backend == "alltoall" else layout.dp
-    if moe is None or not isinstance(axis, ProcessAxis) or config.deterministic_inference:
+    is_own = config.moe_a2a_backend != "deepep" and config.dtype == "bfloat16"  # it rounds results to that
+    if moe is None or not isinstance(axis, ProcessAxis) or config.deterministic_inference or not is_own:
         return config
     from thalweg.parallel.peer_exchange import PeerExchange  # needs Triton
 
@@ -65,9 +66,19 @@ def with_exchange(config: EngineConfig, model: Model, device: torch.device) -> E
         return config.started([Decision(name, "library", START_UP, reasons[0])])
     assert kernel is not None
     times = kernel.measure()
-    axis.exchange = kernel
+    axis.exchange = kernel if kernel.rows else None
     shown = "; ".join(f"{rows} rows: {_microseconds(by_way)}" for rows, by_way in times.items())
     return config.started([Decision(name, f"one-sided to {kernel.rows} rows", START_UP, f"measured: {shown}")])
+
+
+def failure_flag(model: Model) -> Tensor | None:
+    """What kernels set that have waited for another rank in vain; None without such kernels."""
+    layout = model.factory.layout
+    if all(axis.sum_and_norm is None and axis.exchange is None for axis in (layout.tp, layout.dp, layout.ep)):
+        return None
+    from thalweg.kernels.peer_words import failed_on  # needs Triton
+
+    return failed_on(model.factory.device)
 
 
 def _microseconds(by_way: Mapping[str, float]) -> str:

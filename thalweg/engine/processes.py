@@ -103,14 +103,18 @@ class EngineProcesses:
         """The error of the process that failed first; "" if none has sent one. Others may miss it and fail, too."""
         return min(self.fatals, key=lambda fatal: fatal.at).message if self.fatals else ""
 
-    def killed(self) -> str:
-        """As `why_ended`, of a process that a signal has ended or stopped."""
+    def killed(self, or_stopped: bool = False) -> str:
+        """As `why_ended`, of a process that a signal has ended. or_stopped: or stopped, which others may report first,
+        too.
+        """
         deadline = time.monotonic() + BLAME_S
-        while not (killed := self._ended(lambda code: code < 0) or self._stopped()) and time.monotonic() < deadline:
+        while time.monotonic() < deadline:
+            if killed := self._ended(lambda code: code < 0) or (or_stopped and self._stopped()):
+                return killed
             if len(self.members) == 1 and self._ended(lambda code: True):
                 break
             time.sleep(0.01)
-        return killed
+        return ""
 
     def _ended(self, is_it: Callable[[int], bool]) -> str:
         for member, child in self._others():

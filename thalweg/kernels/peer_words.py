@@ -8,6 +8,7 @@ enough where no rank can finish a call before all others have begun it: then non
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Self
 
 import torch
@@ -17,7 +18,13 @@ from torch import Tensor
 from triton.language import constexpr
 
 PROGRAMS = 128  # that wait for each other, so all run at once: one on each multiprocessor of an H100 or H200 at most
-TRIES = constexpr(1 << 23)  # looks for words of a rank, some seconds: a rank that died must not occupy the GPU forever
+TRIES = constexpr(1 << 26)  # looks for words of a rank, about a minute: one that died must not occupy the GPU forever
+
+
+@cache
+def failed_on(device: torch.device) -> Tensor:
+    """int32 [1]: 1 once a kernel on this device has waited in vain, so that what it computed is nothing."""
+    return torch.zeros(1, dtype=torch.int32, device=device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,14 +32,15 @@ class PeerMemory:
     """What a rank receives into, and where its peers receive."""
 
     peers_W: Tensor  # int64: address of each rank's memory as seen from here, this rank's too
-    state: Tensor  # int32 [3]: number of the call, programs that have ended it, 1 after a call that waited in vain
+    state: Tensor  # int32 [2]: number of the call, programs that have ended it
+    failed: Tensor  # int32 [1], see `failed_on`
     rank: int
 
     @classmethod
     def of(cls, addresses: list[int], rank: int, device: torch.device, **more: Any) -> Self:
         """addresses: of zeroed memory on each rank. more: the fields of a subclass."""
         peers = torch.tensor(addresses, dtype=torch.int64, device=device)
-        return cls(peers, torch.tensor([1, 0, 0], dtype=torch.int32, device=device), rank, **more)
+        return cls(peers, torch.tensor([1, 0], dtype=torch.int32, device=device), failed_on(device), rank, **more)
 
     @property
     def size(self) -> int:
@@ -67,7 +75,7 @@ def send(words, call, to, mask):
 
 
 @triton.jit
-def receive(at, mask, call, state):
+def receive(at, mask, call, failed):
     """The words at these addresses, as soon as all are of this call: → int32."""
     got = tl.load(at, mask=mask, other=0, volatile=True)
     missing = tl.max((mask & ((got >> 32).to(tl.int32) != call)).to(tl.int32))
@@ -77,7 +85,7 @@ def receive(at, mask, call, state):
         missing = tl.max((mask & ((got >> 32).to(tl.int32) != call)).to(tl.int32))
         tries += 1
     if missing > 0:
-        tl.store(state + 2, 1)
+        tl.store(failed, 1)
     return got.to(tl.int32)
 
 

@@ -20,6 +20,7 @@ CALLS, REPLAYS = 30, 5  # calls of a captured graph, and how often it is replaye
 def slowest_microseconds(axis: Axis, call: Callable[[], object], device: torch.device) -> float:
     """Of a call in a captured graph of many, the median of some replays; the slowest rank's."""
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         call()
         torch.cuda.synchronize()

@@ -17,6 +17,7 @@ from torch import Tensor
 from thalweg.batch.inputs import build_inputs, padding_inputs
 from thalweg.batch.slots import Slots
 from thalweg.core.agreement import PROMPT_LOGPROBS_CHUNK, AgreedStep, RankStep, coordinate_step, rank_step_of
+from thalweg.core.errors import RankLost
 from thalweg.core.grammar import GrammarMasks
 from thalweg.core.plan import Output, Row, StepPlan, TokenLogprob
 from thalweg.memory.planes import Planes
@@ -100,6 +101,7 @@ class Runner:
         self.compact_kv = kv_mover(planes, model.planes() if slots.tree.is_tree else ())
         self.graphs = CapturedSteps()
         self.balancer: Balancer = NoBalancer()
+        self.failed: Tensor | None = None  # see `kernels.peer_words`, where kernels wait for other ranks
         self.pass_checksum = 0  # of all passes with several ranks, see `RankStep`
 
     def disable_graphs(self) -> None:
@@ -222,6 +224,8 @@ class Runner:
         """One Output for each row of the plan, without drafts. Waits for what is still on a device."""
         if forwarded is None:
             return ()
+        if self.failed is not None and self.failed.item():
+            raise RankLost("a kernel has waited in vain for another rank")
         outputs, e = list[Output](), 0
         if sampled is not None:
             tokens, count, done = sampled.tokens_EQ.tolist(), sampled.count_E.tolist(), sampled.done_E.tolist()

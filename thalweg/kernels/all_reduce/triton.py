@@ -88,7 +88,7 @@ ARGUMENTS = ["rank", "rows", "scales_stride"]
 
 @triton.jit(do_not_specialize=ARGUMENTS)
 def _one_shot(
-    partial, x, weight, x_out, rows_out, codes, scales, peers, state, rank, rows, capacity, scales_stride, eps,
+    partial, x, weight, x_out, rows_out, codes, scales, peers, state, failed, rank, rows, capacity, scales_stride, eps,
     WORDS: constexpr, BLOCK: constexpr, PART: constexpr, BLOCK_PART: constexpr, W: constexpr, PHASE: constexpr,
     PDL: constexpr,
 ):  # fmt: skip
@@ -110,7 +110,7 @@ def _one_shot(
         inside = word < WORDS
         old = tl.load(x + row * WORDS + word, mask=inside, other=0)
         at = memory_of(peers, rank) + base + source[:, None] * capacity + row * WORDS + word[None, :]
-        new = _sum(old, receive(at, inside[None, :] & (source[:, None] < W), call, state))
+        new = _sum(old, receive(at, inside[None, :] & (source[:, None] < W), call, failed))
         _store_normed(
             low_half(new), high_half(new), row, begin, weight, x_out, rows_out, codes, scales, scales_stride, eps,
             WORDS, BLOCK, PART,
@@ -120,7 +120,7 @@ def _one_shot(
 
 @triton.jit(do_not_specialize=ARGUMENTS)
 def _two_shot(
-    partial, x, weight, x_out, rows_out, codes, scales, peers, state, rank, rows, capacity, scales_stride, eps,
+    partial, x, weight, x_out, rows_out, codes, scales, peers, state, failed, rank, rows, capacity, scales_stride, eps,
     WORDS: constexpr, BLOCK: constexpr, PART: constexpr, BLOCK_PART: constexpr, W: constexpr, PHASE: constexpr,
     PDL: constexpr,
 ):  # fmt: skip
@@ -146,7 +146,7 @@ def _two_shot(
                 at = row * WORDS + mine
                 old = tl.load(x + at, mask=is_mine, other=0)
                 sent = memory_of(peers, rank) + base + source[:, None] * capacity + at[None, :]
-                new = _sum(old, receive(sent, is_mine[None, :] & (source[:, None] < W), call, state))
+                new = _sum(old, receive(sent, is_mine[None, :] & (source[:, None] < W), call, failed))
                 for step in tl.static_range(W):
                     to = memory_of(peers, (rank + step) % W) + base + W * capacity
                     send(new, call, to + at, is_mine)
@@ -154,7 +154,7 @@ def _two_shot(
         word = tl.arange(0, BLOCK)
         for row in range(tl.program_id(0), rows, every):
             sent = memory_of(peers, rank) + base + W * capacity + row * WORDS + word
-            new = receive(sent, word < WORDS, call, state)
+            new = receive(sent, word < WORDS, call, failed)
             _store_normed(
                 low_half(new), high_half(new), row, begin, weight, x_out, rows_out, codes, scales, scales_stride,
                 eps, WORDS, BLOCK, PART,
@@ -190,8 +190,8 @@ def add_norm(
     grid = min(rows, PROGRAMS // parts) if two_shot else rows, triton.cdiv(words, part)
     config = launch_config(x_TH, WARPS if buffers.size * block <= WIDE else 2 * WARPS)
     (_two_shot if two_shot else _one_shot)[grid](
-        *tensors, weight_H, *outputs, buffers.peers_W, buffers.state, buffers.rank, rows, buffers.rows * words,
-        0 if scales is None else scales.stride(1), eps,
+        *tensors, weight_H, *outputs, buffers.peers_W, buffers.state, buffers.failed, buffers.rank, rows,
+        buffers.rows * words, 0 if scales is None else scales.stride(1), eps,
         WORDS=words, BLOCK=block, PART=part, BLOCK_PART=triton.next_power_of_2(part), W=buffers.size, PHASE=phase,
         **config,
     )  # fmt: skip

@@ -37,10 +37,13 @@ def run(rows_RNW: Tensor, goes_RRN: Tensor, results_RRNH: Tensor) -> tuple[Tenso
 
 
 def run_triton(rows_RNW: Tensor, goes_RRN: Tensor, results_RRNH: Tensor) -> tuple[Tensor, ...]:
+    """The results of the first call. Raises RuntimeError where a later one, with other rows to other ranks, differs
+    from the reference, or calls are not counted.
+    """
     from thalweg.kernels.exchange import triton
 
     (ranks, rows, words), device = rows_RNW.shape, rows_RNW.device
-    width = results_RRNH.shape[-1]
+    width, every = results_RRNH.shape[-1], range(ranks)
 
     def memories(words: int) -> list[triton.PeerRows]:
         held = [torch.zeros(triton.bytes_for(ranks, rows, words), dtype=torch.uint8, device=device) for _ in every]
@@ -48,17 +51,22 @@ def run_triton(rows_RNW: Tensor, goes_RRN: Tensor, results_RRNH: Tensor) -> tupl
         kept.append(held)
         return [triton.PeerRows.of(addresses, rank, device, rows=rows, words=words) for rank in every]
 
-    every, kept = range(ranks), list[list[Tensor]]()
+    kept, made = list[list[Tensor]](), list[tuple[Tensor, Tensor]]()
     sending, returning = memories(words), memories(width // 2)
-    to = [triton.Destinations.of(goes_RRN[rank]) for rank in every]
-    for _ in range(CALLS):
+    for call in range(CALLS):
+        x, goes, results = rows_RNW + call, goes_RRN.roll(call, 2), results_RRNH * (1 + call)
+        to = [triton.Destinations.of(goes[rank]) for rank in every]
         for phase in (triton.SEND, triton.RECEIVE):
-            sent = [triton.send_rows(rows_RNW[rank], to[rank], sending[rank], MARKED, phase) for rank in every]
+            sent = [triton.send_rows(x[rank], to[rank], sending[rank], MARKED, phase) for rank in every]
         for phase in (triton.SEND, triton.RECEIVE):
-            back = [
-                triton.bring_back(results_RRNH[rank], to[rank], sent[rank][1], returning[rank], phase) for rank in every
-            ]
-    return torch.stack([rows for rows, _ in sent]), torch.stack(back)
+            back = [triton.bring_back(results[rank], to[rank], sent[rank][1], returning[rank], phase) for rank in every]
+        made.append((torch.stack([rows for rows, _ in sent]), torch.stack(back)))
+        if not all(torch.equal(*pair) for pair in zip(made[-1], run(x, goes, results), strict=True)):
+            raise RuntimeError(f"call {call} differs")
+    calls = {int(memory.state[0]) for memory in (*sending, *returning)}
+    if calls != {1 + CALLS} or sending[0].failed.item():
+        raise RuntimeError(f"{CALLS} calls end as {calls}, or have waited in vain")
+    return made[0]
 
 
 BACKENDS = with_triton(run, run_triton)

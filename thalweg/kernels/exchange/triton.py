@@ -68,7 +68,7 @@ ARGUMENTS = ["rank", "rows", "capacity"]
 
 @triton.jit(do_not_specialize=ARGUMENTS)
 def _send_rows(
-    x, goes, places, counts, out, counts_out, peers, state, rank, rows, capacity,
+    x, goes, places, counts, out, counts_out, peers, state, failed, rank, rows, capacity,
     WORDS: constexpr, BLOCK: constexpr, MARKED: constexpr, W: constexpr, PHASE: constexpr, PDL: constexpr,
 ):  # fmt: skip
     """Program i: rows i, i + programs, ..., to and from each rank."""
@@ -90,13 +90,14 @@ def _send_rows(
     if PHASE == ALL or PHASE == RECEIVE:
         own = _set(memory_of(peers, rank), call, W, capacity)
         for source in tl.static_range(W):
-            count = tl.max(receive(own + source + tl.zeros([1], tl.int32), tl.full([1], 1, tl.int1), call, state))
+            count = tl.max(receive(own + source + tl.zeros([1], tl.int32), tl.full([1], 1, tl.int1), call, failed))
+            count = tl.minimum(count, rows)
             if first == 0:
                 tl.store(counts_out + source, count)
             for row in range(first, rows, every):
                 place = row * WORDS + word
                 if row < count:
-                    got = receive(own + W + source * capacity + place, inside, call, state)
+                    got = receive(own + W + source * capacity + place, inside, call, failed)
                 else:
                     got = tl.where(word < MARKED, -1, 0)
                 tl.store(out + source * rows * WORDS + place, got, mask=inside)
@@ -105,7 +106,7 @@ def _send_rows(
 
 @triton.jit(do_not_specialize=ARGUMENTS)
 def _bring_back(
-    results, goes, places, counts, out, peers, state, rank, rows, capacity,
+    results, goes, places, counts, out, peers, state, failed, rank, rows, capacity,
     WORDS: constexpr, BLOCK: constexpr, W: constexpr, PHASE: constexpr, PDL: constexpr,
 ):  # fmt: skip
     """Program i: rows i, i + programs, ... counts: rows that came from each rank."""
@@ -130,7 +131,7 @@ def _bring_back(
             for source in tl.static_range(W):
                 if tl.load(goes + source * rows + row):
                     at = own + source * capacity + tl.load(places + source * rows + row) * WORDS
-                    words = receive(at + word, inside, call, state)
+                    words = receive(at + word, inside, call, failed)
                     low += low_half(words)
                     high += high_half(words)
             number = tl.arange(0, 2 * BLOCK)
@@ -156,8 +157,9 @@ def send_rows(
     out, arrived_R = rows_NW.new_empty(memory.size, rows, words), torch.empty_like(to.counts_R)
     grid, block, config = _options(rows_NW, rows, words)
     _send_rows[grid](
-        rows_NW, to.goes_RN, to.places_RN, to.counts_R, out, arrived_R, memory.peers_W, memory.state, memory.rank, rows,
-        memory.rows * memory.words, WORDS=words, BLOCK=block, MARKED=marked, W=memory.size, PHASE=phase, **config,
+        rows_NW, to.goes_RN, to.places_RN, to.counts_R, out, arrived_R, memory.peers_W, memory.state, memory.failed,
+        memory.rank, rows, memory.rows * memory.words, WORDS=words, BLOCK=block, MARKED=marked, W=memory.size,
+        PHASE=phase, **config,
     )  # fmt: skip
     return out, arrived_R
 
@@ -175,6 +177,7 @@ def bring_back(
     grid, block, config = _options(results_RNH, rows, words)
     _bring_back[grid](
         results_RNH.view(torch.int32), to.goes_RN, to.places_RN, arrived_R, out, memory.peers_W, memory.state,
-        memory.rank, rows, memory.rows * memory.words, WORDS=words, BLOCK=block, W=memory.size, PHASE=phase, **config,
+        memory.failed, memory.rank, rows, memory.rows * memory.words, WORDS=words, BLOCK=block, W=memory.size,
+        PHASE=phase, **config,
     )  # fmt: skip
     return out

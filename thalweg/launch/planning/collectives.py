@@ -63,7 +63,8 @@ def _around_experts(
     inner, others = layout.attention, (layout.tp - 1) / layout.tp
     if layout.ep > 1:
         code = facts.hidden + 4 * facts.hidden / 128 + HEADER
-        copies = shape.tokens / inner * facts.moe.topk * others
+        reached = (layout.ep - 1) * (1 - (1 - 1 / layout.ep) ** facts.moe.topk)  # other ranks, once each
+        copies = shape.tokens / inner * reached
         found = [
             Collective("dispatch to experts", layers, layout.tp, copies * code),
             Collective("combine", layers, layout.tp, copies * row),
