@@ -91,7 +91,9 @@ def test_traffic_of_data_parallel_attention() -> None:
     assert found["all-gather within an attention"].sent == 16 * row * 3 / 4
     assert found["all-reduce"].count == 61 + 3 and found["all-reduce"].ranks == 4
     inner = collectives(V3, StepShape(16, 1, 4096), ParallelLayout(tp=8, dp=2, ep=8))
-    assert {one.name: one.sent for one in inner}["dispatch to experts"] == pytest.approx(4 * 7 * (1 - (7 / 8) ** 8) * 7_408)
+    assert {one.name: one.sent for one in inner}["dispatch to experts"] == pytest.approx(
+        4 * 7 * (1 - (7 / 8) ** 8) * 7_408
+    )
 
 
 # ---- layouts ----

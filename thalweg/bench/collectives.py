@@ -179,7 +179,9 @@ def exchanges(rank: int, size: int, width: int, device: torch.device) -> list[di
         results_RNH = torch.randn(size, rows, width, device=device).bfloat16()
         received_RNB, back = peers.send(bytes_NB, 0)
         sums_NH, want_NH = back(results_RNH), axis.reduce_scatter(results_RNH)
-        failed = "" if torch.equal(received_RNB, axis.all_gather(bytes_NB)) else "other rows than by NCCL have come"
+        is_alike = torch.tensor(torch.equal(received_RNB, axis.all_gather(bytes_NB)), dtype=torch.int32, device=device)
+        dist.all_reduce(is_alike, dist.ReduceOp.MIN)
+        failed = "" if is_alike.item() else "other rows than by NCCL have come"
         error = round(float((sums_NH - want_NH).abs().max()), 4)
         ways = {f"rows and results, {way}": us for way, us in by_way.items()}
         table += [
