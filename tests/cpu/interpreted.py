@@ -176,7 +176,7 @@ def missed() -> None:
         memory = torch.zeros(exchange_kernel.bytes_for(2, 3, 4), dtype=torch.uint8)
         own = exchange_kernel.PeerRows.of([memory.data_ptr()] * 2, 0, memory.device, rows=3, words=4)
         to, rows = exchange_kernel.Destinations.of(torch.ones(2, 3, dtype=torch.bool)), torch.ones(3, 4).int()
-        exchange_kernel.send_rows(rows, to, own, 0, exchange_kernel.RECEIVE)
+        exchange_kernel.dispatch(rows, to, own, 0, exchange_kernel.RECEIVE)
         assert own.failed.item() == 1
     finally:
         peer_words.TRIES = tries

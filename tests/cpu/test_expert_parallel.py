@@ -103,17 +103,17 @@ class ThreadPeers:
     def takes(self, rows: int, row_bytes: int) -> bool:
         return rows > 1 and row_bytes % 4 == 0
 
-    def send(self, bytes_NB: Tensor, marked: int, goes_RN: Tensor | None = None) -> Any:
+    def dispatch(self, bytes_NB: Tensor, marked: int, goes_RN: Tensor | None = None) -> Any:
         self.calls += 1
         rank, size = self.axis.rank, self.axis.size
         goes_RN = torch.ones(size, len(bytes_NB), dtype=torch.bool) if goes_RN is None else goes_RN
         goes_RRN = self.axis.all_gather(goes_RN)
         rows_RNW = self.axis.all_gather(bytes_NB.view(torch.int32))
 
-        def back(results_RNH: Tensor) -> Tensor:
-            return exchange.bring_back(self.axis.all_gather(results_RNH), goes_RRN)[rank]
+        def combine(results_RNH: Tensor) -> Tensor:
+            return exchange.combine(self.axis.all_gather(results_RNH), goes_RRN)[rank]
 
-        return exchange.send_rows(rows_RNW, goes_RRN, marked)[rank].view(torch.uint8), back
+        return exchange.dispatch(rows_RNW, goes_RRN, marked)[rank].view(torch.uint8), combine
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

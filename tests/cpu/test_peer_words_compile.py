@@ -47,13 +47,13 @@ def test_each_look_of_a_sum_is_one_load(kernel: str, part: int, looks: int, rank
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize(("kernel", "looks"), [("_send_rows", 2), ("_bring_back", 1)])
+@pytest.mark.parametrize(("kernel", "looks"), [("_dispatch", 2), ("_combine", 1)])
 def test_each_look_of_an_exchange_is_one_load(kernel: str, looks: int, ranks: int) -> None:
     """At the number of each rank's rows, and at each of them."""
     from thalweg.kernels.exchange import triton as exchange
 
-    constants = WORDS | {"W": ranks} | ({"MARKED": 9} if kernel == "_send_rows" else {})
+    constants = WORDS | {"W": ranks} | ({"MARKED": 9} if kernel == "_dispatch" else {})
     pointers = dict.fromkeys(("x", "results", "places", "counts", "counts_out", "state", "failed"), "*i32")
-    pointers |= {"goes": "*i1", "peers": "*i64", "out": "*i32" if kernel == "_send_rows" else "*fp32"}
+    pointers |= {"goes": "*i1", "peers": "*i64", "out": "*i32" if kernel == "_dispatch" else "*fp32"}
     made = compiled(vars(exchange)[kernel], constants, pointers, 8)
     assert made["ttgir"].count("isVolatile = true") == 2 * looks * ranks

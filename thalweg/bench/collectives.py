@@ -1,4 +1,4 @@
-"""`thalweg bench collectives`: the sum over ranks with residual addition and norm, and rows to experts and back, by
+"""`thalweg bench collectives`: the sum over ranks with residual addition and norm, and dispatch and combine, by
 each way there is, on the GPUs of this host.
 """
 
@@ -166,7 +166,9 @@ def measure(rank: int, size: int, address: str, args: Any, path: str) -> None:
 
 
 def exchanges(rank: int, size: int, width: int, device: torch.device) -> list[dict[str, Any]]:
-    """Rows in FP8 to all ranks, and bf16 results back, without products between. error: of the sums, against NCCL."""
+    """Dispatch of FP8 rows to all ranks and combine in bf16, without products between. error: of the sums, against
+    NCCL's.
+    """
     from thalweg.parallel.peer_exchange import PeerExchange
     from thalweg.parallel.process_axis import ProcessAxis
 
@@ -177,13 +179,13 @@ def exchanges(rank: int, size: int, width: int, device: torch.device) -> list[di
     for rows, by_way in peers.measure().items():
         bytes_NB = torch.randint(256, (rows, row_bytes), device=device).to(torch.uint8)
         results_RNH = torch.randn(size, rows, width, device=device).bfloat16()
-        received_RNB, back = peers.send(bytes_NB, 0)
-        sums_NH, want_NH = back(results_RNH), axis.reduce_scatter(results_RNH)
+        received_RNB, combine = peers.dispatch(bytes_NB, 0)
+        sums_NH, want_NH = combine(results_RNH), axis.reduce_scatter(results_RNH)
         is_alike = torch.tensor(torch.equal(received_RNB, axis.all_gather(bytes_NB)), dtype=torch.int32, device=device)
         dist.all_reduce(is_alike, dist.ReduceOp.MIN)
         failed = "" if is_alike.item() else "other rows than by NCCL have come"
         error = round(float((sums_NH - want_NH).abs().max()), 4)
-        ways = {f"rows and results, {way}": us for way, us in by_way.items()}
+        ways = {f"dispatch and combine, {way}": us for way, us in by_way.items()}
         table += [
             {"rows": rows, "way": way, "us": round(us, 2), "error": error, "failed": failed} for way, us in ways.items()
         ]
@@ -195,7 +197,7 @@ def main(argv: list[str]) -> int:
     """Raises UnsupportedConfig."""
     parser = CommandParser(
         prog="thalweg bench collectives",
-        description="Times the sum over ranks with residual addition and norm, and rows to experts and back, in CUDA"
+        description="Times the sum over ranks with residual addition and norm, and dispatch and combine, in CUDA"
         " graphs, by each way there is.",
     )
     add_flags(parser, "", FLAGS)

@@ -43,7 +43,7 @@ PREFETCHES = ("_prefetch_before", "_prefetch_after")  # of weights, on a CPU
 HALF = re.compile(r"(forward|sample|draft) step (\d+) rows (\d+) tokens (\d+)")
 ON_GPU = {"kernel", "gpu_memcpy", "gpu_memset"}
 LAUNCHES = {"cuda_runtime", "cuda_driver"}
-WAITS = re.compile("nccl|^_(one_shot|two_shot|send_rows|bring_back)$")  # kernels that end when all ranks have come
+WAITS = re.compile("nccl|^_(one_shot|two_shot|dispatch|combine)$")  # kernels that end when all ranks have come
 
 
 class TraceEvent(msgspec.Struct):
@@ -146,7 +146,7 @@ def _collectives(device: torch.device) -> Iterator[tuple[Any, str]]:
         from thalweg.kernels.all_reduce import triton as all_reduce  # needs Triton
         from thalweg.kernels.exchange import triton as exchange
 
-        yield from ((all_reduce, "add_norm"), (exchange, "send_rows"), (exchange, "bring_back"))
+        yield from ((all_reduce, "add_norm"), (exchange, "dispatch"), (exchange, "combine"))
 
 
 @contextmanager

@@ -46,8 +46,8 @@ def with_sum_and_norm(config: EngineConfig, model: Model, device: torch.device) 
 
 
 def with_exchange(config: EngineConfig, model: Model, device: torch.device) -> EngineConfig:
-    """Gives the ranks between which tokens go to their experts the kernels that send and bring back few rows, if their
-    GPUs address each other's memory. Deterministic ones add in one way only.
+    """Gives expert-parallel ranks the one-sided kernels for few rows, if their GPUs address each other's memory.
+    Deterministic inference always adds in the library's order.
     """
     moe, layout = model.facts.moe, model.factory.layout
     axis = layout.ep if config.moe_a2a_backend == "alltoall" else layout.dp

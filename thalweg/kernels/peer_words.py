@@ -1,8 +1,8 @@
 """Words that the GPUs of a host write into each other's memory (torch's symmetric memory), without barriers.
 
-A word is 64 bits: 32 of data, and above them the number of the call. It arrives whole, so a rank that reads the number
-of this call has the data too; nothing is ever cleared. An operation has two sets of buffers, used in turn. That is
-enough where no rank can finish a call before all others have begun it: then none is more than one call behind.
+A word has 64 bits: 32 bits of data, and above them the number of the call. It arrives whole, so a rank that reads this
+call's number has the data too, and nothing has to be cleared. An operation uses two sets of buffers in turn. Two are
+enough if no rank can finish a call before all others have begun it.
 """
 
 from __future__ import annotations

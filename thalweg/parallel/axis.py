@@ -38,7 +38,7 @@ class Axis(Protocol):
 
     @property
     def exchange(self) -> PeerExchange | None:
-        """What sends rows and brings results back in one launch each, where GPUs have it."""
+        """What dispatches rows and combines their results in one launch each, where GPUs have it."""
 
     def all_reduce(self, partial: Tensor) -> Tensor:
         """The sum over all ranks in float32."""

@@ -46,15 +46,15 @@ class AllGatherDispatch:
 
     def dispatch(self, slot_TK: Tensor, stride: int, weights_TK: Tensor, rows: Sequence[Tensor]) -> Dispatched:
         dp, sent = self.dp, (slot_TK, weights_TK, *rows)
-        back: Callable[[Tensor], Tensor] = dp.reduce_scatter
+        combine: Callable[[Tensor], Tensor] = dp.reduce_scatter
         if dp.size > 1:
             bytes_NB = packed(sent)
             if dp.exchange is not None and dp.exchange.takes(*bytes_NB.shape):
-                all_RNB, back = dp.exchange.send(bytes_NB, slot_TK.shape[1])
+                all_RNB, combine = dp.exchange.dispatch(bytes_NB, slot_TK.shape[1])
             else:
                 all_RNB = dp.all_gather(bytes_NB)
             sent = unpacked(all_RNB.flatten(0, 1), sent)
-        return Dispatched(sent[0], sent[1:], lambda partial: back(partial.view(dp.size, -1, partial.shape[1])))
+        return Dispatched(sent[0], sent[1:], lambda partial: combine(partial.view(dp.size, -1, partial.shape[1])))
 
 
 class AllToAllDispatch:
@@ -79,30 +79,30 @@ class AllToAllDispatch:
         rank_R11 = torch.arange(ep.size, device=slot_NK.device).view(-1, 1, 1)
         goes_RN = (slot_NK.div(stride, rounding_mode="floor") == rank_R11).any(-1)
         if ep.exchange is not None and ep.exchange.takes(*all_NB.shape):
-            arrived_RNB, back = ep.exchange.send(all_NB, slot_NK.shape[1], goes_RN)
+            arrived_RNB, combine_rows = ep.exchange.dispatch(all_NB, slot_NK.shape[1], goes_RN)
         else:
-            arrived_RNB, back = self._whole_buffers(all_NB, goes_RN)
+            arrived_RNB, combine_rows = self._whole_buffers(all_NB, goes_RN)
         # the rest of a buffer are tokens without an expert on its rank
         received = unpacked(arrived_RNB.flatten(0, 1), sent)
 
         def combine(partial_NH: Tensor) -> Tensor:
-            total_NH = back(partial_NH.view(ep.size, -1, partial_NH.shape[1]))
+            total_NH = combine_rows(partial_NH.view(ep.size, -1, partial_NH.shape[1]))
             return self.own.put(moe_tp.reduce_scatter(total_NH.view(moe_tp.size, each, -1)), tokens)
 
         return Dispatched(received[0], received[1:], combine)
 
     def _whole_buffers(self, all_NB: Tensor, goes_RN: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """As `PeerExchange.send`; behind the rows that are sent lie the others, instead of nothing."""
+        """As `PeerExchange.dispatch`; behind the rows that are sent lie the others, instead of nothing."""
         order_RN = (~goes_RN).to(torch.int32).argsort(dim=1, stable=True)
 
-        def back(partial_RNH: Tensor) -> Tensor:
+        def combine(partial_RNH: Tensor) -> Tensor:
             back_RNH, place_RN = self.ep.all_to_all(partial_RNH), order_RN.argsort(1)
             total_NH = partial_RNH.new_zeros(back_RNH.shape[1:], dtype=torch.float32)
             for goes_N, place_N, back_NH in zip(goes_RN, place_RN, back_RNH, strict=True):
                 total_NH += back_NH[place_N].float().masked_fill(~goes_N.unsqueeze(1), 0.0)
             return total_NH
 
-        return self.ep.all_to_all(all_NB[order_RN]), back
+        return self.ep.all_to_all(all_NB[order_RN]), combine
 
 
 class OwnTokens:

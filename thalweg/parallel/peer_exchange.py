@@ -1,4 +1,4 @@
-"""Rows to other ranks of an axis and their results back, in one launch each way, on the GPUs of one host."""
+"""One-sided dispatch and combine between the ranks of an axis, one launch each, on the GPUs of one host."""
 
 from __future__ import annotations
 
@@ -45,21 +45,23 @@ class PeerExchange:
     def takes(self, rows: int, row_bytes: int) -> bool:
         return 0 < rows <= self.rows and row_bytes % 4 == 0 and row_bytes <= 4 * self.words
 
-    def send(
+    def dispatch(
         self, bytes_NB: Tensor, marked: int, goes_RN: Tensor | None = None
     ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """Rows of bytes → those of all ranks, [R, N, B], and the way back of results [R, N, H] of these rows: → their
-        sum over ranks, float32 [N, H], rounded to bf16 on the way. goes: bool, whether a row goes to a rank; None: to
-        all. marked: int32 numbers at the beginning of a row that are -1 where no row has come.
+        """Sends rows of bytes. → the rows of all ranks, [R, N, B], and the function that combines results [R, N, H] of
+        these rows into float32 [N, H], the sums over ranks; results are sent in bf16.
+
+        goes: bool, whether a row goes to a rank; None: to all. marked: how many int32 numbers at the beginning of an
+        empty row are -1.
         """
         to = self._to_all(len(bytes_NB)) if goes_RN is None else Destinations.of(goes_RN)
-        received_RNW, arrived_R = exchange.send_rows(bytes_NB.view(torch.int32), to, self._sending, marked)
+        received_RNW, arrived_R = exchange.dispatch(bytes_NB.view(torch.int32), to, self._sending, marked)
 
-        def back(results_RNH: Tensor) -> Tensor:
+        def combine(results_RNH: Tensor) -> Tensor:
             results_RNH = results_RNH.to(torch.bfloat16).contiguous()
-            return exchange.bring_back(results_RNH, to, arrived_R, self._returning)
+            return exchange.combine(results_RNH, to, arrived_R, self._returning)
 
-        return received_RNW.view(torch.uint8), back
+        return received_RNW.view(torch.uint8), combine
 
     def _to_all(self, rows: int) -> Destinations:
         if rows not in self._everyone:
@@ -87,7 +89,7 @@ class PeerExchange:
         return times
 
     def _one_sided(self, bytes_NB: Tensor, results_RNH: Tensor) -> Tensor:
-        return self.send(bytes_NB, 0)[1](results_RNH)
+        return self.dispatch(bytes_NB, 0)[1](results_RNH)
 
     def _by_library(self, bytes_NB: Tensor, results_RNH: Tensor) -> Tensor:
         self.axis.all_gather(bytes_NB)

@@ -1,1 +1,1 @@
-"""Rows between the ranks of a host, and their results back."""
+"""Dispatch of rows to other ranks of a host, and the combination of their results."""

@@ -26,14 +26,14 @@ def cases(generator: torch.Generator) -> Iterator[KernelCase]:
         yield KernelCase(
             name=f"{ranks} ranks, {rows} rows of {width}, {share:.0%} go",
             inputs={"rows_RNW": x, "goes_RRN": goes, "results_RRNH": results},
-            exact=(ref.send_rows(x, goes, MARKED).double(), ref.bring_back(results.double(), goes).double()),
+            exact=(ref.dispatch(x, goes, MARKED).double(), ref.combine(results.double(), goes).double()),
             tolerance=1e-6,
             bytes=round(share * (size(x) + size(results))),
         )
 
 
 def run(rows_RNW: Tensor, goes_RRN: Tensor, results_RRNH: Tensor) -> tuple[Tensor, ...]:
-    return ref.send_rows(rows_RNW, goes_RRN, MARKED), ref.bring_back(results_RRNH, goes_RRN)
+    return ref.dispatch(rows_RNW, goes_RRN, MARKED), ref.combine(results_RRNH, goes_RRN)
 
 
 def run_triton(rows_RNW: Tensor, goes_RRN: Tensor, results_RRNH: Tensor) -> tuple[Tensor, ...]:
@@ -57,9 +57,9 @@ def run_triton(rows_RNW: Tensor, goes_RRN: Tensor, results_RRNH: Tensor) -> tupl
         x, goes, results = rows_RNW + call, goes_RRN.roll(call, 2), results_RRNH * (1 + call)
         to = [triton.Destinations.of(goes[rank]) for rank in every]
         for phase in (triton.SEND, triton.RECEIVE):
-            sent = [triton.send_rows(x[rank], to[rank], sending[rank], MARKED, phase) for rank in every]
+            sent = [triton.dispatch(x[rank], to[rank], sending[rank], MARKED, phase) for rank in every]
         for phase in (triton.SEND, triton.RECEIVE):
-            back = [triton.bring_back(results[rank], to[rank], sent[rank][1], returning[rank], phase) for rank in every]
+            back = [triton.combine(results[rank], to[rank], sent[rank][1], returning[rank], phase) for rank in every]
         made.append((torch.stack([rows for rows, _ in sent]), torch.stack(back)))
         if not all(torch.equal(*pair) for pair in zip(made[-1], run(x, goes, results), strict=True)):
             raise RuntimeError(f"call {call} differs")

@@ -1,20 +1,22 @@
-"""Rows that ranks send each other, and what comes back. Here all ranks are on one device: R ranks, N rows of each."""
+"""Dispatch of rows to other ranks, and the combination of their results. All ranks are on one device here: R ranks, N
+rows of each.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-NOBODY = -1  # in the first words of a row that nobody sent
+EMPTY = -1  # in the first words of a row that no rank sent
 
 
-def send_rows(rows_RNW: Tensor, goes_RRN: Tensor, marked: int) -> Tensor:
-    """int32 [R, R, N, W]: what each rank has received of each. rows: int32. goes: whether a row of the first rank goes
-    to the second. marked: words that are NOBODY in the places that are left; others are 0 there.
+def dispatch(rows_RNW: Tensor, goes_RRN: Tensor, marked: int) -> Tensor:
+    """int32 [R, R, N, W]: the rows that each rank has received from each, in order. rows: int32. goes: whether a row of
+    the first rank goes to the second. marked: how many words of the remaining rows are EMPTY; their others are 0.
     """
     ranks, rows, width = rows_RNW.shape
     out = rows_RNW.new_zeros(ranks, ranks, rows, width)
-    out[..., :marked] = NOBODY
+    out[..., :marked] = EMPTY
     for sender in range(ranks):
         for receiver in range(ranks):
             mine = rows_RNW[sender][goes_RRN[sender, receiver]]
@@ -22,9 +24,9 @@ def send_rows(rows_RNW: Tensor, goes_RRN: Tensor, marked: int) -> Tensor:
     return out
 
 
-def bring_back(results_RRNH: Tensor, goes_RRN: Tensor) -> Tensor:
-    """float32 [R, N, H]: of each row the sum over the ranks that it went to, in their order. results [R, R, N, H]: what
-    each rank has computed for the rows of each; rounded to bf16 on the way.
+def combine(results_RRNH: Tensor, goes_RRN: Tensor) -> Tensor:
+    """float32 [R, N, H]: the sum of each row's results over the ranks that it went to, in rank order. results [R, R, N,
+    H]: those of each rank for the rows of each, rounded to bf16 before they are sent.
     """
     ranks, _, rows, width = results_RRNH.shape
     out = torch.zeros(ranks, rows, width, dtype=torch.float32, device=results_RRNH.device)

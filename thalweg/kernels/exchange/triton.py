@@ -1,16 +1,15 @@
-"""Rows to other ranks of a host, and their results back, in one launch each way, by words that ranks write into each
-other's memory (`kernels.peer_words`).
+"""One-sided dispatch and combine between the ranks of a host, one launch each: ranks write into each other's memory
+(`kernels.peer_words`).
 
-Rows are bytes of any kind. A row goes to the ranks that have one of its experts, or to all. A rank's rows lie in the
-receiver's memory one after the other, behind a word with their number, so what a rank receives has a fixed size though
-the numbers are on the device. Programs send all that they have before they look for words.
+Rows are bytes of any kind. A row goes to the ranks that have one of its experts, or to all. The receiver's memory has a
+count and a row area for each sender, whose rows come first in it. So shapes are static, and the counts stay on the
+device. Each program sends all its rows before it waits for others.
 
-The two operations have memory of their own. No rank can finish sending before all others have begun it, for it waits
-for the number of each one's rows. A rank that brings back for the next time but one has sent again meanwhile, so the
-others have taken what lies there.
+Dispatch and combine have separate memory, with two sets of buffers each. A rank that finishes a dispatch has the counts
+of all ranks, so all have begun that dispatch and finished the combine before it. Two sets are therefore enough.
 
-Floor of 64 rows of 7.4 KB to 3 others on 4 GPUs: 2.8 MB in words of twice the size, 6.3 us at 450 GB/s; and the same
-again in bf16 numbers back, 12.2 us.
+Floor of 64 rows of 7.4 KB to 3 other GPUs: 2.8 MB in words of twice the size, 6.3 us at 450 GB/s. Combine sends bf16
+results, 12.2 us.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ ARGUMENTS = ["rank", "rows", "capacity"]
 
 
 @triton.jit(do_not_specialize=ARGUMENTS)
-def _send_rows(
+def _dispatch(
     x, goes, places, counts, out, counts_out, peers, state, failed, rank, rows, capacity,
     WORDS: constexpr, BLOCK: constexpr, MARKED: constexpr, W: constexpr, PHASE: constexpr, PDL: constexpr,
 ):  # fmt: skip
@@ -105,7 +104,7 @@ def _send_rows(
 
 
 @triton.jit(do_not_specialize=ARGUMENTS)
-def _bring_back(
+def _combine(
     results, goes, places, counts, out, peers, state, failed, rank, rows, capacity,
     WORDS: constexpr, BLOCK: constexpr, W: constexpr, PHASE: constexpr, PDL: constexpr,
 ):  # fmt: skip
@@ -146,17 +145,17 @@ def _options(x: Tensor, rows: int, words: int) -> tuple[tuple[int], int, dict[st
     return (max(min(rows, PROGRAMS), 8),), block, launch_config(x, 8 if block >= 2048 else 4)
 
 
-def send_rows(
+def dispatch(
     rows_NW: Tensor, to: Destinations, memory: PeerRows, marked: int, phase: constexpr = ALL
 ) -> tuple[Tensor, Tensor]:
-    """See `ref.send_rows`, of this rank: → int32 [R, N, W] and how many rows came from each rank, int32 [R]. rows:
+    """See `ref.dispatch`, of this rank: → int32 [R, N, W] and how many rows came from each rank, int32 [R]. rows:
     int32, contiguous. phase: one of the parts that follow each other, for a test on one GPU.
     """
     rows, words = rows_NW.shape
     assert rows <= memory.rows and words <= memory.words and memory.size <= 8, "the memory is made for other rows"
     out, arrived_R = rows_NW.new_empty(memory.size, rows, words), torch.empty_like(to.counts_R)
     grid, block, config = _options(rows_NW, rows, words)
-    _send_rows[grid](
+    _dispatch[grid](
         rows_NW, to.goes_RN, to.places_RN, to.counts_R, out, arrived_R, memory.peers_W, memory.state, memory.failed,
         memory.rank, rows, memory.rows * memory.words, WORDS=words, BLOCK=block, MARKED=marked, W=memory.size,
         PHASE=phase, **config,
@@ -164,18 +163,18 @@ def send_rows(
     return out, arrived_R
 
 
-def bring_back(
+def combine(
     results_RNH: Tensor, to: Destinations, arrived_R: Tensor, memory: PeerRows, phase: constexpr = ALL
 ) -> Tensor:
-    """See `ref.bring_back`, of this rank: results bf16 [R, N, H] of the rows that came → float32 [N, H]. to: as of
-    `send_rows`, and arrived what it returned.
+    """See `ref.combine`, of this rank: results bf16 [R, N, H] of the rows that came → float32 [N, H]. to: as of
+    `dispatch`, and arrived what it returned.
     """
     _, rows, width = results_RNH.shape
     words = width // 2
     assert rows <= memory.rows and words <= memory.words, "the memory is made for other rows"
     out = torch.empty(rows, width, dtype=torch.float32, device=results_RNH.device)
     grid, block, config = _options(results_RNH, rows, words)
-    _bring_back[grid](
+    _combine[grid](
         results_RNH.view(torch.int32), to.goes_RN, to.places_RN, arrived_R, out, memory.peers_W, memory.state,
         memory.failed, memory.rank, rows, memory.rows * memory.words, WORDS=words, BLOCK=block, W=memory.size,
         PHASE=phase, **config,
