@@ -4,6 +4,7 @@ cache hits, idle ranks, preemptions and moves of experts.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -23,7 +24,7 @@ CROWD: dict[str, Any] = {
     "chunked_prefill_size": 48,
     "max_steps_in_flight": 2,
     "radix_cache": True,
-    "num_pages": 4,
+    "num_pages": 3,
     "max_running_requests": 3,
 }
 
@@ -37,12 +38,17 @@ def groups() -> Iterator[dict[int, ProcessGroup]]:
 
 
 def asks() -> list[Ask]:
-    """Short ones, two with a page in common: tokens run one by one."""
+    """Short ones, since tokens run one by one. All have a second page or grow into one; the last two have the first one
+    in common.
+    """
     made = workload(SEED, 2048, "seeded", logprobs=True, prompt_logprobs=True, n=1)[:REQUESTS]
-    shared, short = made[0].prompt[:PAGE], list[Ask]()
+    draw, short = random.Random(SEED), list[Ask]()
+    shared = tuple(draw.randrange(20, 2000) for _ in range(PAGE))
     for i, ask in enumerate(made):
-        params = msgspec.structs.replace(ask.params, max_tokens=10, ignore_eos=True)
-        short.append(replace(ask, prompt=(shared if i % 2 else ()) + ask.prompt[-20:], params=params, turn=3 * i))
+        own = tuple(draw.randrange(20, 2000) for _ in range(PAGE - 6))
+        params = msgspec.structs.replace(ask.params, max_tokens=12, ignore_eos=True)
+        prompt, turn = (own, i) if i < 3 else (shared + own[:20], 20 * i)
+        short.append(replace(ask, prompt=prompt, params=params, turn=turn))
     return short
 
 

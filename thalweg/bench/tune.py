@@ -56,7 +56,8 @@ examples:
   thalweg tune models/tiny
   thalweg tune org/name --load-format dummy --seconds 600
   thalweg tune org/name --only experts "gemv 2048"
-  thalweg tune index-cache org/name --text book.txt   # another search: layers that can share a selection of context
+
+thalweg tune index-cache is another search, for layers that can share a selection of context; it has a --help too.
 
 Results are in ~/.cache/thalweg/tuned (or --cache-dir) and are used by every start on this device with these versions of
 torch and Triton; `thalweg plan` shows them. Run it alone: other work on the device disturbs the timing. Ctrl-C keeps

@@ -28,6 +28,7 @@ def cases(generator: torch.Generator) -> Iterator[KernelCase]:
             inputs={"rows_RNW": x, "goes_RRN": goes, "results_RRNH": results},
             exact=(ref.dispatch(x, goes, MARKED).double(), ref.combine(results.double(), goes).double()),
             tolerance=1e-6,
+            flops=round(share * ranks * ranks * rows * width),
             bytes=round(share * (size(x) + size(results))),
         )
 
