@@ -392,7 +392,7 @@ class EngineClient:
                 if len(processes.children) > 1:  # one that was killed is the cause, or failed first
                     killed = await asyncio.to_thread(processes.killed, or_stopped=not error)
                     self._receive()
-                    self.reason = killed or processes.failed() or self.reason
+                    self.reason = killed or ("" if error else processes.failed()) or self.reason
                 if not error and self.reason == reason:
                     self.reason = await asyncio.to_thread(processes.why_ended)
                 if self.ready is not None and self.state != "draining":
