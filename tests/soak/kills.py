@@ -102,9 +102,9 @@ async def one_kill(front: EngineClient, draw: random.Random, want: list[list[int
     is_lost_again = False
     if draw.random() < 0.2:  # again, while the new group starts, or has just started
         await asyncio.sleep(draw.random() * 3)
-        is_lost_again = front.state == "ready"
         if front._processes is not None and (starting := pids(front)):
             os.kill(draw.choice(starting), signal.SIGKILL)
+            is_lost_again = True
     await serves(front, START_S)
     answers = await asyncio.wait_for(asyncio.gather(*busy, *idle), START_S)
     for i, (tokens, error) in enumerate(answers):
