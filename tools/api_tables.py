@@ -1,8 +1,8 @@
 """Tables of the API pages: fields of requests, refused fields and error codes. `python -m tools.api_tables` writes them
 (`make docs`); `wrong` says where a page, the code and `api_fields.yaml` differ.
 
-In a page, the lines between `<!-- fields: STRUCT -->`, `<!-- refused: STRUCT -->` or `<!-- errors -->` and `<!-- end -->`
-are made here. Types come from the structs, ranges from `core.sampling`, what is said of refused fields from
+In a page, the lines between `<!-- fields: STRUCT -->`, `<!-- refused: STRUCT -->` or `<!-- errors -->` and
+`<!-- end -->` are made here. Types come from the structs, ranges from `core.sampling`, what is said of refused fields from
 `server.refused`, all else from `api_fields.yaml`.
 """
 

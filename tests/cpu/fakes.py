@@ -66,8 +66,8 @@ def default_script(prompt: str, choice: int) -> str:
 
 
 class FakeFront:
-    """The contract of `thalweg.engine.client.EngineClient` with `script` as the model. gap: seconds a token; chunk: tokens a
-    piece.
+    """The contract of `thalweg.engine.client.EngineClient` with `script` as the model. gap: seconds a token; chunk:
+    tokens a piece.
 
     `live` holds what runs; `pages` what it occupies. `die()` ends the engine under running requests. full: the queue
     takes no more. refusal: what the engine says to a request that `check` let through.
@@ -303,8 +303,8 @@ def serving(app: Starlette, http: Any = "auto") -> Iterator[str]:
             thread.join(10)
 
 
-def fake_app(front: FakeFront, options: ServerOptions = ServerOptions(), chat: ChatFormat = DEEPSEEK_V32) -> Starlette:  # noqa: B008  frozen
-    return build(front, options, chat, path="models/scripted")
+def fake_app(front: FakeFront, options: ServerOptions | None = None, chat: ChatFormat = DEEPSEEK_V32) -> Starlette:
+    return build(front, options or ServerOptions(), chat, path="models/scripted")
 
 
 def eventually(true: Callable[[], bool], seconds: float = 5.0) -> None:

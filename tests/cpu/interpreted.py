@@ -52,9 +52,15 @@ from thalweg.weights.table import table_of
 
 EDITS: list[dict[str, Any]] = [
     {"repetition_penalty": 1.3},
-    {"repetition_penalty": 0.8, "presence_penalty": -0.7, "frequency_penalty": 0.1, "min_tokens": 99, "logit_bias": ((3, 5.0),)},
+    {
+        "repetition_penalty": 0.8,
+        "presence_penalty": -0.7,
+        "frequency_penalty": 0.1,
+        "min_tokens": 99,
+        "logit_bias": ((3, 5.0),),
+    },
     {"frequency_penalty": 0.4},
-]  # fmt: skip
+]
 
 DRAWS: list[dict[str, Any]] = [
     {"temperature": 0.0},
@@ -168,8 +174,8 @@ def exchanged() -> None:
         assert max(errors) <= one.tolerance, (one.name, errors)
 
 
-def missed() -> None:
-    """A rank that does not come is told, and its old words are not taken for new ones."""
+def missing_rank() -> None:
+    """A kernel that gives up waiting for a rank sets the flag, and does not accept words of an earlier call."""
     tries = peer_words.TRIES
     peer_words.TRIES = tl.constexpr(2)
     try:
@@ -205,8 +211,10 @@ def concluded() -> None:
     slot, ints = torch.tensor([3, 1, 7, 0, 4]), torch.tensor([[9, 8, 99, 0, 0, 0, 0, 1]]).repeat(9, 1)
     ids, fine = torch.arange(40) * 5, [True, False, False, True, False]
     for ids_D, vocab, wanted, sound in (
-        (None, 40, [7, 8, 0, 9, 0], fine), (ids, 200, [35, 40, 0, 45, 0], fine), (ids, 36, [35, 0, 0, 0, 0], [True, *[False] * 4])
-    ):  # fmt: skip
+        (None, 40, [7, 8, 0, 9, 0], fine),
+        (ids, 200, [35, 40, 0, 45, 0], fine),
+        (ids, 36, [35, 0, 0, 0, 0], [True, *[False] * 4]),
+    ):
         for module in (draft, draft_ref):
             flags, tokens = torch.ones(5, dtype=torch.bool), torch.zeros(9, 50, dtype=torch.int32)
             drafts = torch.zeros(5, 3, dtype=torch.int64)
@@ -297,7 +305,7 @@ def main() -> int:
     trees()
     summed_over_ranks()
     exchanged()
-    missed()
+    missing_rank()
     concluded()
     for vocab in (300, 5000):
         broken(DRAWS[:2], vocab, SamplingNeeds(random=True))

@@ -1,5 +1,5 @@
-"""CUDA graphs without a GPU: a recorder of PyTorch operations, which a replay runs again on the same memory. Kernels are
-their references. A capture that synchronizes with the device or holds host values fails.
+"""CUDA graphs without a GPU: a recorder of PyTorch operations, which a replay runs again on the same memory. Kernels
+are their references. A capture that synchronizes with the device or holds host values fails.
 """
 
 from __future__ import annotations

@@ -33,19 +33,21 @@ from thalweg.bench.ablation_columns import (
 from thalweg.bench.ablation_tables import differences_from_base, sglang_table
 from thalweg.bench.datasets import OrdinaryTokens
 from thalweg.bench.evaluation import EvalSettings
-from thalweg.bench.floor import share_of_floor
+from thalweg.bench.floor import ServedModel, share_of_floor
 from thalweg.bench.in_process import Generation, exactly, run_all
 from thalweg.config.machine import Machine
 from thalweg.config.machines import hardware
 from thalweg.config.tree import settings
 from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.messages import TokenDelta
+from thalweg.launch.planning.layouts import ParallelLayout
 
 TINY = Path(__file__).parents[2] / "models" / "tiny"
 HERE = Machine("a processor", 2, 8 << 30, 4 << 30)  # no GPU: the same columns on any machine that tests run on
 SIZES = {  # decisions that are settings and no features: how much, where, and what a client sees
-    "threads", "device", "dtype", "max_running_requests", "max_total_tokens", "mem_fraction_static", "context_length", "random_seed",
-    "speculative_num_steps", "cuda_graph_bs", "piecewise_cuda_graph_tokens", "chat_template", "reasoning_parser", "tool_call_parser", "quantization",
+    "threads", "device", "dtype", "max_running_requests", "max_total_tokens", "mem_fraction_static",
+    "context_length", "random_seed", "speculative_num_steps", "cuda_graph_bs", "piecewise_cuda_graph_tokens",
+    "chat_template", "reasoning_parser", "tool_call_parser", "quantization",
 }  # fmt: skip
 SMALL = CellWorkload(input_len=12, output_len=6, concurrency=(2,), waves=1)
 
@@ -229,7 +231,7 @@ def test_lengths_are_as_asked_and_the_same_in_every_cell() -> None:
 class TimedEngine:
     """Answers at once: each request takes 2 s, of which the run sees all."""
 
-    folder = TINY
+    model = ServedModel(TINY, ParallelLayout())
 
     def run(self, requests: Sequence[Generation], concurrency: int = 0) -> None:
         for one in requests:
@@ -249,7 +251,7 @@ def test_a_batch_has_its_share_of_the_floor(monkeypatch: pytest.MonkeyPatch) -> 
     h200 = hardware("h200")
     monkeypatch.setattr(ablation_cell, "hardware_of", lambda machine: h200)
     row = ablation_cell.batch(engine, work, vocabulary, 4)
-    assert row["share_of_floor"] == pytest.approx(share_of_floor(TINY, h200, 4, 160, 80, 4.0, 2.0), rel=0.01)
+    assert row["share_of_floor"] == pytest.approx(share_of_floor(engine.model, h200, 4, 160, 80, 4.0, 2.0), rel=0.01)
 
 
 def test_the_share_of_the_floor_is_shown_where_it_was_measured() -> None:

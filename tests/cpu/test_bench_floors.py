@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from tests.cpu.plan_models import DEEPSEEK, LITE
-from thalweg.bench.floor import share_of_floor
-from thalweg.config.machines import CHIPS, Hardware
+from tests.cpu.plan_models import DEEPSEEK, INDEXER, LITE
+from thalweg.bench.floor import ServedModel, share_of_floor, step_seconds
+from thalweg.config.machines import CHIPS, Hardware, hardware
 from thalweg.config.model import ModelFacts
 from thalweg.launch.planning import roofline
-from thalweg.launch.planning.layouts import ONE
+from thalweg.launch.planning.layouts import ONE, ParallelLayout
 from thalweg.launch.planning.roofline import Ceilings, StepPhase, StepShape
 from thalweg.launch.planning.weights import PlannedModel
 from thalweg.models.catalog import read_config_facts
@@ -94,11 +94,30 @@ def test_the_share_of_a_run_is_its_decode_steps_at_the_mean_batch_and_context(tm
     """96 requests of 1,024 + 256 tokens, 32 at a time: 768 steps of 32 rows at a context of 1,152."""
     (tmp_path / "config.json").write_text(json.dumps(LITE))
     chip = replace(CHIPS["h200"], read=H100.read, bf16=H100.bf16, fp8=H100.fp8)
-    share = share_of_floor(tmp_path, Hardware(chip, 1), 96, 96 * 1024, 96 * 256, batch=31.8, seconds=10.0)
+    model = ServedModel(tmp_path, ONE)
+    share = share_of_floor(model, Hardware(chip, 1), 96, 96 * 1024, 96 * 256, batch=31.8, seconds=10.0)
     step = milliseconds(LITE, StepShape(32, 1, 1152)) / 1e3
     assert share == pytest.approx(768 * step / 10.0) and 7.6 < 768 * step < 8.4, "about 10.4 ms a step"
-    assert share_of_floor(tmp_path, Hardware(chip, 1), 0, 0, 0, 0.0, 1.0) is None, "without output"
-    assert share_of_floor(tmp_path / "nothing", Hardware(chip, 1), 1, 1, 1, 1.0, 1.0) is None
+    assert share_of_floor(model, Hardware(chip, 1), 0, 0, 0, 0.0, 1.0) is None, "without output"
+    assert share_of_floor(ServedModel(tmp_path / "nothing", ONE), Hardware(chip, 1), 1, 1, 1, 1.0, 1.0) is None
+
+
+def test_the_floor_is_that_of_the_layout_and_the_index_pattern(tmp_path: Path) -> None:
+    """Two GPUs read half each and send. A layer that shares a selection saves its index keys, 256 bytes a token in bf16,
+    and the indexer's weights, 14.4 MB.
+    """
+    (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK | INDEXER))
+    info = {"tp_size": 2, "dp_size": 1, "ep_size": 1, "enable_dp_attention": False}
+    one, two = ServedModel(tmp_path, ONE), ServedModel.of_server(tmp_path, info)
+    assert two.layout == ParallelLayout(tp=2)
+    shape = StepShape(1, 1, 100_000)
+    alone, computing = (step_seconds(model, shape, H100, None) for model in (one, two))
+    sending = step_seconds(two, shape, H100, hardware("h100x2")) - computing
+    assert 0.4 * alone < computing < 0.75 * alone and 122 * 5e-6 < sending < 1e-3
+    pattern = "F" + "S" * 60
+    shared = ServedModel.of_server(tmp_path, info | {"resolved": {"index_topk_pattern": {"value": pattern}}})
+    saved = 60 * (100_000 * 256 + 14.4e6) / H100.read
+    assert computing - step_seconds(shared, shape, H100, None) == pytest.approx(saved, rel=0.02)
 
 
 def test_a_phase_takes_the_longer_of_reading_and_computing() -> None:

@@ -23,11 +23,12 @@ from thalweg.bench import serve
 from thalweg.bench.backends import BACKENDS, AnswerReader
 from thalweg.bench.dataset_flags import shortening_flags
 from thalweg.bench.errors import DatasetError, HttpError
-from thalweg.bench.floor import share_of_floor
+from thalweg.bench.floor import ServedModel, share_of_floor
 from thalweg.bench.http_client import HttpClient
 from thalweg.bench.metrics import Record
 from thalweg.bench.serve import parse
 from thalweg.config.machines import hardware
+from thalweg.launch.planning.layouts import ONE
 
 
 @pytest.fixture
@@ -154,7 +155,7 @@ def test_the_share_of_the_floor_needs_a_machine_and_a_config(tokenizer: str) -> 
     (Path(tokenizer) / "config.json").write_text(json.dumps(LITE))
     result = bench(Fake(first=0.01, gap=0.01), *flags)
     run = 6, 66, 30, result["concurrency"], result["duration"]
-    assert result["share_of_floor"] == share_of_floor(Path(tokenizer), hardware("h200"), *run) > 0
+    assert result["share_of_floor"] == share_of_floor(ServedModel(Path(tokenizer), ONE), hardware("h200"), *run) > 0
     assert "Share of the decode floor (%)" in serve.show(result)
 
 
@@ -337,7 +338,8 @@ def test_running_out_of_file_descriptors_is_reported_as_such(tokenizer: str, mon
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, before)
     (row,) = measured.rows
-    assert (row["completed"], row["partial"]) == (40 - row["failed"], False) and row["failed"] > 0  # type: ignore[operator]
+    failed: Any = row["failed"]
+    assert (row["completed"], row["partial"]) == (40 - failed, False) and failed > 0
     (reason,) = row["failures"]  # type: ignore[misc]
     assert "cannot open another connection (Too many open files)" in reason
 

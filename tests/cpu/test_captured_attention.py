@@ -62,7 +62,8 @@ def recorded(rows: tuple[int, ...]) -> Piecewise:
     pieces = PiecewiseGraph(TOKENS, model, shared)
     none: Any = SimpleNamespace(replay=lambda: None)
     pieces.last, pieces.hidden_TH = none, shared.out_TX
-    pieces.pieces = [Piece(none, Layer(i).attend, (torch.randn(TOKENS, WIDTH), torch.randn(TOKENS, WIDTH))) for i in range(2)]  # fmt: skip
+    inputs = [(torch.randn(TOKENS, WIDTH), torch.randn(TOKENS, WIDTH)) for _ in range(2)]
+    pieces.pieces = [Piece(none, Layer(i).attend, given) for i, given in enumerate(inputs)]
     pieces.attends = tuple(piece.attend for piece in pieces.pieces)
     steps = Piecewise(model, [pieces])
     for many in rows:

@@ -6,7 +6,7 @@ CUDA graphs are simulated, see `tests.cpu.recorder`.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -84,6 +84,25 @@ def made_of(graphs: Any, recorded: bool, **fields: Any) -> LocalEngine:
     return made
 
 
+def choose_draft_lengths(made: LocalEngine, choose: Callable[[], int]) -> None:
+    """From now on the policy's choice is this one."""
+    policy: Any = made.loop.scheduler.draft_length
+    policy.choose = lambda sampling, most: choose()
+
+
+def recorded_outputs(made: LocalEngine) -> list[tuple[Output, ...]]:
+    """The outputs of every step from now on."""
+    runner: Any = made.runner
+    steps, add_drafts = list[tuple[Output, ...]](), runner.add_drafts
+
+    def record(*arguments: Any) -> tuple[Output, ...]:
+        steps.append(tuple(add_drafts(*arguments)))
+        return steps[-1]
+
+    runner.add_drafts = record
+    return steps
+
+
 def at_work(
     made: LocalEngine, seed: int, drafts: Sequence[int] = (0, 1, 2, 3, 3), lengths: tuple[int, int] = (1, 30)
 ) -> tuple[list[list[int]], list[tuple[Output, ...]]]:
@@ -91,11 +110,10 @@ def at_work(
     run(
         made, [[0, 5]], SamplingParams(temperature=0.0, max_tokens=2), JSON
     )  # a grammar is compiled beside the steps, whenever that is done
-    rng, steps = random.Random(seed), list[tuple[Output, ...]]()
+    rng = random.Random(seed)
     widths = random.Random(seed + 1)
-    made.loop.scheduler.draft_length.choose = lambda sampling, most: widths.choice(drafts)  # type: ignore[method-assign]
-    add_drafts = made.runner.add_drafts
-    made.runner.add_drafts = lambda *made_of: steps.append(tuple(add_drafts(*made_of))) or steps[-1]  # type: ignore[method-assign, func-returns-value]
+    choose_draft_lengths(made, lambda: widths.choice(drafts))
+    steps = recorded_outputs(made)
     waiting = [
         (prompt, SamplingParams(max_tokens=rng.randint(*lengths), ignore_eos=i % 6 > 0, **KINDS[i % len(KINDS)]), i)
         for i, prompt in enumerate(prompts(7, 80))

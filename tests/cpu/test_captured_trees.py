@@ -16,9 +16,11 @@ from tests.cpu.recorder import GraphPool, Strict, storage
 from tests.cpu.test_captured_drafts import (
     Far,
     at_work,
+    choose_draft_lengths,
     counted,
     graphs,
     of_kind,
+    recorded_outputs,
     watch,
 )
 from tests.cpu.test_speculation import engine, prompts, run, unrecorded
@@ -182,9 +184,9 @@ def among_trees(graphs: Any) -> LocalEngine:
 
 def published(made: LocalEngine) -> list[tuple[Output, ...]]:
     """Of steps with one to three drafts."""
-    steps, outputs, rng = list[tuple[Output, ...]](), made.runner.add_drafts, random.Random(2)
-    made.loop.scheduler.draft_length.choose = lambda sampling, most: rng.choice((1, 1, 2, 3))  # type: ignore[method-assign]
-    made.runner.add_drafts = lambda *made_of: steps.append(tuple(outputs(*made_of))) or steps[-1]  # type: ignore[method-assign, func-returns-value]
+    rng = random.Random(2)
+    choose_draft_lengths(made, lambda: rng.choice((1, 1, 2, 3)))
+    steps = recorded_outputs(made)
     for fields in ({"temperature": 0.0}, {"temperature": 0.9, "top_p": 0.9, "seed": 3}):
         run(made, prompts(4, 30), SamplingParams(max_tokens=12, ignore_eos=True, **fields))  # type: ignore[arg-type]
     assert made.loop.stats().accepted_tokens > 20 and not made.loop.stats().drafter_failures

@@ -264,8 +264,16 @@ class Buffer:
         in_rank = torch.stack([(topk_idx // each == rank).any(1) for rank in range(self.group.size)], 1)
         return in_rank.sum(0), None, torch.zeros(num_experts), in_rank, None
 
-    def dispatch(self, x: Tensor, num_worst_tokens: int, topk_idx: Tensor, topk_weights: Tensor, is_token_in_rank: Tensor,
-                 num_tokens_per_expert: Tensor, **_: Any) -> tuple[Any, ...]:  # fmt: skip
+    def dispatch(
+        self,
+        x: Tensor,
+        num_worst_tokens: int,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        is_token_in_rank: Tensor,
+        num_tokens_per_expert: Tensor,
+        **_: Any,
+    ) -> tuple[Any, ...]:
         assert x.dtype == torch.bfloat16
         each, rank = len(num_tokens_per_expert) // self.group.size, self.group.rank
         all_x, all_ids, all_weights, goes = (

@@ -1,4 +1,6 @@
-"""`thalweg roofline`: a graph's kernels get their operations from ranges of an eager step; times add up; invalid files."""
+"""`thalweg roofline`: kernels of a graph get their operations from ranges of an eager step, times add up, invalid files
+are refused.
+"""
 
 from __future__ import annotations
 
@@ -86,8 +88,8 @@ class Recorder:
 
 
 def gpu_trace(path: Path, replays: int = 3, eager: bool = True) -> Path:
-    """Steps of 100 µs that overlap their launches: each forward is launched while the device is at the step before it. The
-    eager step stands before the replays, which have one more kernel.
+    """Steps of 100 µs that overlap their launches: each forward is launched while the device runs the step before it.
+    The eager step comes before the replays, which have one more kernel.
     """
     made = Recorder()
     for step in range(0 if eager else 1, replays + 1):

@@ -114,9 +114,11 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("large")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(Path(TINY) / name, folder)
-    sizes = {"hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 16, "kv_lora_rank": 512,
-             "q_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "index_head_dim": 128,
-             "intermediate_size": 2048, "moe_intermediate_size": 1024}  # fmt: skip
+    sizes = {
+        "hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 16, "kv_lora_rank": 512,
+        "q_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+        "index_head_dim": 128, "intermediate_size": 2048, "moe_intermediate_size": 1024,
+    }  # fmt: skip
     config = json.loads((Path(TINY) / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({k: v for k, v in (config | sizes).items() if "index" not in k}))
     return folder

@@ -1,5 +1,5 @@
-"""python -m tests.gpu.generate FOLDER TOKENS NAME=VALUE ...: the tokens of some prompts from an engine with these settings,
-and the log-probabilities of the best two at each, as JSON in the last line.
+"""python -m tests.gpu.generate FOLDER TOKENS NAME=VALUE ...: generates from some prompts with these settings. The last
+line has the tokens, and the log-probabilities of the best two at each, as JSON.
 """
 
 from __future__ import annotations

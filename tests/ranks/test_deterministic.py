@@ -1,11 +1,10 @@
-"""Deterministic inference in groups of processes: a request has the same bits alone and in a crowd, whatever the chunks,
+"""Deterministic inference in groups of processes: a request has the same bits alone and beside others, for any chunks,
 cache hits, idle ranks, preemptions and moves of experts.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -27,14 +26,6 @@ CROWD: dict[str, Any] = {
     "num_pages": 3,
     "max_running_requests": 3,
 }
-
-
-@pytest.fixture(scope="module")
-def groups() -> Iterator[dict[int, ProcessGroup]]:
-    made = {size: ProcessGroup(size) for size in (2, 4)}
-    yield made
-    for group in made.values():
-        group.close()
 
 
 def asks() -> list[Ask]:

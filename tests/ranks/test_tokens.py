@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import types
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -109,15 +108,6 @@ def array(strength: int) -> list[dict[str, Any]]:
 
 
 CASES = array(2)
-
-
-@pytest.fixture(scope="module")
-def groups() -> Iterator[dict[int, ProcessGroup]]:
-    """Started once for all cases."""
-    made = {size: ProcessGroup(size) for size in (2, 4)}
-    yield made
-    for group in made.values():
-        group.close()
 
 
 @pytest.fixture(autouse=True)

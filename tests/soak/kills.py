@@ -103,8 +103,11 @@ async def one_kill(front: EngineClient, draw: random.Random, want: list[list[int
     if draw.random() < 0.2:  # again, while the new group starts, or has just started
         await asyncio.sleep(draw.random() * 3)
         if front._processes is not None and (starting := pids(front)):
-            os.kill(draw.choice(starting), signal.SIGKILL)
+            os.kill(second := draw.choice(starting), signal.SIGKILL)
             is_lost_again = True
+            async with asyncio.timeout(LIMIT_S):  # until it is noticed
+                while front._processes is not None and second in pids(front):
+                    await asyncio.sleep(0.02)
     await serves(front, START_S)
     answers = await asyncio.wait_for(asyncio.gather(*busy, *idle), START_S)
     for i, (tokens, error) in enumerate(answers):

@@ -137,7 +137,7 @@ def batch(
         "seconds": seconds,
         "cpu_seconds": cpu,
         "throughput": (inputs + outputs) / seconds,
-        "share_of_floor": share_of_floor(engine.folder, hardware_of(Machine.here()), *run),
+        "share_of_floor": share_of_floor(engine.model, hardware_of(Machine.here()), *run),
         "decode_per_request": fmean(len(request.tokens) / (request.end - request.start) for request in requests),
     }
 
@@ -154,7 +154,7 @@ def ask(engine: CellEngine, texts: PromptFormat, order: CellOrder) -> dict[str, 
 
 def measure(order: CellOrder, engine: CellEngine, started: float, save: Callable[[Result], None]) -> None:
     """All of a cell; saves what there is after each part. started: seconds of the start. Raises ThalwegError."""
-    work, vocabulary = order.work, vocabulary_of(engine.folder)
+    work, vocabulary = order.work, vocabulary_of(engine.model.folder)
     work.check(engine.context)
     result = NOTHING | {"started": started, "ran": engine.ran(), "single": single(engine, work, vocabulary)}
     save(result)
@@ -162,9 +162,9 @@ def measure(order: CellOrder, engine: CellEngine, started: float, save: Callable
         result["batches"] = [*result["batches"], batch(engine, work, vocabulary, concurrency)]
         save(result)
     if order.query:
-        result["query"] = ask(engine, PromptFormat(engine.folder), order)
+        result["query"] = ask(engine, PromptFormat(engine.model.folder), order)
     if accuracy := order.accuracy:
-        run = Evaluation(PromptFormat(engine.folder), engine.answerer(), accuracy.items, accuracy.seed)
+        run = Evaluation(PromptFormat(engine.model.folder), engine.answerer(), accuracy.items, accuracy.seed)
         for row in evaluate(run, accuracy):
             kept = {name: value for name, value in row.items() if name != "wrong"}
             result["accuracy"] = [*result["accuracy"], kept]

@@ -19,6 +19,7 @@ from thalweg.bench.answering import Answerer, EngineAnswerer, ServerAnswerer
 from thalweg.bench.backends import BACKENDS, RequestOptions
 from thalweg.bench.datasets import SampleRequest
 from thalweg.bench.errors import BenchError
+from thalweg.bench.floor import ServedModel
 from thalweg.bench.http_client import HttpClient
 from thalweg.bench.in_process import Generation, run_all
 from thalweg.bench.load_driver import LoadRun
@@ -34,7 +35,7 @@ AT_ONCE = 8  # questions of an evaluation
 
 
 class CellEngine(Protocol):
-    folder: Path  # of the checkpoint
+    model: ServedModel
     context: int  # longest sequence, in tokens
 
     def run(self, requests: Sequence[Generation], concurrency: int = 0) -> None:
@@ -73,7 +74,8 @@ class InProcess:
     def __init__(self, settings: Mapping[str, Any]) -> None:
         rest = dict(settings)
         self.llm = LLM(rest.pop("model"), use_tqdm_on_load=False, **rest)
-        self.engine, self.folder = self.llm.engine, self.llm.texts.resolved.path
+        self.engine = self.llm.engine
+        self.model = ServedModel.of(self.llm.texts.resolved.path, self.engine.config)
         self.context, self.flush_cache = self.engine.context, self.engine.flush_cache
 
     def run(self, requests: Sequence[Generation], concurrency: int = 0) -> None:
@@ -93,10 +95,11 @@ class Served:
     """A server of this cell alone."""
 
     def __init__(self, server: ServerProcess, runner: asyncio.Runner, folder: Path) -> None:
-        self.server, self.runner, self.folder = server, runner, folder
+        self.server, self.runner = server, runner
         self.info = ServerInfo(HttpClient(server.url, {"Authorization": f"Bearer {os.environ[ADMIN_KEY]}"}))
-        self.model = runner.run(self.info.model())
-        self.context = int(runner.run(self.info.settings())["context_length"])
+        settings = runner.run(self.info.settings())
+        self.name, self.context = runner.run(self.info.model()), int(settings["context_length"])
+        self.model = ServedModel.of_server(folder, settings)
 
     def run(self, requests: Sequence[Generation], concurrency: int = 0) -> None:
         self.runner.run(self._run(requests, concurrency))
@@ -104,7 +107,7 @@ class Served:
     async def _run(self, requests: Sequence[Generation], concurrency: int) -> None:
         prompts = [SampleRequest(one.params.max_tokens or 1, ids=one.prompt) for one in requests]
         client = HttpClient(self.server.url)
-        load = LoadRun(client, BACKENDS["thalweg"], RequestOptions(self.model), prompts)
+        load = LoadRun(client, BACKENDS["thalweg"], RequestOptions(self.name), prompts)
         await load.run((), concurrency, asyncio.Event())
         client.close()
         for request, record in zip(requests, load.records, strict=True):
@@ -121,7 +124,7 @@ class Served:
         return usage(self.server.pid).cpu + usage(self.server.engine).cpu
 
     def answerer(self) -> Answerer:
-        return ServerAnswerer(self.server.url, self.model, "", AT_ONCE, False, self.runner.run)
+        return ServerAnswerer(self.server.url, self.name, "", AT_ONCE, False, self.runner.run)
 
     def ran(self) -> dict[str, Any]:
         info = self.runner.run(self.info.settings())

@@ -159,7 +159,11 @@ def measure(rank: int, size: int, address: str, args: Any, path: str) -> None:
                 except RuntimeError as failure:
                     first = str(failure).strip().partition("\n")[0]
                     table.append({"rows": rows, "way": name, "us": None, "error": None, "failed": first})
-        table += exchanges(rank, size, args.width, device)
+        try:
+            table += exchanges(rank, size, args.width, device)
+        except RuntimeError as failure:  # the sums stay
+            row = {"rows": 0, "way": "dispatch and combine", "us": None, "error": None}
+            table.append(row | {"failed": str(failure).strip().partition("\n")[0]})
     if rank == 0:
         Path(path).write_text(json.dumps(table), encoding="utf-8")
     dist.destroy_process_group()

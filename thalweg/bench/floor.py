@@ -4,48 +4,68 @@ needs.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
+from thalweg.config.engine import EngineConfig
 from thalweg.config.machines import Hardware
 from thalweg.core.errors import ThalwegError
 from thalweg.launch.planning import roofline
-from thalweg.launch.planning.collectives import collectives
-from thalweg.launch.planning.layouts import ONE, ParallelLayout
+from thalweg.launch.planning.collectives import sending_seconds
+from thalweg.launch.planning.layouts import ParallelLayout, layout_of
 from thalweg.launch.planning.roofline import Ceilings, StepShape
 from thalweg.launch.planning.weights import PlannedModel, RankModel
 from thalweg.models.catalog import read_facts
 
+LAYOUT = ("tp_size", "dp_size", "ep_size", "enable_dp_attention")  # of /server_info, SGLang's too
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A model as it is served: the folder with config.json, the layout, and `EngineConfig.index_topk_pattern`."""
+
+    folder: Path
+    layout: ParallelLayout
+    index_pattern: str = ""
+
+    @classmethod
+    def of(cls, folder: Path, config: EngineConfig) -> ServedModel:
+        return cls(folder, layout_of(config), config.index_topk_pattern)
+
+    @classmethod
+    def of_server(cls, folder: Path, info: Mapping[str, Any]) -> ServedModel:
+        """info: see `ServerInfo.settings`."""
+        sizes = {name: info[name] for name in LAYOUT if isinstance(info.get(name), int)}
+        pattern = info.get("resolved", {}).get("index_topk_pattern", {}).get("value", "")
+        return cls.of(folder, EngineConfig(model_path="", index_topk_pattern=pattern, **sizes))
+
 
 @cache
-def _model(folder: Path, layout: ParallelLayout) -> RankModel:
-    """On one GPU of a layout, with weights as published and a KV cache in bfloat16."""
-    return PlannedModel(read_facts(folder)).on(layout)
+def _on_a_gpu(model: ServedModel) -> RankModel:
+    """With weights as published and a KV cache in bfloat16."""
+    return PlannedModel(read_facts(model.folder, model.index_pattern)).on(model.layout)
 
 
-def step_seconds(
-    folder: Path, shape: StepShape, top: Ceilings, layout: ParallelLayout = ONE, hardware: Hardware | None = None
-) -> float:
-    """The least time of one step. folder: with config.json. shape: of each attention, see `roofline.divided`. hardware:
-    whose links the layout's collectives take; None leaves them out. Raises CheckpointError and UnsupportedConfig.
+def step_seconds(model: ServedModel, shape: StepShape, top: Ceilings, hardware: Hardware | None) -> float:
+    """The least time of one step. shape: of each attention, see `roofline.divided`. hardware: see `sending_seconds`.
+    Raises CheckpointError and UnsupportedConfig.
     """
-    model = _model(folder, layout)
-    sends = [] if hardware is None else collectives(model.facts, shape, layout)
-    return roofline.seconds(roofline.phases(model, shape), top) + sum(
-        one.seconds(hardware) for one in sends if hardware
-    )
+    part = _on_a_gpu(model)
+    computing = roofline.seconds(roofline.phases(part, shape), top)
+    return computing + sending_seconds(part.facts, shape, model.layout, hardware)
 
 
 def share_of_floor(
-    folder: Path,
+    model: ServedModel,
     hardware: Hardware | None,
     requests: int,
     inputs: int,
     outputs: int,
     batch: float,
     seconds: float,
-    *,
-    layout: ParallelLayout = ONE,
 ) -> float | None:
     """Floor of all decode steps of a run / its seconds; None without output, or for an unknown GPU or model.
 
@@ -55,9 +75,9 @@ def share_of_floor(
     if hardware is None or not outputs:
         return None
     rows, context, chip = max(1, round(batch)), round((inputs + outputs / 2) / requests), hardware.chip
-    shape, top = roofline.divided(layout, rows, 1, context), Ceilings(chip.read, chip.bf16, chip.fp8)
+    shape, top = roofline.divided(model.layout, rows, 1, context), Ceilings(chip.read, chip.bf16, chip.fp8)
     try:
-        step = step_seconds(folder, shape, top, layout, hardware)
+        step = step_seconds(model, shape, top, hardware)
     except ThalwegError:
         return None
     return outputs / rows * step / seconds

@@ -1,8 +1,8 @@
 """`thalweg tune index-cache`: which layers of a model with sparse attention (DSA) can share another layer's selection
 of context (IndexCache, arXiv 2603.12201), by what it costs in loss on a text.
 
-One layer after another shares: always the one with which the loss is least. Nothing is trained, and the model is loaded
-once: a layer shares while its indexer is put aside.
+The search is greedy: each step lets the layer share whose sharing adds least loss. Nothing is trained. The model is
+loaded once, and a layer shares while its indexer is removed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ examples:
   thalweg tune index-cache models/tiny --text book.txt
   thalweg tune index-cache org/name --text book.txt --full 16 --windows 4
 
-The last line names the flag. Loss is the mean of -log p of the tokens behind the first index_topk of each window."""
+The last line names the flag. Loss is the mean of -log p over the tokens after the first index_topk of each window."""
 FLAGS = f"""
 --text     path      a text file, of the kind that will be served
 --full     count     layers that still select at the end; default: a quarter of all
@@ -42,7 +42,7 @@ FLAGS = f"""
 --windows  count=8   windows of the text, spread over it
 {OUTPUT}
 """
-COLUMNS = {"sharing": "{sharing}", "pattern": "{pattern}", "loss": "{loss:.4f}", "more": "{more:+.4f}"}
+COLUMNS = {"sharing": "{sharing}", "pattern": "{pattern}", "loss": "{loss:.4f}", "added": "{added:+.4f}"}
 SCORE = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
 
 
@@ -82,7 +82,7 @@ class PatternLoss:
 
 
 def search(loss: Callable[[str], float], pattern: str, full: int) -> Iterator[Step]:
-    """From the pattern itself to one with `full` layers that select, a layer more that shares in each step."""
+    """Yields the pattern itself, then one more sharing layer in each step, until `full` layers select."""
     yield Step(pattern, loss(pattern))
     while pattern.count("F") > full:
         places = [layer for layer, kind in enumerate(pattern) if kind == "F" and layer]
@@ -145,7 +145,9 @@ def main(argv: list[str]) -> int:
         for step in search(counted, pattern, full):
             steps.append(step)
             print(f"{step.pattern}: {step.loss:.4f} nats a token", file=sys.stderr)
-    rows = [{"sharing": step.pattern.count("S"), "more": step.loss - steps[0].loss, **step._asdict()} for step in steps]
+    rows = [
+        {"sharing": step.pattern.count("S"), "added": step.loss - steps[0].loss, **step._asdict()} for step in steps
+    ]
     show(make_table("index cache", COLUMNS, rows))
     if steps:
         print(f"--index-topk-pattern {steps[-1].pattern}")

@@ -12,7 +12,7 @@ import torch
 from thalweg.bench import ceilings, coverage
 from thalweg.bench.command import OUTPUT, PartialRun, command, parse_engine_flags
 from thalweg.bench.display import progress_bar, show
-from thalweg.bench.floor import step_seconds
+from thalweg.bench.floor import ServedModel, step_seconds
 from thalweg.bench.in_process import (
     BATCHES,
     BENCH_SEED,
@@ -30,7 +30,6 @@ from thalweg.config.machine import Machine
 from thalweg.config.machines import hardware_of
 from thalweg.core.errors import InsufficientMemory
 from thalweg.engine.local import LocalEngine
-from thalweg.launch.planning.layouts import layout_of
 from thalweg.launch.planning.roofline import Ceilings, divided
 from thalweg.launch.report import make_table
 from thalweg.launch.resolved import Resolved
@@ -62,14 +61,14 @@ def shares(resolved: Resolved, case: Case, timing: Timing, top: Ceilings, covere
     in a decode step, () without experts.
     """
     batch, input_len, output_len = case
-    layout, hardware = layout_of(resolved.engine), hardware_of(Machine.here())
+    model, hardware = ServedModel.of(resolved.path, resolved.engine), hardware_of(Machine.here())
     shapes = {
-        "prefill": divided(layout, batch, input_len, input_len),
-        "decode": divided(layout, batch, 1, input_len + output_len // 2, covered=covered),
+        "prefill": divided(model.layout, batch, input_len, input_len),
+        "decode": divided(model.layout, batch, 1, input_len + output_len // 2, covered=covered),
     }
     seconds, row = {"prefill": timing.prefill, "decode": median(timing.decode)}, Row()
     for name, shape in shapes.items():
-        limit = row[f"{name}_floor"] = step_seconds(resolved.path, shape, top, layout, hardware)
+        limit = row[f"{name}_floor"] = step_seconds(model, shape, top, hardware)
         row[f"{name}_share"] = limit / seconds[name] if seconds[name] else 0.0
     return row | ({"experts_a_layer": covered} if covered else {})
 

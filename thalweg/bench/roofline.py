@@ -34,7 +34,7 @@ from thalweg.bench.in_process import (
     time_batch,
 )
 from thalweg.bench.results import save
-from thalweg.bench.step_profile import ProfiledStep
+from thalweg.bench.step_profile import COMMUNICATION, ProfiledStep
 from thalweg.config.machine import Machine
 from thalweg.config.machines import hardware_of
 from thalweg.config.options import Options
@@ -42,7 +42,7 @@ from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.messages import StartProfile, StopProfile
 from thalweg.engine.local import LocalEngine
 from thalweg.launch.planning import roofline
-from thalweg.launch.planning.collectives import collectives
+from thalweg.launch.planning.collectives import sending_seconds
 from thalweg.launch.planning.layouts import layout_of
 from thalweg.launch.planning.roofline import Ceilings, StepShape
 from thalweg.launch.planning.weights import PlannedModel
@@ -226,9 +226,8 @@ def of_model(args: Any, options: Options) -> tuple[dict[str, object], dict[str, 
     top = Ceilings(rates["read"], products, rates.get("fp8", products))
     plain = config.device == "cpu" or config.kernels.decode == "reference"  # quantized weights are dequantized
     layout, hardware = layout_of(config), hardware_of(Machine.here())
-    model = PlannedModel(read_facts(resolved.path, config.index_topk_pattern), config.dtype, plain, config.kernels).on(
-        layout
-    )
+    facts = read_facts(resolved.path, config.index_topk_pattern)
+    model = PlannedModel(facts, config.dtype, plain, config.kernels).on(layout)
     rng = Random(args.bench_seed)
 
     def limits(rows: int, tokens: int, covered: tuple[float, ...]) -> Limits:
@@ -238,11 +237,8 @@ def of_model(args: Any, options: Options) -> tuple[dict[str, object], dict[str, 
         new = max(1, tokens // rows)
         context, busy = new if new > 1 else args.context + args.steps // 2, min(max(args.batch_size), layout.dp)
         shape = StepShape(rows, new, context, () if new > 1 else covered, attentions=busy)
-        sends = [] if hardware is None else collectives(model.facts, shape, layout)
-        sending = (
-            {step_profile.COMMUNICATION: sum(one.seconds(hardware) for one in sends)} if hardware and sends else {}
-        )
-        return roofline.by_name(roofline.phases(model, shape), top) | sending
+        sending = sending_seconds(facts, shape, layout, hardware)
+        return roofline.by_name(roofline.phases(model, shape), top) | ({COMMUNICATION: sending} if sending else {})
 
     def run_of(rows: int) -> RooflineRun:
         """Without a profile first, which warms up too."""
@@ -264,14 +260,14 @@ def of_model(args: Any, options: Options) -> tuple[dict[str, object], dict[str, 
         covered = coverage.of_decode(engine, batch())
         prefill, decode = alone.prefill * 1e3, median(alone.decode) * 1e3
         print(f"batch size {rows}, without a profile: prefill {prefill:.2f} ms, median decode step {decode:.3f} ms")
-        facts = {"batch_size": rows, "experts_a_layer": covered}
-        facts |= {"unprofiled_decode_ms": decode, "unprofiled_prefill_ms": prefill}
+        fields = {"batch_size": rows, "experts_a_layer": covered}
+        fields |= {"unprofiled_decode_ms": decode, "unprofiled_prefill_ms": prefill}
         if waits is not None:
             late = ", ".join(_us(us) for us in waits.waiting)
             print(f"collectives: {_us(waits.sending)} a step; ranks wait for slower ones besides: {late}")
-            facts["collectives_us"] = waits._asdict()
+            fields["collectives_us"] = waits._asdict()
         kinds = step_profile.steps_by_kind(profile.steps)
-        return RooflineRun([break_down(each, limits(*kind, covered)) for kind, each in kinds.items()], facts)
+        return RooflineRun([break_down(each, limits(*kind, covered)) for kind, each in kinds.items()], fields)
 
     common = {"model": resolved.path.resolve().name, "context": args.context, "ceilings": asdict(top)}
     return common, configuration(resolved), map(run_of, args.batch_size)

@@ -41,12 +41,10 @@ from thalweg.bench.metrics import (
 from thalweg.bench.results import provenance, write
 from thalweg.bench.server_info import Counters, ServerInfo, accept_length, cache_hits, overhead
 from thalweg.bench.server_process import raise_file_limit
-from thalweg.config.engine import EngineConfig
 from thalweg.config.machine import Machine
 from thalweg.config.machines import hardware, hardware_of
 from thalweg.launch.hub import cached_folder
 
-LAYOUT = ("tp_size", "dp_size", "ep_size", "enable_dp_attention")  # of /server_info, SGLang's too
 REFUSED = 3  # refused connections in a row: the server is gone, and the rest of the load would only count that
 LATE_MS = 20.0  # of the send delay (p99): users would have felt something else than what was measured
 SPARE_FILES = 64  # beside connections: logs, pipes, libraries
@@ -355,13 +353,11 @@ class ServingBenchmark:
         folders = _folders(self.args, self.info, "config.json")
         if self.hardware is None or not folders:
             return None
-        from thalweg.bench.floor import share_of_floor  # loads torch: not while the server is measured
-        from thalweg.launch.planning.layouts import layout_of
+        from thalweg.bench.floor import ServedModel, share_of_floor  # load torch: not while the server is measured
 
         names = ("completed", "total_input_tokens", "total_output_tokens", "concurrency", "duration")
-        sizes: dict[str, Any] = {name: self.info[name] for name in LAYOUT if isinstance(self.info.get(name), int)}
-        layout = layout_of(EngineConfig(model_path="", **sizes))
-        return share_of_floor(folders[-1], self.hardware, *(numbers[name] for name in names), layout=layout)
+        model = ServedModel.of_server(folders[-1], self.info)
+        return share_of_floor(model, self.hardware, *(numbers[name] for name in names))
 
 
 def _ending(ended: str) -> dict[str, object]:

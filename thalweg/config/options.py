@@ -96,14 +96,14 @@ class ModelOptions(Section):
     )
     index_topk_freq: int | None = setting(
         None,
-        "of models with sparse attention (DSA): only every so manyth layer selects context, the others share its"
+        "for models with sparse attention (DSA): every N-th layer selects context, and the layers between share its"
         " selection (IndexCache)",
         least=1,
         auto="the checkpoint's own",
     )
     index_topk_pattern: str | None = setting(
         None,
-        "the same by layer, such as FFSS: F selects, S shares. thalweg tune index-cache finds one",
+        "the same with a letter for each layer, such as FFSS: F selects, S shares. thalweg tune index-cache finds one",
         auto="the checkpoint's own",
     )
     quantization: str | None = setting(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from typing import cast
+from collections.abc import Callable, Mapping
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +13,12 @@ from thalweg.config.engine import EngineConfig
 from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.report import START_UP, Decision
 from thalweg.models.interface import Model
-from thalweg.parallel.axis import gather_texts
+from thalweg.parallel.axis import Axis, gather_texts
 from thalweg.parallel.process_axis import ProcessAxis
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 def with_sum_and_norm(config: EngineConfig, model: Model, device: torch.device) -> EngineConfig:
@@ -28,21 +30,15 @@ def with_sum_and_norm(config: EngineConfig, model: Model, device: torch.device) 
         return config
     from thalweg.parallel.sum_and_norm import SumAndNorm  # needs Triton
 
-    kernel, why = None, ""
-    try:
-        kernel = SumAndNorm(axis, axis.group, model.facts.hidden, device)
-    except UnsupportedConfig as error:
-        why = str(error)
-    if reasons := [text for text in gather_texts(axis, why, device) if text]:
-        log.warning("%s: sums over ranks take the library's collectives", reasons[0])
-        return config.started([Decision("sum_and_norm", "library", START_UP, reasons[0])])
-    assert kernel is not None
+    kernel, reason = _on_all_ranks(axis, device, lambda: SumAndNorm(axis, axis.group, model.facts.hidden, device))
+    if kernel is None:
+        log.warning("%s: sums over ranks take the library's collectives", reason)
+        return config.started([Decision("sum_and_norm", "library", START_UP, reason)])
     kernel.with_codes = any(getattr(module, "reads_codes", False) for module in cast(nn.Module, model).modules())
     times = kernel.measure()
     axis.sum_and_norm = kernel
     chosen = f"one-shot to {kernel.one_shot_rows} rows, two-shot to {kernel.rows}"
-    shown = "; ".join(f"{rows} rows: {_microseconds(by_way)}" for rows, by_way in times.items())
-    return config.started([Decision("sum_and_norm", chosen, START_UP, f"measured: {shown}")])
+    return config.started([Decision("sum_and_norm", chosen, START_UP, _shown(times))])
 
 
 def with_exchange(config: EngineConfig, model: Model, device: torch.device) -> EngineConfig:
@@ -51,35 +47,45 @@ def with_exchange(config: EngineConfig, model: Model, device: torch.device) -> E
     """
     moe, layout = model.facts.moe, model.factory.layout
     axis = layout.ep if config.moe_a2a_backend == "alltoall" else layout.dp
-    is_own = config.moe_a2a_backend != "deepep" and config.dtype == "bfloat16"  # it rounds results to that
-    if moe is None or not isinstance(axis, ProcessAxis) or config.deterministic_inference or not is_own:
+    sends_bf16 = config.moe_a2a_backend != "deepep" and config.dtype == "bfloat16"
+    if moe is None or not isinstance(axis, ProcessAxis) or config.deterministic_inference or not sends_bf16:
         return config
     from thalweg.parallel.peer_exchange import PeerExchange  # needs Triton
 
-    kernel, why, name = None, "", "expert_exchange"
-    row_bytes = 8 * (moe.topk + moe.shared) + 2 * model.facts.hidden  # slots, weights, activations
-    try:
-        kernel = PeerExchange(axis, axis.group, row_bytes, model.facts.hidden, device)
-    except UnsupportedConfig as error:
-        why = str(error)
-    if reasons := [text for text in gather_texts(axis, why, device) if text]:
-        return config.started([Decision(name, "library", START_UP, reasons[0])])
-    assert kernel is not None
+    row_bytes, hidden = 8 * (moe.topk + moe.shared) + 2 * model.facts.hidden, model.facts.hidden  # slots, weights, rows
+    kernel, reason = _on_all_ranks(axis, device, lambda: PeerExchange(axis, axis.group, row_bytes, hidden, device))
+    if kernel is None:
+        return config.started([Decision("expert_exchange", "library", START_UP, reason)])
     times = kernel.measure()
     axis.exchange = kernel if kernel.rows else None
-    shown = "; ".join(f"{rows} rows: {_microseconds(by_way)}" for rows, by_way in times.items())
-    return config.started([Decision(name, f"one-sided to {kernel.rows} rows", START_UP, f"measured: {shown}")])
+    return config.started([Decision("expert_exchange", f"one-sided to {kernel.rows} rows", START_UP, _shown(times))])
+
+
+def _on_all_ranks(axis: Axis, device: torch.device, make: Callable[[], T]) -> tuple[T | None, str]:
+    """What every rank has made, or None and the reason of the first one that cannot."""
+    made, why = None, ""
+    try:
+        made = make()
+    except UnsupportedConfig as error:
+        why = str(error)
+    reasons = [text for text in gather_texts(axis, why, device) if text]
+    return (None, reasons[0]) if reasons else (made, "")
 
 
 def failure_flag(model: Model) -> Tensor | None:
-    """What kernels set that have waited for another rank in vain; None without such kernels."""
+    """See `kernels.peer_words.failed_on`; None without kernels that wait for other ranks."""
     layout = model.factory.layout
     if all(axis.sum_and_norm is None and axis.exchange is None for axis in (layout.tp, layout.dp, layout.ep)):
         return None
     from thalweg.kernels.peer_words import failed_on  # needs Triton
 
-    return failed_on(model.factory.device)
+    return failed_on(model.factory.device).zero_()  # an earlier engine of this process may have set it
 
 
-def _microseconds(by_way: Mapping[str, float]) -> str:
-    return ", ".join(f"{way} {us:.1f} us" for way, us in by_way.items())
+def _shown(times: Mapping[int, Mapping[str, float]]) -> str:
+    """Microseconds by row count and way, in words."""
+    rows = (
+        f"{rows} rows: {', '.join(f'{way} {us:.1f} us' for way, us in by_way.items())}"
+        for rows, by_way in times.items()
+    )
+    return f"measured: {'; '.join(rows)}"

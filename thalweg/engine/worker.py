@@ -133,6 +133,7 @@ class Worker:
         sampled, drafted = self._sampled.pop(plan.step)
         sampled()
         drafted()
+        self.runner.raise_if_lost()
 
     def rank_step(self, plan: StepPlan, epoch: int) -> RankStep:
         """The sizes of this plan, for other data-parallel ranks. Waits for steps in flight, whose drafts count."""

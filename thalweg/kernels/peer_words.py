@@ -17,13 +17,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr
 
-PROGRAMS = 128  # that wait for each other, so all run at once: one on each multiprocessor of an H100 or H200 at most
-TRIES = constexpr(1 << 26)  # looks for words of a rank, about a minute: one that died must not occupy the GPU forever
+PROGRAMS = 128  # They wait for each other, so all must run at once. An H100 has 132 multiprocessors, an H200 too.
+TRIES = constexpr(1 << 26)  # reads before a kernel gives up, so that it does not wait forever for a rank that has ended
 
 
 @cache
 def failed_on(device: torch.device) -> Tensor:
-    """int32 [1]: 1 once a kernel on this device has waited in vain, so that what it computed is nothing."""
+    """int32 [1]: 1 once a kernel on this device has given up waiting for another rank. Its results are invalid."""
     return torch.zeros(1, dtype=torch.int32, device=device)
 
 
@@ -76,7 +76,7 @@ def send(words, call, to, mask):
 
 @triton.jit
 def receive(at, mask, call, failed):
-    """The words at these addresses, as soon as all are of this call: → int32."""
+    """Waits until the words at these addresses are of this call. → their data, int32. Sets `failed` if it gives up."""
     got = tl.load(at, mask=mask, other=0, volatile=True)
     missing = tl.max((mask & ((got >> 32).to(tl.int32) != call)).to(tl.int32))
     tries = 0

@@ -74,8 +74,8 @@ class PeerExchange:
         times: dict[int, dict[str, float]] = {}
         for rows in MEASURED:
             bytes_NB = torch.zeros(rows, 4 * self.words, dtype=torch.uint8, device=self.device)
-            results_RNH = torch.zeros(self.axis.size, rows, self.hidden, dtype=torch.bfloat16, device=self.device)
-            self._to_all(rows)
+            results_RNH = torch.zeros(self.axis.size, rows, self.hidden, device=self.device)  # experts add in float32
+            self._to_all(rows)  # made before a graph is captured
             ways = {"one-sided": self._one_sided, "library": self._by_library}
             times[rows] = {
                 name: slowest_microseconds(self.axis, partial(way, bytes_NB, results_RNH), self.device)

@@ -220,12 +220,16 @@ class Runner:
         next_N = self.slots.tokens_SL[row.slot, start + 1 : stop + 1].to(torch.int64)
         return _token_logprobs(*self.sampler.logprobs(logits_NV, next_N, row.prompt_logprobs_top_k))
 
+    def raise_if_lost(self) -> None:
+        """Raises RankLost if a kernel of this device has given up waiting for another rank: its results are invalid."""
+        if self.failed is not None and self.failed.item():
+            raise RankLost("a kernel gave up waiting for another rank")
+
     def outputs(self, forwarded: ForwardResult | None, sampled: Sampled | None) -> tuple[Output, ...]:
         """One Output for each row of the plan, without drafts. Waits for what is still on a device."""
         if forwarded is None:
             return ()
-        if self.failed is not None and self.failed.item():
-            raise RankLost("a kernel has waited in vain for another rank")
+        self.raise_if_lost()
         outputs, e = list[Output](), 0
         if sampled is not None:
             tokens, count, done = sampled.tokens_EQ.tolist(), sampled.count_E.tolist(), sampled.done_E.tolist()

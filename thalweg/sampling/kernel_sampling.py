@@ -30,6 +30,8 @@ class KernelDistribution:
 
 
 class KernelSampler:
+    """See `sample.Sampler`."""
+
     distribution = KernelDistribution()
 
     def edit_logits(

@@ -254,10 +254,9 @@ def append_tokens(
     slots.state_S3.index_copy_(0, slot_E, torch.stack((new_E, new_E - 1, end_E * going_E), 1))
     if out is None:
         return Sampled(tokens_E.unsqueeze(1), live_E, ~going_E)
-    for held, one in zip(
-        (out.tokens_EQ, out.count_E, out.done_E), (tokens_E.unsqueeze(1), live_E, ~going_E), strict=True
-    ):
-        held.copy_(one)
+    out.tokens_EQ.copy_(tokens_E.unsqueeze(1))
+    out.count_E.copy_(live_E)
+    out.done_E.copy_(~going_E)
     return out
 
 

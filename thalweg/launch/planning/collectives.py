@@ -53,6 +53,11 @@ def collectives(facts: ModelFacts, shape: StepShape, layout: ParallelLayout) -> 
     return found
 
 
+def sending_seconds(facts: ModelFacts, shape: StepShape, layout: ParallelLayout, hardware: Hardware | None) -> float:
+    """The least time of all collectives of a step; 0.0 for GPUs whose links are unknown."""
+    return 0.0 if hardware is None else sum(one.seconds(hardware) for one in collectives(facts, shape, layout))
+
+
 def _around_experts(
     facts: ModelFacts, shape: StepShape, layout: ParallelLayout, layers: int, row: float
 ) -> list[Collective]:
