@@ -2,6 +2,7 @@
 
     python benchmarks/gpu/several.py --models FOLDER --out benchmarks/gpu/h200x4 [--cells qwen-tp4 v3-tp4 ...]
     python benchmarks/gpu/several.py --out benchmarks/gpu/h200x4 --table
+    python benchmarks/gpu/several.py --models FOLDER --out benchmarks/gpu/h100x4 --layers 20
 
 --models has folders of true shapes (qwen2.5-72b, deepseek-v3: config.json and a tokenizer); weights are random. A cell
 whose result is there does not run again, so the same command goes on where it ended. A cell that does not end in time,
@@ -45,11 +46,11 @@ FP8_CHANNEL = {  # compressed-tensors with a scale for each output channel, and 
         },
     }
 }
-CUT = {"num_hidden_layers": 45}  # of DeepSeek-V3: what four H200 hold in FP8
+LAYERS = 45  # of DeepSeek-V3: what four H200 hold in FP8
 
 
 class Goal(NamedTuple):
-    """The most milliseconds of a batch size: of a decode step, or until the first token."""
+    """How near to the limit a batch size is to come, as limit / measured: a decode step, or the first token."""
 
     batch: int
     decode: float = 0.0
@@ -73,16 +74,18 @@ QWEN, V3 = "qwen2.5-72b", "deepseek-v3"
 CELLS = {
     "collectives": Cell("", "--tp-size 4", command="bench collectives"),
     "qwen-tp4": Cell(
-        QWEN, f"--tp-size 4 --batch-size 1 64 --output-len 64 {GRAPHS}", goals=(Goal(1, 10.3, 85), Goal(64, 13.5))
+        QWEN, f"--tp-size 4 --batch-size 1 64 --output-len 64 {GRAPHS}", goals=(Goal(1, 0.90, 0.75), Goal(64, 0.84))
     ),
     "qwen-tp2": Cell(QWEN, f"--tp-size 2 --batch-size 1 64 --output-len 64 {GRAPHS}"),
     "qwen-fp8-1": Cell(QWEN, f"--batch-size 1 64 --output-len 64 {GRAPHS}", FP8_CHANNEL),
     "qwen-fp8-tp2": Cell(QWEN, f"--tp-size 2 --batch-size 1 64 --output-len 64 {GRAPHS}", FP8_CHANNEL),
     "qwen-fp8-tp4": Cell(QWEN, f"--tp-size 4 --batch-size 1 64 --output-len 64 {GRAPHS}", FP8_CHANNEL),
-    "v3-tp4": Cell(V3, f"--tp-size 4 --batch-size 1 64 --output-len 64 {GRAPHS}", CUT, (Goal(1, 4.6), Goal(64, 31))),
-    "v3-dp4": Cell(V3, f"{DP4} --batch-size 256 --output-len 64 {GRAPHS}", CUT, (Goal(256, 41),)),
-    "v3-tp4-nextn2": Cell(V3, f"--tp-size 4 --batch-size 1 --output-len 128 {GRAPHS} {drafts(2)}", CUT),
-    "v3-tp4-nextn3": Cell(V3, f"--tp-size 4 --batch-size 1 --output-len 128 {GRAPHS} {drafts(3)}", CUT),
+    "v3-tp4": Cell(
+        V3, f"--tp-size 4 --batch-size 1 64 --output-len 64 {GRAPHS}", goals=(Goal(1, 0.50), Goal(64, 0.86))
+    ),
+    "v3-dp4": Cell(V3, f"{DP4} --batch-size 256 --output-len 64 {GRAPHS}", goals=(Goal(256, 0.80),)),
+    "v3-tp4-nextn2": Cell(V3, f"--tp-size 4 --batch-size 1 --output-len 128 {GRAPHS} {drafts(2)}"),
+    "v3-tp4-nextn3": Cell(V3, f"--tp-size 4 --batch-size 1 --output-len 128 {GRAPHS} {drafts(3)}"),
 }
 
 
@@ -104,8 +107,9 @@ def with_changes(folder: Path, changes: Mapping[str, Any], into: Path) -> Path:
 def run(name: str, cell: Cell, asked: argparse.Namespace, seconds: float) -> bool:
     """Runs a cell, at most so many seconds. Returns whether it has a result."""
     result, failed = asked.out / f"{name}.json", asked.out / f"{name}.failed.txt"
+    changes = {**({"num_hidden_layers": asked.layers} if cell.model == V3 else {}), **cell.changes}
     with tempfile.TemporaryDirectory() as scratch:
-        folder = with_changes(asked.models / cell.model, cell.changes, Path(scratch)) if cell.model else None
+        folder = with_changes(asked.models / cell.model, changes, Path(scratch)) if cell.model else None
         command, begun = words(cell, folder, result, asked.more), time.monotonic()
         print(f"{name}: thalweg {' '.join(command[3:])}", flush=True)
         try:
@@ -136,7 +140,7 @@ def rows(name: str, result: Path) -> Iterator[str]:
             ("prefill", row["prefill_latency"], goal.prefill),
         ):
             share = row.get(f"{kind}_share")
-            cells += [f"{1e3 * seconds:.2f}", f"{share:.2f}" if share else "", f"{wanted:g}" if wanted else ""]
+            cells += [f"{1e3 * seconds:.2f}", f"{share:.2f}" if share else "", f"{wanted:.2f}" if wanted else ""]
         accepted = row.get("accept_length")
         yield f"| {name} | {row['batch_size']} | {' | '.join(cells)} | {f'{accepted:.2f}' if accepted else ''} |"
 
@@ -156,6 +160,7 @@ def main() -> int:
     parser.add_argument("--models", type=Path, help="the folder of the models' folders")
     parser.add_argument("--out", type=Path, required=True, help="the folder of the results")
     parser.add_argument("--cells", nargs="+", choices=CELLS, default=list(CELLS), help="which, in this order")
+    parser.add_argument("--layers", type=int, default=LAYERS, help=f"of DeepSeek-V3; default: {LAYERS}")
     parser.add_argument("--time-limit", type=float, default=560, help="seconds of this command")
     parser.add_argument("--cell-limit", type=float, default=180, help="seconds of a cell")
     parser.add_argument("--table", action="store_true", help="print what there is, and run nothing")

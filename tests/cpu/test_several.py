@@ -45,7 +45,8 @@ def test_four_gpus_can_serve_every_cell(several: ModuleType, tmp_path: Path) -> 
         shutil.copytree(TINY, folder, ignore=shutil.ignore_patterns("*.safetensors*"), dirs_exist_ok=True)
         (folder / "config.json").write_text(json.dumps(MODELS[cell.model]))
         (tmp_path / name).mkdir()
-        changed = several.with_changes(folder, cell.changes, tmp_path / name)
+        layers = {"num_hidden_layers": several.LAYERS} if cell.model == several.V3 else {}
+        changed = several.with_changes(folder, layers | cell.changes, tmp_path / name)
         argv = several.words(cell, changed, tmp_path / "result.json", [])[5:]
         args, options = parse_engine_flags(argv, "one-batch", "", {"Batches": FLAGS})
         longest = max(args.input_len), max(args.output_len)
@@ -63,7 +64,7 @@ def test_a_cell_runs_once_and_its_failure_is_told(
     shutil.copytree(TINY, tmp_path / "models/tiny")
     small = "--tp-size 2 --batch-size 1 2 --output-len 4 --no-warmup"
     cells = {
-        "tiny": several.Cell("tiny", small, goals=(several.Goal(2, 900.0),)),
+        "tiny": several.Cell("tiny", small, goals=(several.Goal(2, 0.9),)),
         "broken": several.Cell("tiny", "--tp-size 3 --batch-size 1"),
     }
     monkeypatch.setattr(several, "CELLS", cells)
@@ -80,7 +81,7 @@ def test_a_cell_runs_once_and_its_failure_is_told(
     shown = capfd.readouterr().out
     result: dict[str, Any] = json.loads((out / "tiny.json").read_text())
     assert (
-        [row["batch_size"] for row in result["results"]] == [1, 2] and "| tiny | 2 | " in shown and "| 900 |" in shown
+        [row["batch_size"] for row in result["results"]] == [1, 2] and "| tiny | 2 | " in shown and "| 0.90 |" in shown
     )
     assert "cannot be shared by 3" in (out / "broken.failed.txt").read_text()
     begun = (out / "tiny.json").stat().st_mtime_ns

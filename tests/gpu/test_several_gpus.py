@@ -1,13 +1,13 @@
-"""Models on several GPUs: eager and captured steps give one GPU's tokens, up to the first near tie. Each engine has a
-process of its own.
+"""Models on several GPUs: each token of eager and captured steps is one GPU's best, or nearly as good, after the same
+tokens. Each engine has a process of its own.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 
 from tests.gpu.test_compose import SMALL
 
-TIE = 0.1  # nats between the two best tokens, where rounding may choose
+ROOT = Path(__file__).parents[2]
 TOKENS = 96
 EAGER, GRAPHS = 'cuda_graph_mode="none"', 'cuda_graph_mode="full_and_piecewise"'
 DP2 = ("tp_size=2", "dp_size=2", "enable_dp_attention=true", "ep_size=2")
@@ -31,28 +31,30 @@ LAYOUTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    made = tmp_path_factory.mktemp("small")
-    (made / "config.json").write_text(json.dumps(SMALL))
-    return str(made)
+def small_model(folder: Path) -> Path:
+    """Its configuration and a tokenizer: the weights are random."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(SMALL | {"vocab_size": 2048}))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(ROOT / "models/tiny" / name, folder)
+    return folder
 
 
-@cache
-def tokens(folder: str, *wishes: str) -> list[Any]:
-    """Of each prompt its tokens, and the log-probabilities of the best two at each."""
-    command = [sys.executable, "-m", "tests.gpu.generate", folder, str(TOKENS), 'load_format="dummy"', *wishes]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=Path(__file__).parents[2])
+def engine(folder: Path, what: str, *wishes: str) -> list[Any]:
+    """What tests.gpu.generate prints."""
+    command = [sys.executable, "-m", "tests.gpu.generate", str(folder), what, 'load_format="dummy"', *wishes]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-3000:]
     found: list[Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_several_gpus_give_one_gpus_tokens(layout: str, folder: str, cuda: torch.device) -> None:
+def test_several_gpus_give_one_gpus_tokens(layout: str, tmp_path: Path, cuda: torch.device) -> None:
     wishes = LAYOUTS[layout]
     if torch.cuda.device_count() < int(wishes[0].removeprefix("tp_size=")):
         pytest.skip("takes more GPUs")
-    for (want, best), (got, _) in zip(tokens(folder, EAGER), tokens(folder, *wishes), strict=True):
-        parted = next((i for i, (a, b) in enumerate(zip(want, got, strict=True)) if a != b), None)
-        assert parted is None or best[parted][0] - best[parted][1] < TIE, f"parted at {parted}"
+    folder, file = small_model(tmp_path / "small"), tmp_path / "generated.json"
+    file.write_text(json.dumps(engine(folder, str(TOKENS), *wishes)))
+    for gaps in engine(folder, str(file), EAGER):
+        assert len(gaps) == TOKENS and max(gaps) < 1 and sum(gap < 0.1 for gap in gaps) > 0.9 * TOKENS, gaps
