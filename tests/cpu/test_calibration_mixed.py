@@ -35,6 +35,13 @@ def calibrator(**fields: Any) -> Calibrator:
     return bare
 
 
+def test_one_slot_holds_a_prompt_without_a_decode_row() -> None:
+    """Piecewise graphs are timed so, also with --max-running-requests 1."""
+    of = calibrator(max_running_requests=1)
+    assert of.mixed_seconds(1, 50) == pytest.approx(1e-3 + 50e-5) and of.mixed_seconds(1, 0) > 0
+    assert [[row.n for row in rows] for rows in of.asked] == [[50], [1]]  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize(
     "fields",
     [

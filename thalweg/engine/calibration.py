@@ -196,6 +196,7 @@ class Calibrator:
         """The first slots decode at the end of a context; the next ones have new prompts."""
         longest = self.config.context_length - 1
         context = min(MIXED_CONTEXT, longest)
+        rows = min(rows, self.config.max_running_requests - bool(tokens))
         rows_of_step = [_decode_row(slot, context) for slot in range(rows)]
         while tokens:
             is_last = len(rows_of_step) + 1 == self.config.max_running_requests
