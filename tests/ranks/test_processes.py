@@ -19,7 +19,7 @@ import pytest
 from tests.compose.matrix import MODEL, settings
 from tests.ranks.group import SPAWN
 from thalweg.core.errors import EngineDead, InvalidRequest
-from thalweg.core.messages import DumpExperts, FlushCache, StartProfile, UpdateWeights
+from thalweg.core.messages import DumpExperts, Fatal, FlushCache, StartProfile, UpdateWeights
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.client import EngineClient
 from thalweg.engine.group import Member, members_of, rank_name
@@ -146,6 +146,23 @@ def test_a_stopped_process_is_named_by_the_watchdog() -> None:
             os.kill(pids(front)[1], signal.SIGSTOP)
             await eventually(lambda: front.rank_states["rank 1 (TP 1)"] == "stopped")
             with pytest.raises(EngineDead, match=r"rank 1 \(TP 1\)"):
+                async for _ in stream:
+                    pass
+
+    run(test)
+
+
+def test_an_error_of_another_rank_names_a_stopped_process() -> None:
+    """A rank that waited for it in vain says so before the watchdog does."""
+
+    async def test() -> None:
+        async with serving(**TP2, watchdog_timeout=60.0) as front:
+            stream = front.stream(PROMPT, greedy(300))
+            await anext(stream)
+            os.kill(pids(front)[1], signal.SIGSTOP)
+            await eventually(lambda: front.rank_states["rank 1 (TP 1)"] == "stopped")
+            front._handle(Fatal("rank 0 (TP 0): rank 1 (TP 1): no part in step 3 for 60 s"), 0)
+            with pytest.raises(EngineDead, match=r"rank 1 \(TP 1\): stopped by a signal"):
                 async for _ in stream:
                     pass
 

@@ -165,7 +165,7 @@ class EngineClient:
         self._ended: asyncio.Future[str]
         # uids, and control ids below 0, that the engine has not finished: those that nobody waits for any more too
         self._owed = OwedReplies()
-        self._is_silent = False  # a rank has sent nothing for `watchdog_timeout`, and that is logged
+        self._silence = ""  # what the watchdog said of a rank that has sent nothing for `watchdog_timeout`
 
     @property
     def running(self) -> int:
@@ -390,7 +390,8 @@ class EngineClient:
                 if error:
                     self.reason = error
                 if len(processes.children) > 1:  # one that was killed is the cause, or failed first
-                    killed = await asyncio.to_thread(processes.killed, or_stopped=not error)
+                    is_named = bool(error) and error == self._silence  # the watchdog names those that are stopped
+                    killed = await asyncio.to_thread(processes.killed, or_stopped=not is_named)
                     self._receive()
                     self.reason = killed or ("" if error else processes.failed()) or self.reason
                 if not error and self.reason == reason:
@@ -424,11 +425,10 @@ class EngineClient:
             await asyncio.sleep(min(1.0, timeout / 4))
             self._receive()  # unread messages are no silence
             silent = self._owed.silent(timeout)
-            if self._is_silent or not silent:
+            if self._silence or not silent:
                 continue
-            self._is_silent = True
             stuck = self._processes.stuck() if self._processes else ""
-            reason = (
+            reason = self._silence = (
                 f"the engine has made no step for {timeout:g} s while {self._owed.of(silent)} sequences wait"
                 f"{f' ({stuck})' if stuck else ''}; /health says when it goes on"
             )
@@ -488,8 +488,8 @@ class EngineClient:
     def _handle(self, message: FromEngine, rank: int) -> None:
         """rank: the data-parallel rank that sends it; -1: another process."""
         self._owed.hear(rank)
-        if self._is_silent and not self._owed.silent(self.config.watchdog_timeout):
-            self._is_silent = False
+        if self._silence and not self._owed.silent(self.config.watchdog_timeout):
+            self._silence = ""
             log.warning("the engine goes on")
             if self.state == "hung":
                 self.state, self.reason = "ready", ""
@@ -592,4 +592,4 @@ class EngineClient:
         self._by_uid = {uid: request for request in waiting for uid in request.assemblers}
         self._controls.clear()
         self._owed.clear()
-        self._is_silent = False
+        self._silence = ""
