@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[2]
 COMMON = "--load-format dummy --context-length 4096 --input-len 1024 --chunked-prefill-size 8192 --repeat 2"
 DP4 = "--tp-size 4 --dp-size 4 --enable-dp-attention --ep-size 4"
-GRAPHS = "--cuda-graph-mode full_and_piecewise"
 FP8_CHANNEL = {  # compressed-tensors with a scale for each output channel, and activations quantized as they come
     "quantization_config": {
         "quant_method": "compressed-tensors",
@@ -74,18 +73,16 @@ QWEN, V3 = "qwen2.5-72b", "deepseek-v3"
 CELLS = {
     "collectives": Cell("", "--tp-size 4", command="bench collectives"),
     "qwen-tp4": Cell(
-        QWEN, f"--tp-size 4 --batch-size 1 64 --output-len 64 {GRAPHS}", goals=(Goal(1, 0.90, 0.75), Goal(64, 0.84))
+        QWEN, "--tp-size 4 --batch-size 1 64 --output-len 64", goals=(Goal(1, 0.90, 0.75), Goal(64, 0.84))
     ),
-    "qwen-tp2": Cell(QWEN, f"--tp-size 2 --batch-size 1 64 --output-len 64 {GRAPHS}"),
-    "qwen-fp8-1": Cell(QWEN, f"--batch-size 1 64 --output-len 64 {GRAPHS}", FP8_CHANNEL),
-    "qwen-fp8-tp2": Cell(QWEN, f"--tp-size 2 --batch-size 1 64 --output-len 64 {GRAPHS}", FP8_CHANNEL),
-    "qwen-fp8-tp4": Cell(QWEN, f"--tp-size 4 --batch-size 1 64 --output-len 64 {GRAPHS}", FP8_CHANNEL),
-    "v3-tp4": Cell(
-        V3, f"--tp-size 4 --batch-size 1 64 --output-len 64 {GRAPHS}", goals=(Goal(1, 0.50), Goal(64, 0.86))
-    ),
-    "v3-dp4": Cell(V3, f"{DP4} --batch-size 256 --output-len 64 {GRAPHS}", goals=(Goal(256, 0.80),)),
-    "v3-tp4-nextn2": Cell(V3, f"--tp-size 4 --batch-size 1 --output-len 128 {GRAPHS} {drafts(2)}"),
-    "v3-tp4-nextn3": Cell(V3, f"--tp-size 4 --batch-size 1 --output-len 128 {GRAPHS} {drafts(3)}"),
+    "qwen-tp2": Cell(QWEN, "--tp-size 2 --batch-size 1 64 --output-len 64"),
+    "qwen-fp8-1": Cell(QWEN, "--batch-size 1 64 --output-len 64", FP8_CHANNEL),
+    "qwen-fp8-tp2": Cell(QWEN, "--tp-size 2 --batch-size 1 64 --output-len 64", FP8_CHANNEL),
+    "qwen-fp8-tp4": Cell(QWEN, "--tp-size 4 --batch-size 1 64 --output-len 64", FP8_CHANNEL),
+    "v3-tp4": Cell(V3, "--tp-size 4 --batch-size 1 64 --output-len 64", goals=(Goal(1, 0.50), Goal(64, 0.86))),
+    "v3-dp4": Cell(V3, f"{DP4} --batch-size 256 --output-len 64", goals=(Goal(256, 0.80),)),
+    "v3-tp4-nextn2": Cell(V3, f"--tp-size 4 --batch-size 1 --output-len 128 {drafts(2)}"),
+    "v3-tp4-nextn3": Cell(V3, f"--tp-size 4 --batch-size 1 --output-len 128 {drafts(3)}"),
 }
 
 

@@ -239,10 +239,10 @@ def test_a_gpu_is_used_where_there_is_one() -> None:
     assert found.pages == room // (2 * 2 * 1000 * 2 // 2 * PAGE)
 
 
-def test_gpus_that_share_a_model_capture_no_graphs_unless_asked() -> None:
+def test_gpus_that_share_a_model_capture_graphs() -> None:
     two = machine(gpus=("NVIDIA H100 80GB HBM3",) * 2, gpu_free=80 * GB)
     found, why = run(on=two, tp_size=2)
-    assert graphs(found) == NO_GRAPHS and "several GPUs" in why["cuda_graph_mode"].reason
+    assert graphs(found)[0] == "full_and_piecewise" and "decode steps whole" in why["cuda_graph_mode"].reason
     assert graphs(run(on=two, tp_size=2, cuda_graph_mode="full")[0])[0] == "full"
     assert graphs(run(on=two, dp_size=2)[0])[0] == "full_and_piecewise", "copies share nothing"
 

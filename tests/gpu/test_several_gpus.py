@@ -57,4 +57,4 @@ def test_several_gpus_give_one_gpus_tokens(layout: str, tmp_path: Path, cuda: to
     folder, file = small_model(tmp_path / "small"), tmp_path / "generated.json"
     file.write_text(json.dumps(engine(folder, str(TOKENS), *wishes)))
     for gaps in engine(folder, str(file), EAGER):
-        assert len(gaps) == TOKENS and max(gaps) < 1 and sum(gap < 0.1 for gap in gaps) > 0.9 * TOKENS, gaps
+        assert len(gaps) == TOKENS and max(gaps) < 2 and sum(gap < 0.1 for gap in gaps) > 0.9 * TOKENS, gaps

@@ -213,7 +213,7 @@ class LoadOptions(Section):
         choices=GRAPH_MODES,
         aliases=("disable-cuda-graph=none",),
         foreign=("enforce-eager=none", "enable-piecewise-cuda-graph=full_and_piecewise"),
-        auto="full_and_piecewise where the attention can be captured and tp_size is 1",
+        auto="full_and_piecewise where the attention can be captured",
         off="none",
         on="full_and_piecewise",
     )

@@ -28,12 +28,9 @@ def resolve_graphs(
         decisions.record(name, "none", mode is not None, reason)
         _note_unused(options, "none", reason, decisions)
         return
-    tokens, preferred = min(max_tokens, MAX_PIECEWISE_TOKENS), "full_and_piecewise"
+    tokens = min(max_tokens, MAX_PIECEWISE_TOKENS)
     reason = f"decode steps whole, other steps of up to {tokens} tokens piecewise; larger steps keep the device busy"
-    if options.parallel.tp_size > 1:
-        preferred = "none"
-        reason = "captured steps give eager tokens with several processes on a CPU, not yet shown on several GPUs"
-    mode = decisions.choose(name, mode, preferred, reason)
+    mode = decisions.choose(name, mode, "full_and_piecewise", reason)
     _note_unused(options, mode, f"--cuda-graph-mode {mode} captures no such steps", decisions)
     if mode in WHOLE_STEPS:
         wish = load.cuda_graph_max_bs or min(max_rows, MAX_CAPTURED_ROWS)
