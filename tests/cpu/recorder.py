@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from thalweg.engine.worker import ThreadStream
 from thalweg.layers.moe import Experts
 from thalweg.runner import captured, draft_graphs, graphs
 
@@ -123,8 +125,23 @@ def record_instead_of_capturing(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(one, "refill", lambda out, values: out.copy_(torch.tensor(values)))
     patch.setattr(Experts, "add_", _add_all_)
     patch.setattr(Experts, "partial", _partial_of_all)
+    patch.setattr(ThreadStream, "submit_sampling", _submit_sampling)
     for name in ("synchronize", "empty_cache"):
         patch.setattr(torch.cuda, name, lambda: None)
+
+
+def _submit_sampling(self: ThreadStream, sample: Any, draft: Any) -> Any:
+    """Copies results before a later step overwrites them, as the stream of a GPU does."""
+    sampled = self.submit(sample)
+    tokens = self.submit(lambda: _copy(sampled()))
+    return tokens, self.submit(lambda: _copy(draft(sampled())))
+
+
+def _copy(result: Any) -> Any:
+    if result is None:
+        return None
+    values = {one.name: getattr(result, one.name) for one in fields(result)}
+    return replace(result, **{name: x.clone() for name, x in values.items() if isinstance(x, Tensor)})
 
 
 def _add_all_(self: Experts, out_TH: Tensor, x_TH: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> None:

@@ -105,9 +105,9 @@ def test_layouts_of_a_base_of_several_processes() -> None:
 
 def test_what_cannot_run_has_the_resolvers_reason(probe: SettingsProbe) -> None:
     reasons = {cell.labels_that_differ: cell.reason for cell in _changed(columns([], probe), probe)}
-    assert "a CPU has none" in reasons["graph on"] and "all layers on each device" in reasons["pp on"]
+    assert "a CPU has none" in reasons["graph on"]
     assert "needs a GPU" in reasons["attention on"]
-    assert reasons["the base"] == reasons["radix off"] == reasons["kv on"] == ""
+    assert reasons["the base"] == reasons["radix off"] == reasons["kv on"] == reasons["pp on"] == ""
 
 
 @pytest.mark.parametrize(
@@ -155,16 +155,17 @@ def _changed(made: list[AblationColumn], probe: SettingsProbe) -> list[_Named]:
 
 
 def test_modes(probe: SettingsProbe) -> None:
-    made = columns(["overlap", "pp", "radix"], probe)
+    made = columns(["overlap", "graph", "radix"], probe)
     matrix = cells(MATRIX, made, probe)
     assert len(matrix) == 8 and len({cell.key for cell in matrix}) == 8
     assert matrix[0].wishes == {}, "the base comes first, so that an interruption leaves what others are held against"
-    assert all(("all layers on each device" in cell.reason) == (cell.labels["pp"] == "on") for cell in matrix)
+    assert all(("a CPU has none" in cell.reason) == (cell.labels["graph"] == "on") for cell in matrix)
     ladder = cells(LADDER, made, probe)
     assert [cell.wishes for cell in ladder] == [
         {"radix_cache": False},
         {"radix_cache": False, "overlap_schedule": True},
-        {"radix_cache": False, "overlap_schedule": True, "pp_size": 2},  # cannot run, and the next does without it
+        # cannot run, and the next does without it
+        {"radix_cache": False, "overlap_schedule": True, "cuda_graph_mode": "full_and_piecewise"},
         {"overlap_schedule": True},
     ]
     assert [bool(cell.reason) for cell in ladder] == [False, False, True, False]
@@ -275,13 +276,26 @@ def _order(model: Path) -> CellOrder:
 @pytest.mark.parametrize("client", ["in-process", "http"])
 def test_an_ablation_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str], client: str) -> None:
     out = tmp_path / "a.json"
-    flags = ["--columns", "radix", "pp", "--input-len", "12", "--output-len", "6", "--concurrency", "2", "--waves", "2"]
+    flags = [
+        "--columns",
+        "radix",
+        "graph",
+        "--input-len",
+        "12",
+        "--output-len",
+        "6",
+        "--concurrency",
+        "2",
+        "--waves",
+        "2",
+    ]
     flags += ["--tasks", "sums", "--items", "2", "--output-file", str(out)]
     flags += ["--query", "Count to 3.", "--expected", "", "--client", client]
     assert ablate.main([str(TINY), "--threads", "1", "--dtype", "float32", *flags]) == 0
     saved = json.loads(out.read_text())
     base, without, refused = saved["cells"]
-    assert (base["wishes"], without["wishes"], refused["wishes"]) == ({}, {"radix_cache": False}, {"pp_size": 2})
+    graphs = {"cuda_graph_mode": "full_and_piecewise"}
+    assert (base["wishes"], without["wishes"], refused["wishes"]) == ({}, {"radix_cache": False}, graphs)
     assert (base["status"], without["status"], refused["status"]) == ("done", "done", "not runnable")
     assert without["decisions"]["radix_cache"] is False and base["decisions"]["radix_cache"] is True
     for cell in (base, without):
@@ -296,8 +310,8 @@ def test_an_ablation_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixtu
         saved["workload"]["concurrency"] == [2] and saved["commit"] is not None and saved["configuration"]["decisions"]
     )
     shown = capsys.readouterr().out
-    assert "| radix off |" in shown and "- pp on: not runnable: pp_size: this version" in shown
-    assert "**One round: the noise is unknown" in shown and "| ❌ pp_size: this version" in shown
+    assert "| radix off |" in shown and "- graph on: not runnable: cuda_graph_mode: full" in shown
+    assert "**One round: the noise is unknown" in shown and "| ❌ cuda_graph_mode: full" in shown
     assert out.with_suffix(".md").read_text() == shown and out.with_suffix(".svg").read_text().startswith("<?xml")
 
 
@@ -420,7 +434,7 @@ def test_a_load_that_cannot_be_and_a_table_without_numbers_fail(
 
 def test_rounds_are_in_turn_and_each_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out, log = tmp_path / "a.json", []
-    words = [str(TINY), "--columns", "radix", "pp", "--tasks", "sums", "--output-file", str(out), "--rounds"]
+    words = [str(TINY), "--columns", "radix", "graph", "--tasks", "sums", "--output-file", str(out), "--rounds"]
     monkeypatch.setattr(ablate, "run_cell", _fake(log, stop_at=3))
     assert ablate.main([*words, "2"]) == 130
     assert ablate.main([*words, "2"]) == 0 and ablate.main([*words, "3"]) == 0

@@ -48,7 +48,7 @@ def made_of(graphs: Any, recorded: bool, pool: GraphPool) -> tuple[LocalEngine, 
     made.loop.scheduler.kv_cache.free_slots.remove(SLOTS)  # nobody's: what fills recordings up
     runner, counts = made.runner, dict.fromkeys(COUNTS, 0)
     assert isinstance(runner.drafting.drafter, TreeDrafter)
-    capture = graphs.Capture(runner, runner.slots.context, SLOTS, pool)
+    capture = graphs.Capture(runner, runner.slots.context, SLOTS, pool, True)
     with torch.inference_mode():
         for shape in tree_shapes(STEPS, WIDTHS, SHAPE, SLOTS):
             capture.trees(*shape)

@@ -167,7 +167,7 @@ def moving(name: str, redundant: int, backend: str, policy: BalancePolicy, deter
 
     def work(rank: int) -> list[Any]:
         layers = [placed(ranks[rank], deterministic, layer) for layer in range(2)]
-        balancer, found = ExpertBalancer(layers, ranks[rank], policy), list[Any]()
+        balancer, found = ExpertBalancer(layers, ranks[rank], policy, CPU), list[Any]()
         own = inputs(24, seed=rank // ranks[0].tp.size)
         for _ in range(16):
             balancer.before_step()
@@ -177,7 +177,7 @@ def moving(name: str, redundant: int, backend: str, policy: BalancePolicy, deter
                 assert torch.equal(layer.held[: len(here)], MATRICES[here]), "weights are where the table says"
             found.append((sums, [layer.placement.by_slot for layer in layers], balancer.moves))
         assert balancer.rebalances >= 1 and len(balancer.imbalance) == 2
-        record = balancer.record(3)
+        record = balancer.record(3, EXPERTS)
         assert record["physical_to_logical_map"][:2] == [layer.placement.by_slot for layer in layers]
         return [*found, own, balancer.imbalance]
 
@@ -223,7 +223,7 @@ def test_nothing_moves_above_the_threshold() -> None:
 
     def work(rank: int) -> tuple[int, tuple[float, ...]]:
         layer = placed(ranks[rank])
-        balancer = ExpertBalancer([layer], ranks[rank], BalancePolicy(1, threshold=0.1))
+        balancer = ExpertBalancer([layer], ranks[rank], BalancePolicy(1, threshold=0.1), CPU)
         for _ in range(4):
             total(layer, *inputs(24))
             balancer.before_step()

@@ -181,7 +181,7 @@ def test_a_model_that_does_not_fit_names_what_would() -> None:
         ({"attention_backend": "flash"}, ("attention_backend", "'flash'", "flashmla", "fa3", "reference")),
         ({"tp_size": 3}, ("tp_size: 4 attention heads", "--tp-size 1, 2 or 4")),
         ({"tp_size": 4, "dp_size": 3, "enable_dp_attention": True}, ("dp_size: 3", "--dp-size 1, 2 or 4")),
-        ({"pp_size": 2}, ("pp_size", "--pp-size 1")),
+        ({"pp_size": 5}, ("pp_size: the model has 2 layers", "at most --pp-size 2")),
         ({"ep_size": 2}, ("ep_size: no experts", "--ep-size 1")),
         ({"tp_size": 4, "moe_dense_tp_size": 2}, ("moe_dense_tp_size", "--moe-dense-tp-size 1 or 4")),
         ({"enable_dp_lm_head": False}, ("enable_dp_lm_head", "leave the flag out")),

@@ -185,7 +185,7 @@ def test_a_recorded_step_is_the_eager_one(shape: str, cuda: torch.device) -> Non
         eager = kernels.forward(build_inputs(plan, slots).batch, here)
         runner = Runner(kernels, kernels, here, slots)
         runner.sampler, move = SimulatedAcceptance(sampler_on(cuda), 3.0), runner.compact_kv
-        capture = Capture(runner, 512, 4, GraphPool())
+        capture = Capture(runner, 512, 4, GraphPool(), True)
         capture.trees(4, 16)
         (grove,) = capture.steps
         torch.cuda.synchronize()

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from thalweg.core.agreement import AgreedStep, coordinate_step
@@ -14,6 +15,7 @@ from thalweg.engine.follower import Follower, SampleStep
 from thalweg.layers.residual import ShardedStream
 from thalweg.parallel.process_axis import ProcessAxis
 from thalweg.runner.drafting import Drafting
+from thalweg.runner.publication import Publication, SampledStep
 from thalweg.sampling.sharded import ShardedSampler
 
 LOST_AT = 3000  # steps
@@ -90,7 +92,17 @@ def drafter_lost() -> Callable[[], None]:
     return _replaced(Drafting, "rank_step", until)
 
 
+def not_published() -> Callable[[], None]:
+    """The first pipeline stage embeds what it knew before."""
+
+    def drop(self: Publication, step: SampledStep) -> None:
+        self.pipe.receive_published(torch.empty(len(step.slots), sum(self._sizes(step)), dtype=torch.int64))
+
+    return _replaced(Publication, "_receive", drop)
+
+
 BUGS: dict[str, Callable[[], Callable[[], None]]] = {
+    "not published": not_published,
     "stream not summed": stream_not_summed,
     "masks lost": masks_lost,
     "own step": own_step,

@@ -21,7 +21,7 @@ from tests.cpu.recorder import POOLS, Recording, record_instead_of_capturing
 from thalweg.config.engine import EngineConfig
 from thalweg.core.messages import Drain, FromEngine, Rejected, StepUpdate, Submit, ToEngine, TokenDelta
 from thalweg.engine import build
-from thalweg.engine.group import ALONE, Member, RankContext, members_of
+from thalweg.engine.group import ALONE, Member, RankContext, members_of, mesh_of, place_of
 from thalweg.engine.local import sequences
 from thalweg.models import traced
 from thalweg.parallel.mesh import MeshSizes, build_mesh
@@ -176,9 +176,9 @@ class ProcessGroup:
             self.start()
         members = members_of(config, Path())
         assert len(members) == self.size
-        sizes = MeshSizes(config.attention_tp, config.attention_dp, config.ep_size, config.moe_dense_tp_size)
+        sizes = mesh_of(config)
         for member, connection in zip(members, self.jobs, strict=True):
-            script = scripts[member.rank // config.attention_tp]
+            script = scripts[place_of(config, member.rank).dp]
             bug = plant if member.rank == self.size - 1 else ""
             connection.send(Job(config, replace(member, device=0), sizes, script, bug))
         results, errors = list[Served](), list[str]()

@@ -14,7 +14,7 @@ import pytest
 from tests.compose.deterministic import PLAIN, SEED, assert_equal_bits
 from tests.compose.workload import Answer, Ask, workload
 from tests.ranks.group import ProcessGroup, Script, Served, dealt, submits
-from tests.ranks.test_tokens import EPLB, LAYOUTS, answers_of, engine_config
+from tests.ranks.test_tokens import EPLB, answers_of, engine_config
 from thalweg.core.kernels import KernelConfig
 from thalweg.core.plan import PAGE
 
@@ -60,11 +60,11 @@ def alone(group: ProcessGroup, layout: str, **fields: Any) -> list[Answer]:
     return answers(group, layout, *((one,) for one in SCRIPT), **PLAIN, **fields)[0]
 
 
-@pytest.mark.parametrize(("layout", "experts"), [("tp2", {}), ("dp2-ep2", {}), ("tp2-dp2-ep4", EPLB)])
+@pytest.mark.parametrize(("layout", "experts"), [("tp2", {}), ("dp2-ep2", {}), ("tp2-dp2-ep4", EPLB), ("pp2", {})])
 def test_bits_depend_on_the_sequence_alone(
     layout: str, experts: dict[str, Any], groups: dict[int, ProcessGroup]
 ) -> None:
-    group = groups[LAYOUTS[layout]["tp_size"]]
+    group = groups[engine_config(layout).processes]
     crowd, served = answers(group, layout, SCRIPT, **CROWD, **experts)
     resting = experts | ({"eplb_rebalance_num_iterations": 1_000_000} if experts else {})
     assert_equal_bits(alone(group, layout, **resting), crowd)

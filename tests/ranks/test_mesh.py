@@ -19,7 +19,7 @@ class Named:
 
 
 def layout(sizes: MeshSizes, rank: int) -> Layout:
-    return layout_of(sizes, rank, lambda ranks: Named(ranks, rank))  # type: ignore[arg-type,return-value]
+    return layout_of(sizes, rank, lambda name, ranks: Named(ranks, rank))  # type: ignore[arg-type,return-value]
 
 
 def test_tensor_parallel_ranks_are_neighbours() -> None:
@@ -28,6 +28,8 @@ def test_tensor_parallel_ranks_are_neighbours() -> None:
         "dp": (1, 3),
         "ep": (0, 1, 2, 3),
         "moe_tp": (3,),
+        "hidden": (3,),
+        "published": (3,),
         "world": (0, 1, 2, 3),
     }
     assert axis_ranks(MeshSizes(tp=4, ep=2), 1)["ep"] == (1, 3)

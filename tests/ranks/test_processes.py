@@ -31,6 +31,7 @@ from thalweg.text.tokenizer import Tokenizer
 TP2: dict[str, Any] = {"tp_size": 2, "moe_dense_tp_size": 2}
 DP2: dict[str, Any] = {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True, "ep_size": 2}
 COPIES: dict[str, Any] = {"dp_size": 2}
+PP2: dict[str, Any] = {"pp_size": 2}
 PROMPT = list(range(20, 90))
 LIMIT_S = 15.0  # in which the loss of a process must be an answer
 
@@ -101,9 +102,13 @@ def test_processes_have_names() -> None:
     copies = members_of(config(tp_size=2, dp_size=2, moe_dense_tp_size=2), Path())
     assert [(member.rank, member.device) for member in copies] == [(0, 0), (1, 1), (0, 2), (1, 3)]
     assert copies[2].name == "rank 2 (copy 1, TP 0)" and copies[2].store != copies[0].store
+    stages = members_of(config(**DP2, pp_size=2), Path())
+    places = "PP 1, DP 0, TP 0", "PP 1, DP 1, TP 0", "PP 0, DP 0, TP 0", "PP 0, DP 1, TP 0"
+    assert [member.name for member in stages] == [f"rank {i} ({place})" for i, place in enumerate(places)]
+    assert stages[1].plans is stages[3].plans is not stages[0].plans
 
 
-@pytest.mark.parametrize("layout", [TP2, DP2], ids=["tp2", "dp2"])
+@pytest.mark.parametrize("layout", [TP2, DP2, PP2], ids=["tp2", "dp2", "pp2"])
 def test_a_killed_process_is_named_and_the_group_restarts(layout: dict[str, Any], want: list[int]) -> None:
     """Control messages before, a kill in the middle of a step, and nothing left behind."""
 
@@ -122,7 +127,7 @@ def test_a_killed_process_is_named_and_the_group_restarts(layout: dict[str, Any]
             await anext(stream)
             os.kill(old[-1], signal.SIGKILL)
             begun = time.monotonic()
-            last = "DP 1, TP 0" if "dp_size" in layout else "TP 1"
+            last = "DP 1, TP 0" if "dp_size" in layout else "PP 0" if "pp_size" in layout else "TP 1"
             with pytest.raises(EngineDead, match=rf"rank 1 \({last}\) ended with exit code -9"):
                 async for _ in stream:
                     pass
@@ -233,7 +238,7 @@ def test_a_start_that_fails_says_why() -> None:
     run(test)
 
 
-@pytest.mark.parametrize("layout", [TP2, DP2, COPIES], ids=["tp2", "dp2", "copies"])
+@pytest.mark.parametrize("layout", [TP2, DP2, COPIES, PP2], ids=["tp2", "dp2", "copies", "pp2"])
 def test_an_engine_in_the_callers_process(layout: dict[str, Any], want: list[int], tmp_path: Path) -> None:
     engine = LocalEngine(config(**layout))
     try:
@@ -258,10 +263,14 @@ def test_an_engine_in_the_callers_process(layout: dict[str, Any], want: list[int
         engine.close()
 
 
-def test_experts_that_moved_are_updated_and_written_to_a_file(want: list[int], tmp_path: Path) -> None:
-    """New weights go where the experts are now; an engine that starts from the file has them there."""
+@pytest.mark.parametrize("stages", [1, 2])
+def test_experts_that_moved_are_updated_and_written_to_a_file(stages: int, want: list[int], tmp_path: Path) -> None:
+    """New weights go where the experts are now; an engine that starts from the file has them there. A stage writes for
+    all, and the first layer is dense.
+    """
+    layout = DP2 | {"pp_size": stages, "overlap_schedule": False}
     moving = {"enable_eplb": True, "eplb_rebalance_num_iterations": 8, "ep_num_redundant_experts": 2}
-    engine = LocalEngine(config(**DP2, **moving))
+    engine = LocalEngine(config(**layout, **moving))
     try:
         for _ in range(2):
             assert generated(engine) == want
@@ -271,8 +280,8 @@ def test_experts_that_moved_are_updated_and_written_to_a_file(want: list[int], t
     finally:
         engine.close()
     record, placed = json.loads(path.read_text()), {"ep_num_redundant_experts": 2, "init_expert_location": str(path)}
-    assert any(map(any, record["logical_count"]))
-    engine = LocalEngine(config(**DP2, **placed))
+    assert [any(counts) for counts in record["logical_count"]] == [False, True, True, True]
+    engine = LocalEngine(config(**layout, **placed))
     try:
         assert generated(engine) == want
         layers = [module for module in engine.runner.model.modules() if isinstance(module, ExpertStacks)]

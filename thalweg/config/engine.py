@@ -78,6 +78,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     # ---- several devices ----
     tp_size: int = 1
     """Processes that share the layers of one copy of the model."""
+    pp_size: int = 1
+    """Stages of consecutive layers, of `tp_size` processes each."""
+    pp_layer_partition: tuple[int, ...] = ()
+    """Layers of each stage; (): as even as they can be."""
     dp_size: int = 1
     """Groups with requests of their own: copies, or with `enable_dp_attention` parts of the `tp_size` processes."""
     enable_dp_attention: bool = False
@@ -179,7 +183,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def processes(self) -> int:
         """Of the engine, a device each."""
-        return self.tp_size * self.copies
+        return self.copy_processes * self.copies
+
+    @property
+    def copy_processes(self) -> int:
+        """Of one copy of the model."""
+        return self.tp_size * self.pp_size
 
     @property
     def copies(self) -> int:
@@ -198,8 +207,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def max_steps_in_flight(self) -> int:
-        """1: synchronous; 2: the next step is planned while the device computes."""
-        return 2 if self.overlap_schedule else 1
+        """1: synchronous. Each further pipeline stage adds one, so that all stages compute; so does planning the next
+        step while the device computes.
+        """
+        return self.pp_size + self.overlap_schedule
 
     @property
     def tree(self) -> TreeShape:

@@ -364,6 +364,9 @@ class ParallelOptions(Section):
         foreign=("pipeline-parallel-size",),
         **_DEVICES,
     )
+    pp_layer_partition: tuple[int, ...] = setting(
+        (), "layers of each stage, the first stage first", metavar="N", auto="as even as they can be, by parameters"
+    )
     ep_size: int = setting(
         1,
         "groups of devices that the experts are divided over; 1 cuts each expert instead",

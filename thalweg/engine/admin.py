@@ -25,7 +25,7 @@ from thalweg.engine.recording import file_stamp, make_folder
 from thalweg.engine.worker import Worker
 from thalweg.models.catalog import read_facts
 from thalweg.models.token_by_token import TokenByToken
-from thalweg.parallel.axis import gather_texts
+from thalweg.parallel.axis import gather_number, gather_texts
 from thalweg.parallel.balancer import ExpertBalancer
 from thalweg.runner.runner import ForwardResult, Runner
 from thalweg.sampling.sample import Sampled
@@ -78,21 +78,26 @@ class AdminOperations:
         """
         self.worker.followers.control(wish)
         models, folder = (self.model, *self.drafting.drafter.modules()), Path(wish.path)
+        pipe, device = self.model.factory.layout.pipe, self.model.factory.device
         try:
             quantization = quantization_of(folder, self.model.facts, read_facts)
             stream = Safetensors(folder)
             given = stream, quantization, lambda *_: alive()
             with stream:
                 counts = [
-                    check_loadable(_module(model), model.table(), *given, model is self.model) for model in models
+                    check_loadable(_module(model), model.table(), *given, model is self.model and pipe.stages == 1)
+                    for model in models
                 ]
             problem = ""
         except (CheckpointError, OSError) as error:
             problem = f"{error}; nothing was changed"
-        problems = gather_texts(self.model.factory.layout.world, problem, self.model.factory.device)
+        problems = gather_texts(self.model.factory.layout.world, problem, device)
         if problem := next(filter(None, problems), ""):
             raise InvalidRequest("model_path", problem)
-        replaced, total = (sum(count) for count in zip(*counts, strict=True))
+        own = (sum(count) for count in zip(*counts, strict=True))
+        replaced, total = (int(sum(gather_number(pipe.hidden, count, device))) for count in own)
+        if not replaced:  # of any stage
+            raise InvalidRequest("model_path", "it holds none of the model's tensors; nothing was changed")
 
         def write() -> tuple[int, int]:
             for model in models:
@@ -147,10 +152,11 @@ class AdminOperations:
         not counted, or it cannot be written.
         """
         self.worker.followers.control(wish)
-        balancer, factory = self.worker.runner.balancer, self.model.factory
-        if not isinstance(balancer, ExpertBalancer):
+        balancer, factory, facts = self.worker.runner.balancer, self.model.factory, self.model.facts
+        if not isinstance(balancer, ExpertBalancer) or facts.moe is None:
             raise InvalidRequest("", "experts are not counted: start the engine with --enable-eplb")
-        record, path = balancer.record(self.model.facts.layers), Path(wish.folder) / f"experts-{file_stamp()}.json"
+        record = balancer.record(facts.layers, facts.moe.experts)
+        path = Path(wish.folder) / f"experts-{file_stamp()}.json"
         world, problem = factory.layout.world, ""
         if world.rank == 0 and not (problem := make_folder(path.parent)):
             try:

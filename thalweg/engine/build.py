@@ -19,6 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from thalweg.batch.slots import Slots
 from thalweg.cache.page_allocator import PageAllocator
 from thalweg.cache.radix import NoPrefixCache, RadixTree
+from thalweg.config.drafters import NO_DRAFTER
 from thalweg.config.engine import EngineConfig
 from thalweg.config.model import ModelFacts
 from thalweg.core.errors import (
@@ -49,10 +50,10 @@ from thalweg.engine.calibration_memory import (
 from thalweg.engine.calibration_warmup import warm_up
 from thalweg.engine.collectives import failure_flag, with_exchange, with_sum_and_norm
 from thalweg.engine.compile_ahead import CompileAhead, NothingAhead, compile_ahead
-from thalweg.engine.coordination import OWN_PLAN, Coordinator, DataParallelSteps, TensorParallelSteps
+from thalweg.engine.coordination import OWN_PLAN, Coordinator, DataParallelSteps, OneSchedulersSteps
 from thalweg.engine.follower import Follower, PlanSender
 from thalweg.engine.grammars import GrammarRegistry
-from thalweg.engine.group import ALONE, RankContext, timeout_of
+from thalweg.engine.group import ALONE, RankContext, place_of, timeout_of
 from thalweg.engine.loop import Channel, Loop
 from thalweg.engine.recording import StepRecorder
 from thalweg.engine.worker import NO_FOLLOWERS, InlineStream, ThreadStream, Worker
@@ -64,6 +65,7 @@ from thalweg.memory.planes import Planes
 from thalweg.models import catalog
 from thalweg.models.catalog import published_dtype, read_facts
 from thalweg.models.interface import Model
+from thalweg.models.stages import stage_borders
 from thalweg.models.token_by_token import TokenByToken
 from thalweg.models.traced import TracedModel, traced
 from thalweg.parallel.balancer import BalancePolicy, ExpertBalancer
@@ -142,7 +144,8 @@ def build_follower(config: EngineConfig, rank_context: RankContext) -> Follower:
     config, _, runner = prepare(config, rank_context, StartupTimes())
     assert rank_context.member.plans is not None, "a follower has a leader"
     worker = Worker(runner, _stream(config))
-    reader = PlanReader(rank_context.member.plans, rank_context.layout.tp.rank - 1)
+    number = place_of(config, rank_context.member.rank).number
+    reader = PlanReader(rank_context.member.plans, number - 1)
     return Follower(reader, worker, AdminOperations(runner, worker), config.max_steps_in_flight)
 
 
@@ -169,6 +172,7 @@ def prepare(
             lambda wish: build_runner(wish, facts, times, ahead, rank_context), config
         )
     runner.drafting.drop_deferred()
+    runner.publication.finish()
     if config.enable_eplb:
         runner.balancer = _balancer(config, facts, runner)
     is_as_wished = config.kernels == wished.kernels and not config.drafter_left_out  # else another start may need more
@@ -188,14 +192,14 @@ def build_or_drop_drafter(build: Callable[[EngineConfig], T], config: EngineConf
         return build(config)
     except DrafterError as error:
         why = str(error).partition("\n")[0]
-        if config.tp_size > 1:
+        if config.copy_processes > 1:
             raise UnsupportedConfig(f"the drafter fails: {why}. Use --speculative-algorithm NONE") from error
         log.error("the drafter is left out, and decoding goes on without it: %s", error, exc_info=error.__cause__)
     except (InsufficientMemory, MemoryError, RuntimeError) as error:
         if config.speculative_algorithm == "NONE" or not is_out_of_memory(error):
             raise
         why = str(error).partition("\n")[0]
-        if config.tp_size > 1:
+        if config.copy_processes > 1:
             raise InsufficientMemory(f"{why}. Use --speculative-algorithm NONE, which needs less") from error
         log.error(LEFT_OUT, why)
         why = f"no room for it: {why}"
@@ -246,7 +250,7 @@ def _balancer(config: EngineConfig, facts: ModelFacts, runner: Runner) -> Expert
         config.eplb_min_rebalancing_utilization_threshold,
         expert_sizes(config, facts).groups,
     )
-    return ExpertBalancer(layers, model.factory.layout, policy)
+    return ExpertBalancer(layers, model.factory.layout, policy, model.factory.device)
 
 
 def assemble(
@@ -257,11 +261,13 @@ def assemble(
     schemes = None if is_random else schemes_in(Path(config.model_path), facts.quantization_config)
     layout = with_experts(layout, config, facts)
     factory = layer_factory(facts, str(device), config.kernels, config.dtype, schemes, layout)
-    model = catalog.assemble(facts, factory)
+    pipe = layout.pipe
+    stages = stage_borders(facts, pipe.stages, config.pp_layer_partition, config.speculative_algorithm == "NEXTN")
+    model = catalog.assemble(facts, factory, stages[pipe.stage])
     draft_sampling = draft_sampling_for(config.speculative_acceptance, config.num_drafts, facts.vocab, device)
-    drafter = build_drafter(
-        config.speculative_algorithm, model, config.speculative_draft_model_path, draft_sampling, config.tree
-    )
+    algorithm = config.speculative_algorithm if pipe.is_last else NO_DRAFTER
+    drafter = build_drafter(algorithm, model, config.speculative_draft_model_path, draft_sampling, config.tree)
+    model.watch(pipe.of_last_stage(model.watched, facts.layers + 1, device))
     return factory, model, drafter
 
 
@@ -297,7 +303,7 @@ def build_runner(
     if isinstance(steps, TracedModel):
         with raise_as_drafter_error():
             drafter.capture(planes)
-    rows = config.max_running_requests + (not layout.is_single)  # padding of drafts has a slot of its own
+    rows = config.max_running_requests + (layout.world.size > 1)  # padding of drafts has a slot of its own
     slots = Slots(rows, config.context_length, device, drafter.fields(), config.tree)
     times.end_phase("captured steps")
     models: tuple[Model, Model] = (TokenByToken(model), TokenByToken(steps)) if one_by_one else (model, steps)
@@ -447,7 +453,7 @@ def updated_together(layout: Layout, config: EngineConfig) -> Iterator[None]:
         yield
     except WeightUpdateError as error:
         failure = error
-    if config.weight_updates and not layout.is_single:
+    if config.weight_updates and layout.world.size > 1:
         failed = layout.world.all_gather(torch.tensor([failure is not None], dtype=torch.int32, device=config.device))
         if failed.any() and failure is None:
             ranks = failed.flatten().nonzero().flatten().tolist()
@@ -508,6 +514,7 @@ def build_loop(
         policy=config.schedule_policy,
         seed=config.random_seed,
         tree=config.tree,
+        stages=config.pp_size,
     )
     grammars = GrammarRegistry(
         lambda: GrammarCompiler(Tokenizer(Path(config.model_path)), facts.vocab, config.eos_ids or facts.eos),
@@ -528,10 +535,10 @@ def build_loop(
 
 def _coordinator(worker: Worker, rank_context: RankContext) -> Coordinator:
     layout, step_records = rank_context.layout, rank_context.member.step_records
-    if layout.is_single:
+    if layout.world.size == 1:
         return OWN_PLAN
     if step_records is None:
-        return TensorParallelSteps(worker, layout.tp.size)
+        return OneSchedulersSteps(worker, layout.world.size)
     return DataParallelSteps(worker, StepExchange(step_records, layout.dp.rank), layout.world.size)
 
 

@@ -285,19 +285,19 @@ class Calibrator:
     def catch_up_seconds(self, plan: StepPlan) -> float:
         """Time for each step without drafts that the drafter takes later, to compute the KV that it has deferred."""
         drafting, rows = self.runner.drafting, len(plan.rows)
-        forwarded = self.runner.forward(plan)
-        if not drafting.has_draft_kv or forwarded is None or forwarded.draft_input is None:
-            return 0.0
-        drafting.drop_deferred()
-        steps = min(drafting.deferred.max_steps(rows), plan.rows[0].start + 1)
-        for _ in range(steps):
-            drafting.deferred.defer(forwarded.draft_input, rows)
-        return self._timed(drafting.write_all_deferred) / steps
+        forwarded, steps = self.runner.forward(plan), 0
+        if drafting.has_draft_kv and forwarded is not None and forwarded.draft_input is not None:
+            drafting.drop_deferred()
+            steps = min(drafting.deferred.max_steps(rows), plan.rows[0].start + 1)
+            for _ in range(steps):
+                drafting.deferred.defer(forwarded.draft_input, rows)
+        seconds = self._timed(drafting.write_all_deferred)  # on all ranks, also those without a drafter
+        return seconds / steps if steps else 0.0
 
 
 def _verify_plan(rows: int, context: int, drafts: int, max_len: int) -> StepPlan:
     rows_of_step = tuple(Row(slot, slot, context - 1, 1 + drafts, drafts, True) for slot in range(rows))
-    return StepPlan(1, 0, rows_of_step, num_drafts=drafts, max_kv_len=max_len)
+    return StepPlan(1, 1, rows_of_step, num_drafts=drafts, max_kv_len=max_len)
 
 
 def _decode_row(slot: int, context: int) -> Row:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from thalweg.core.agreement import AgreedStep, RankStep, coordinate_step
+from thalweg.core.agreement import AgreedStep, RankStep, coordinate_step, rank_step_of
 from thalweg.core.plan import StepPlan
 from thalweg.parallel.step_records import StepExchange
 
@@ -46,7 +46,7 @@ class OwnPlan:
 OWN_PLAN = OwnPlan()
 
 
-class TensorParallelSteps:
+class OneSchedulersSteps:
     """There is one data-parallel rank, of several processes."""
 
     is_shared = is_busy = False
@@ -55,7 +55,13 @@ class TensorParallelSteps:
         self.worker, self.processes = worker, processes
 
     def agree(self, plan: StepPlan, state: RankState) -> AgreedStep:
-        return coordinate_step([self.worker.rank_step(plan, state.epoch)])._replace(ranks=self.processes)
+        """Waits for steps in flight only where the drafter keeps KV."""
+        drafting = self.worker.runner.drafting
+        if drafting.has_draft_kv:
+            own = self.worker.rank_step(plan, state.epoch)
+        else:
+            own = rank_step_of(plan)._replace(epoch=state.epoch, has_drafter=not drafting.has_failed)
+        return coordinate_step([own])._replace(ranks=self.processes)
 
 
 class DataParallelSteps:

@@ -1,7 +1,8 @@
 """The processes that share a copy of a model: who leads whom, and what connects them.
 
-Every data-parallel rank has one scheduler, in the process of its first tensor-parallel rank, the leader. The leader's
-plans go to the rank's other processes, the followers, which decide nothing. Leaders agree on each step.
+Every data-parallel rank has one scheduler, in the process of its first tensor-parallel rank on the last pipeline stage,
+the leader. The leader's plans go to the rank's other processes, the followers, which decide nothing. Leaders agree on
+each step.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -44,7 +46,7 @@ class RankContext:
 
     @property
     def is_leader(self) -> bool:
-        return self.layout.tp.rank == 0
+        return self.layout.tp.rank == 0 and self.layout.pipe.is_last
 
 
 ALONE = RankContext()
@@ -61,32 +63,66 @@ def members_of(config: EngineConfig, folder: Path) -> list[Member]:
 
 
 def _copy(config: EngineConfig, copy: int, store: Path) -> list[Member]:
-    tp, first = config.attention_tp, copy * config.tp_size
-    if config.tp_size == 1:
+    count, first = config.copy_processes, copy * config.copy_processes
+    if count == 1:
         return [Member(device=first, name=f"copy {copy}" if config.copies > 1 else "")]
-    names = [rank_name(config, copy, rank) for rank in range(config.tp_size)]
+    names = [rank_name(config, copy, rank) for rank in range(count)]
     wake_pipes, step_records = [WakePipe() for _ in names], None
+    groups = [[rank for rank in range(count) if place_of(config, rank).dp == dp] for dp in range(config.attention_dp)]
     if config.attention_dp > 1:
-        step_records = StepRecords(wake_pipes[::tp], names[::tp], timeout_of(config))
+        leaders = [ranks[0] for ranks in groups]
+        step_records = StepRecords(
+            [wake_pipes[rank] for rank in leaders], [names[rank] for rank in leaders], timeout_of(config)
+        )
     channels = [
-        PlanChannel(wake_pipes[leader : leader + tp], names[leader : leader + tp]) if tp > 1 else None
-        for leader in range(0, config.tp_size, tp)
+        PlanChannel([wake_pipes[rank] for rank in ranks], [names[rank] for rank in ranks]) if len(ranks) > 1 else None
+        for ranks in groups
     ]
     return [
-        Member(rank, first + rank, names[rank], store, wake_pipes[rank], step_records, channels[rank // tp])
-        for rank in range(config.tp_size)
+        Member(
+            rank, first + rank, names[rank], store, wake_pipes[rank], step_records, channels[place_of(config, rank).dp]
+        )
+        for rank in range(count)
     ]
+
+
+class Place(NamedTuple):
+    """Of a process in its copy of the model."""
+
+    stage: int  # of the pipeline, from 0, which embeds
+    dp: int
+    tp: int
+    number: int  # in its data-parallel rank: 0 is the leader, the others are its followers in this order
+
+
+def place_of(config: EngineConfig, rank: int) -> Place:
+    """rank: a process's number in its copy. See `parallel.mesh`."""
+    behind, own = divmod(rank, config.tp_size)
+    dp, tp = divmod(own, config.attention_tp)
+    return Place(config.pp_size - 1 - behind, dp, tp, behind * config.attention_tp + tp)
+
+
+def mesh_of(config: EngineConfig) -> MeshSizes:
+    sizes = config.attention_tp, config.attention_dp, config.ep_size, config.moe_dense_tp_size
+    return MeshSizes(*sizes, config.pp_size)
 
 
 def rank_name(config: EngineConfig, copy: int, rank: int) -> str:
     """Of a process, by its number in its copy: "rank 1 (DP 0, TP 1)"."""
-    dp, tp = divmod(rank, config.attention_tp)
-    places = [f"copy {copy}"] * (config.copies > 1) + [f"DP {dp}"] * (config.attention_dp > 1)
-    return f"rank {copy * config.tp_size + rank} ({', '.join([*places, f'TP {tp}'])})"
+    place = place_of(config, rank)
+    places = {
+        f"copy {copy}": config.copies > 1,
+        f"PP {place.stage}": config.pp_size > 1,
+        f"DP {place.dp}": config.attention_dp > 1,
+        f"TP {place.tp}": config.tp_size > 1,
+    }
+    return (
+        f"rank {copy * config.copy_processes + rank} ({', '.join(name for name, is_said in places.items() if is_said)})"
+    )
 
 
 def leaders_of(config: EngineConfig, members: Sequence[Member]) -> list[Member]:
-    return [member for member in members if member.rank % config.attention_tp == 0]
+    return [member for member in members if place_of(config, member.rank).number == 0]
 
 
 def join(config: EngineConfig, member: Member, lost: Callable[[], str] = nothing_lost) -> RankContext:
@@ -97,12 +133,11 @@ def join(config: EngineConfig, member: Member, lost: Callable[[], str] = nothing
     if device.type == "cuda":
         device = torch.device("cuda", member.device)
         torch.cuda.set_device(device)
-    if config.tp_size == 1:
+    if config.copy_processes == 1:
         return RankContext(member, device=device)
     # some ranks wait for others already while these compile or load, so a start's time is the limit
     timeout = max(timeout_of(config), config.restart_timeout)
-    store = connect(member.store, member.rank, config.tp_size, device, timeout, lost)
-    sizes = MeshSizes(config.attention_tp, config.attention_dp, config.ep_size, config.moe_dense_tp_size)
-    layout = build_mesh(sizes, device)
+    store = connect(member.store, member.rank, config.copy_processes, device, timeout, lost)
+    layout = build_mesh(mesh_of(config), device)
     del store  # torch holds it in C++ only, which does not keep a Python object alive
     return RankContext(member, layout, device)

@@ -13,7 +13,7 @@ import zmq
 from thalweg.config.engine import EngineConfig
 from thalweg.core.errors import EngineDead
 from thalweg.core.messages import EngineReady, Fatal, FromEngine, Rejected, StepUpdate, Submit, ToEngine
-from thalweg.engine.group import RankContext, join
+from thalweg.engine.group import RankContext, join, place_of
 from thalweg.engine.processes import EngineProcesses
 from thalweg.parallel.process_axis import abort, disconnect
 
@@ -103,7 +103,7 @@ class OtherProcesses:
         step_records = self._processes.first.step_records
         if step_records is not None:
             rank = next(i for i, child in enumerate(children, 1) if child.sentinel in ended)
-            step_records.mark_lost(rank // self.config.attention_tp)
+            step_records.mark_lost(place_of(self.config, rank).dp)
         self._killed, self._ended = self._processes.killed(), self._processes.why_ended()
         if not self._is_closed:
             for child in children:

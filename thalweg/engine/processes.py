@@ -13,7 +13,7 @@ import zmq
 from thalweg.config.engine import EngineConfig
 from thalweg.core.messages import EngineReady, Fatal, FromEngine, ToEngine
 from thalweg.engine.child import EngineProcess
-from thalweg.engine.group import Member, leaders_of, members_of
+from thalweg.engine.group import Member, leaders_of, members_of, place_of
 
 BLAME_S = 0.5  # after a process is killed, another may report a broken connection first
 
@@ -128,8 +128,8 @@ class EngineProcesses:
             return stopped
         behind = []
         for member in self.members:
-            plans, tp = member.plans, member.rank % self.config.attention_tp
-            if plans is not None and tp and plans.carried_out(tp - 1) < plans.sent:
+            plans, number = member.plans, place_of(self.config, member.rank).number
+            if plans is not None and number and plans.carried_out(number - 1) < plans.sent:
                 behind.append(member.name)
         return f"behind its leader: {' and '.join(behind)}" if behind else ""
 

@@ -12,20 +12,26 @@ from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.report import AUTO, USER, Decision
 from thalweg.launch.decisions import Decisions
 from thalweg.launch.experts import resolve_experts
+from thalweg.models.stages import stage_borders
 
 
-def unsupported_parallelism(parallel: ParallelOptions) -> str:
+def unsupported_parallelism(parallel: ParallelOptions, device: str) -> str:
     """Why this version does not run such a layout; "" where it does."""
-    return "pp_size: this version runs all layers on each device" if parallel.pp_size > 1 else ""
+    on_gpus = parallel.pp_size > 1 and device == "cuda"
+    return "pp_size: pipeline stages have run on CPUs alone so far" if on_gpus else ""
 
 
 def resolve_parallelism(
     parallel: ParallelOptions, facts: ModelFacts, machine: Machine, device: str, decisions: Decisions
 ) -> None:
     """Raises UnsupportedConfig."""
-    if reason := unsupported_parallelism(parallel):
+    if reason := unsupported_parallelism(parallel, device):
         raise UnsupportedConfig(f"{reason}; use --pp-size 1")
-    for name in ("tp_size", "dp_size", "enable_dp_attention"):
+    if parallel.pp_layer_partition:
+        decisions.record("pp_layer_partition", ",".join(map(str, parallel.pp_layer_partition)), True, "")
+        decisions.fields["pp_layer_partition"] = parallel.pp_layer_partition
+    stage_borders(facts, parallel.pp_size, parallel.pp_layer_partition)
+    for name in ("tp_size", "pp_size", "dp_size", "enable_dp_attention"):
         decisions.fields[name] = getattr(parallel, name)
     tp, dp = parallel.tp_size, parallel.dp_size
     if parallel.enable_dp_attention:
@@ -36,7 +42,7 @@ def resolve_parallelism(
     _resolve_widths(parallel, facts, config.attention_tp, decisions)
     resolve_experts(parallel, facts, device, decisions)
     if device == "cuda" and config.processes > len(machine.gpus):
-        copies = f" ({config.copies} copies of {tp})" if config.copies > 1 else ""
+        copies = f" ({config.copies} copies of {config.copy_processes})" if config.copies > 1 else ""
         raise UnsupportedConfig(
             f"tp_size: {config.processes} GPUs are needed{copies}, and this process may use {len(machine.gpus)}; use"
             f" {_that_fit(config, facts, len(machine.gpus))}"
@@ -44,6 +50,8 @@ def resolve_parallelism(
     if config.processes > 1:
         copies = f"{config.copies} copies of " if config.copies > 1 else ""
         inner = f"{config.attention_dp} data-parallel x {config.attention_tp} tensor-parallel ranks"
+        if config.pp_size > 1:
+            inner = f"{config.pp_size} pipeline stages, each of {inner}"
         decisions.entries.append(Decision("processes", config.processes, USER, f"{copies}{inner}"))
 
 

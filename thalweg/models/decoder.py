@@ -39,7 +39,8 @@ class StageValue(NamedTuple):
     """Values that one pipeline stage sends to the next."""
 
     x_TH: Tensor  # the settled residual stream
-    selections: SelectedContexts  # the selection of context that layers without an indexer of their own share
+    # the selection of context that layers without an indexer of their own share; (): the next layer has its own
+    selections: SelectedContexts = ()
     watched: tuple[Tensor, ...] = ()  # streams that a drafter reads, of the stages so far
 
 
@@ -96,9 +97,20 @@ class Decoder(Module):
         return stream(self.factory.layout, self.embedding.forward(ids_T), self.embedding.is_partial)
 
     def forward(self, batch: Batch, planes: Planes) -> Tensor:
-        hidden = self.run(batch, planes)
-        assert isinstance(hidden, Tensor), "a stage that is not the last returns a StageValue"
-        return hidden
+        """Of a pipeline stage: takes a `StageValue` from the one before, and sends one to the next."""
+        made = self.run(batch, planes, None if self.stage.is_first else self._receive(batch))
+        if isinstance(made, Tensor):
+            return made
+        self.factory.layout.pipe.send(torch.cat([made.x_TH, *made.watched], 1))
+        return made.x_TH
+
+    def _receive(self, batch: Batch) -> StageValue:
+        """No selection comes along: the first layer of a stage has its own, see `stage_borders`."""
+        hidden, streams = self.facts.hidden, 1 + sum(layer < self.stage.first for layer in set(self.watched))
+        shape = len(batch.ids_T), streams * hidden
+        like_TX = torch.empty(shape, dtype=self.factory.dtype, device=batch.ids_T.device)
+        x_TH, *watched = torch.split(self.factory.layout.pipe.receive(like_TX), hidden, 1)
+        return StageValue(x_TH.contiguous(), (), tuple(watched))
 
     def run(self, batch: Batch, planes: Planes, received: StageValue | None = None) -> Tensor | StageValue:
         """The layers of this stage. received: from the stage before; None is the first. Returns hidden states from the
@@ -110,11 +122,8 @@ class Decoder(Module):
         if received is None:
             h = self._embedded(batch.ids_T)
         else:
-            h, selections, watched = (
-                stream(self.factory.layout, received.x_TH),
-                received.selections,
-                list(received.watched),
-            )
+            h, watched = stream(self.factory.layout, received.x_TH), list(received.watched)
+            selections = received.selections or selections
         for number, layer in enumerate(self._decoder_layers(), self.stage.first):
             if number in self.watched:
                 watched.append(settled_copy(h))
@@ -136,6 +145,8 @@ class Decoder(Module):
         return own_NV if self.factory.layout.is_single else self.shards.gather(own_NV)
 
     def shard_logits(self, hidden_NX: Tensor) -> Tensor:
+        if not self.is_last:
+            return hidden_NX[:, :0]
         return self.logits(hidden_NX) if self.factory.layout.is_single else self._own_logits(hidden_NX)
 
     def _own_logits(self, hidden_NX: Tensor) -> Tensor:

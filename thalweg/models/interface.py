@@ -42,7 +42,7 @@ class Model(Protocol):
         """The token ids whose logits this rank computes."""
 
     def shard_logits(self, hidden_NX: Tensor) -> Tensor:
-        """float32 [N, token ids of this rank]."""
+        """float32 [N, token ids of this rank]: none on a pipeline stage before the last."""
 
     def table(self) -> WeightTable:
         """Mapping of checkpoint tensors to its parameters."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 from thalweg.config.model import ModelFacts
+from thalweg.core.errors import UnsupportedConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,17 +27,67 @@ class PipelineStage:
         return self.stop == self.layers
 
 
-def stage_borders(facts: ModelFacts, stages: int) -> tuple[PipelineStage, ...]:
-    """Cuts the layers into stages of about equal size. A border is moved back to a layer with an indexer of its own
-    where one is near.
+def stage_borders(
+    facts: ModelFacts, stages: int, partition: Sequence[int] = (), has_nextn: bool = False
+) -> tuple[PipelineStage, ...]:
+    """Cuts the layers into stages: as `partition` says, or so that the largest stage has as few parameters as it can.
+    The first stage has the embedding too, the last one the head and, with has_nextn, a NextN layer.
+
+    A stage begins with a layer that has an indexer of its own, so that no selection of context crosses a border. Raises
+    UnsupportedConfig where that cannot be.
     """
     full = facts.indexer.full if facts.indexer is not None else (True,) * facts.layers
-    borders = [0]
-    for number in range(1, stages):
-        even = round(number * facts.layers / stages)
-        own = [i for i in range(borders[-1] + 1, even + 1) if full[i]]
-        borders.append(own[-1] if own else even)
-    return tuple(
-        PipelineStage(first, stop, facts.layers)
-        for first, stop in zip(borders, [*borders[1:], facts.layers], strict=True)
-    )
+    starts = [layer for layer in range(facts.layers) if full[layer]]
+    if stages > len(starts):
+        what = "layers" if facts.indexer is None else "layers with an indexer of their own, where a stage can begin"
+        raise UnsupportedConfig(f"pp_size: the model has {len(starts)} {what}; use at most --pp-size {len(starts)}")
+    if partition and (len(partition) != stages or sum(partition) != facts.layers or min(partition) < 1):
+        raise UnsupportedConfig(
+            f"pp_layer_partition: {list(partition)} does not divide {facts.layers} layers over {stages} stages"
+        )
+    borders = [0, *accumulate(partition)] if partition else _even_borders(_costs(facts, has_nextn), starts, stages)
+    if shared := [layer for layer in borders[:-1] if not full[layer]]:
+        raise UnsupportedConfig(
+            f"pp_layer_partition: no stage can begin with layer {shared[0]}, which shares the selection of another"
+        )
+    return tuple(PipelineStage(first, stop, facts.layers) for first, stop in pairwise(borders))
+
+
+def _even_borders(costs: Sequence[int], starts: Sequence[int], stages: int) -> list[int]:
+    """First layers of the stages and the number of layers, with the smallest largest sum of a stage."""
+    before = [0, *accumulate(costs)]
+    ends = [*starts[1:], len(costs)]
+    best = {end: (before[end], [0, end]) for end in ends}  # by last layer: the largest stage so far, and the borders
+    for _ in range(stages - 1):
+        best = {
+            end: min(
+                (max(largest, before[end] - before[start]), [*borders, end])
+                for start, (largest, borders) in best.items()
+                if start < end
+            )
+            for end in ends
+            if any(start < end for start in best)
+        }
+    return best[len(costs)][1]
+
+
+def _costs(facts: ModelFacts, has_nextn: bool) -> list[int]:
+    """Parameters of each layer, with what is beside it on a stage."""
+    costs = [_parameters(facts, layer) for layer in range(facts.layers)]
+    costs[0] += facts.vocab * facts.hidden
+    costs[-1] += facts.vocab * facts.hidden + has_nextn * _parameters(facts, facts.layers)
+    return costs
+
+
+def _parameters(facts: ModelFacts, layer: int) -> int:
+    """Of the large matrices of a layer."""
+    if facts.mla is None:
+        attention = 2 * facts.hidden * facts.head_dim * (facts.heads + facts.kv_heads)
+    else:
+        mla, query = facts.mla, facts.heads * (facts.mla.nope + facts.mla.rope)
+        attention = mla.q_lora * (facts.hidden + query) if mla.q_lora else facts.hidden * query
+        attention += facts.hidden * (mla.kv_lora + mla.rope) + mla.kv_lora * facts.heads * (mla.nope + mla.v)
+        attention += facts.heads * mla.v * facts.hidden
+    if facts.moe is not None and facts.moe.in_layer(layer):
+        return attention + 3 * facts.hidden * facts.moe.intermediate * (facts.moe.experts + facts.moe.shared)
+    return attention + 3 * facts.hidden * facts.intermediate

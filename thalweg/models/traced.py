@@ -43,7 +43,7 @@ def can_trace(model: Model, device: torch.device) -> bool:
     factory = model.factory
     own = isinstance(factory, ReferenceLayers) and (model.facts.mla is None or factory.selection is select_top_k)
     known = all(CODECS[spec.codec] != FP8 for spec in model.planes())
-    return device.type == "cpu" and SCRIPTABLE and own and known and factory.layout.is_single
+    return device.type == "cpu" and SCRIPTABLE and own and known and factory.layout.world.size == 1
 
 
 class TracedModel(WrappedModel):

@@ -5,7 +5,7 @@ An axis of size 1 is the identity. Every reduction adds in rank order, in float3
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -62,6 +62,11 @@ class Axis(Protocol):
         they were sent. No rank sends to itself.
         """
 
+    def post(self, x: Tensor, ranks: Sequence[int]) -> Callable[[], object]:
+        """Sends a tensor to ranks without waiting for them. It must not change until the returned function has, which
+        waits until all have it.
+        """
+
 
 class SingleRank:
     """The axis of size 1."""
@@ -87,6 +92,10 @@ class SingleRank:
 
     def transfer(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
         assert not sends and not receives, "there is no other rank"
+
+    def post(self, x: Tensor, ranks: Sequence[int]) -> Callable[[], object]:
+        assert not ranks, "there is no other rank"
+        return lambda: None
 
 
 SINGLE = SingleRank()

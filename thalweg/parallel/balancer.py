@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from thalweg.parallel.axis import Axis
+from thalweg.parallel.axis import Axis, gather_number
 from thalweg.parallel.eplb import balance, utilization
 from thalweg.parallel.experts import ExpertPlacement
 from thalweg.parallel.layout import Layout
@@ -46,9 +46,15 @@ class BalancePolicy:
 class ExpertBalancer:
     """Of one model, on one rank."""
 
-    def __init__(self, layers: Sequence[ExpertLayer], layout: Layout, policy: BalancePolicy) -> None:
-        self.layers, self.layout, self.policy = list(layers), layout, policy
+    def __init__(
+        self, layers: Sequence[ExpertLayer], layout: Layout, policy: BalancePolicy, device: torch.device
+    ) -> None:
+        """layers: of this pipeline stage."""
+        self.layers, self.layout, self.policy, self.device = list(layers), layout, policy, device
         self.placements = [_placement(layer) for layer in layers]
+        numbers = 1 + max((placement.layer for placement in self.placements), default=-1)
+        self.numbers = int(max(gather_number(layout.pipe.hidden, numbers, device)))  # of layers of all stages
+        self.moves_elsewhere = 0  # of other stages, until the last look
         self._clear()  # warm-up steps have counted
         self.steps = self.moves = self.rebalances = 0
         self.imbalance: tuple[float, ...] = ()  # of each layer: the largest load of a rank over the mean
@@ -66,6 +72,8 @@ class ExpertBalancer:
 
     def loads(self) -> Tensor:
         """int64 [L, E] on the host: tokens of each expert since the counts were cleared. All ranks call it together."""
+        if not self.placements:  # a pipeline stage of dense layers
+            return torch.zeros(0, 0, dtype=torch.int64)
         own_LE = torch.stack([placement.load_E[:-1] for placement in self.placements])
         return self.layout.dp.all_gather(own_LE).sum(0).cpu()
 
@@ -73,19 +81,24 @@ class ExpertBalancer:
         """Fields of `core.messages.Stats`."""
         return {
             "expert_imbalance": self.imbalance,
-            "expert_moves": self.moves,
+            "expert_moves": self.moves + self.moves_elsewhere,
             "expert_rebalances": self.rebalances,
         }
 
-    def record(self, layers: int) -> dict[str, Any]:
-        """What `--init-expert-location` reads, of a model of so many layers. All ranks call it together."""
-        loads = dict(zip((placement.layer for placement in self.placements), self.loads().tolist(), strict=True))
-        first = self.placements[0]
-        by_slot = {placement.layer: placement.by_slot for placement in self.placements}
-        in_order = [slot % first.experts for slot in range(len(first.by_slot))]
+    def record(self, layers: int, experts: int) -> dict[str, Any]:
+        """What `--init-expert-location` reads, of a model of so many layers with so many experts. All ranks call it
+        together.
+        """
+        in_order = [slot % experts for slot in range(experts + self.layout.experts.redundant)]
+        known_LX = torch.zeros(layers, len(in_order) + experts, dtype=torch.int64)
+        for placement, loads in zip(self.placements, self.loads().tolist(), strict=True):
+            if placement.layer < layers:  # else it is a NextN layer's
+                known_LX[placement.layer] = torch.tensor([*placement.by_slot, *loads])
+        of_stages = self.layout.pipe.hidden.all_gather(known_LX.to(self.device)).cpu()
+        slots_LS, loads_LE = torch.split(of_stages.sum(0), [len(in_order), experts], 1)
         return {
-            "physical_to_logical_map": [by_slot.get(layer, in_order) for layer in range(layers)],
-            "logical_count": [loads.get(layer, [0] * first.experts) for layer in range(layers)],
+            "physical_to_logical_map": [slots if any(slots) else in_order for slots in slots_LS.tolist()],
+            "logical_count": loads_LE.tolist(),
         }
 
     def _clear(self) -> None:
@@ -99,10 +112,19 @@ class ExpertBalancer:
             utilization(load, placement.by_slot, self.layout.ep.size)
             for load, placement in zip(self._loads, self.placements, strict=True)
         ]
-        self.imbalance = tuple(1 / one for one in used)
-        if any(map(any, self._loads)) and sum(used) / len(used) <= self.policy.threshold:
+        self._tell_stages(used)
+        if any(map(any, self._loads)) and sum(used) <= self.policy.threshold * len(used):
             self._left = list(range(len(self.layers)))
             self.rebalances += 1
+
+    def _tell_stages(self, used: Sequence[float]) -> None:
+        """All stages know how uneven the layers of all are, and how many experts have moved."""
+        own = torch.zeros(self.numbers + 1, dtype=torch.float64)
+        own[-1] = self.moves
+        for placement, one in zip(self.placements, used, strict=True):
+            own[placement.layer] = 1 / one
+        *by_layer, moves = self.layout.pipe.hidden.all_gather(own.to(self.device)).sum(0).tolist()
+        self.imbalance, self.moves_elsewhere = tuple(one for one in by_layer if one), int(moves) - self.moves
 
     def _move(self) -> None:
         for _ in range(self.policy.layers or 1):

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from thalweg.core.errors import UnsupportedConfig
 from thalweg.parallel.axis import SINGLE, Axis
+from thalweg.parallel.pipeline import ONE_STAGE, Pipe
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +22,7 @@ class ExpertLayout:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The axes of one rank. On a single rank every axis is `SINGLE`.
+    """The axes of one rank. On a single rank every axis is `SINGLE`. All but `world` are of one pipeline stage.
 
     The ranks of a layer are tp x dp: `tp` ranks compute the same tokens, `dp` groups of them compute different ones.
     The experts are divided over all of these, as `ep` groups of `moe_tp` ranks.
@@ -33,9 +34,10 @@ class Layout:
     dense: Axis = SINGLE
     ep: Axis = SINGLE  # shares experts
     moe_tp: Axis = SINGLE  # shares the width of each expert
-    world: Axis = SINGLE  # all ranks of the model
+    world: Axis = SINGLE  # all ranks of the model, those of other pipeline stages too
+    pipe: Pipe = ONE_STAGE  # to the other pipeline stages
     experts: ExpertLayout = ExpertLayout()
-    is_single: bool = field(init=False)  # one rank computes everything
+    is_single: bool = field(init=False)  # one rank computes each layer
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "is_single", self.tp.size * self.dp.size == 1)

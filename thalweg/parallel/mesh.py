@@ -11,44 +11,61 @@ import torch.distributed as dist
 
 from thalweg.parallel.axis import SINGLE, Axis
 from thalweg.parallel.layout import Layout
+from thalweg.parallel.pipeline import Pipe
 from thalweg.parallel.process_axis import ProcessAxis
 
 
 class MeshSizes(NamedTuple):
-    """Sizes of the axes. The processes are dp x tp, tensor-parallel ranks are neighbours."""
+    """Sizes of the axes. The processes are pp x dp x tp, tensor-parallel ranks are neighbours, and those of the last
+    pipeline stage come first.
+    """
 
     tp: int = 1  # ranks that share attention heads
     dp: int = 1  # groups of them with requests of their own
     ep: int = 1  # groups of ranks that the experts are divided over
     dense: int = 1  # ranks that share the width of dense MLPs: tp or 1
+    pp: int = 1  # pipeline stages
+
+    @property
+    def stage(self) -> int:
+        """Processes of a pipeline stage."""
+        return self.tp * self.dp
 
     @property
     def world(self) -> int:
-        return self.tp * self.dp
+        return self.stage * self.pp
 
 
-MakeAxis = Callable[[tuple[int, ...]], Axis]  # of these processes, in rank order
+MakeAxis = Callable[[str, tuple[int, ...]], Axis]  # of this name and these processes, in rank order
 
 
 def axis_ranks(sizes: MeshSizes, rank: int) -> dict[str, tuple[int, ...]]:
     """The processes of each axis of a process, by name."""
-    tp, world, moe_tp = sizes.tp, sizes.world, sizes.world // sizes.ep
-    of_dp, of_tp = divmod(rank, tp)
-    of_ep, of_moe_tp = divmod(rank, moe_tp)
+    tp, stage, moe_tp = sizes.tp, sizes.stage, sizes.stage // sizes.ep
+    place, own = divmod(rank, stage)
+    of_dp, of_tp = divmod(own, tp)
+    of_ep, of_moe_tp = divmod(own, moe_tp)
+    of_stage = {
+        "tp": range(of_dp * tp, (of_dp + 1) * tp),
+        "dp": range(of_tp, stage, tp),
+        "ep": range(of_moe_tp, stage, moe_tp),
+        "moe_tp": range(of_ep * moe_tp, (of_ep + 1) * moe_tp),
+    }
+    stages = tuple(range(own, sizes.world, stage))
     return {
-        "tp": tuple(range(of_dp * tp, (of_dp + 1) * tp)),
-        "dp": tuple(range(of_tp, world, tp)),
-        "ep": tuple(range(of_moe_tp, world, moe_tp)),
-        "moe_tp": tuple(range(of_ep * moe_tp, (of_ep + 1) * moe_tp)),
-        "world": tuple(range(world)),
+        **{name: tuple(place * stage + other for other in ranks) for name, ranks in of_stage.items()},
+        "hidden": stages,
+        "published": stages,
+        "world": tuple(range(sizes.world)),
     }
 
 
 def layout_of(sizes: MeshSizes, rank: int, axis: MakeAxis) -> Layout:
     """The layout of one process."""
-    axes = {name: axis(ranks) if len(ranks) > 1 else SINGLE for name, ranks in axis_ranks(sizes, rank).items()}
+    axes = {name: axis(name, ranks) if len(ranks) > 1 else SINGLE for name, ranks in axis_ranks(sizes, rank).items()}
     dense = axes["tp"] if sizes.dense > 1 else SINGLE
-    return Layout(axes["tp"], axes["dp"], dense, axes["ep"], axes["moe_tp"], axes["world"])
+    pipe = Pipe(axes["hidden"], axes["published"])
+    return Layout(axes["tp"], axes["dp"], dense, axes["ep"], axes["moe_tp"], axes["world"], pipe)
 
 
 def build_mesh(sizes: MeshSizes, device: torch.device) -> Layout:
@@ -57,14 +74,17 @@ def build_mesh(sizes: MeshSizes, device: torch.device) -> Layout:
     """
     rank = dist.get_rank()
     every = dict.fromkeys(
-        ranks for other in range(sizes.world) for ranks in axis_ranks(sizes, other).values() if len(ranks) > 1
+        (name == "published", ranks)
+        for other in range(sizes.world)
+        for name, ranks in axis_ranks(sizes, other).items()
+        if len(ranks) > 1
     )
-    groups = {ranks: dist.new_group(list(ranks)) for ranks in every}
+    groups = {(is_own, ranks): dist.new_group(list(ranks)) for is_own, ranks in every}
 
     @cache
-    def axis(ranks: tuple[int, ...]) -> Axis:
-        group = groups[ranks]
+    def of_group(is_own: bool, ranks: tuple[int, ...]) -> Axis:
+        group = groups[is_own, ranks]
         assert group is not None, "torch returns a group to each of its ranks"
         return ProcessAxis(group, len(ranks), ranks.index(rank), device.type == "cpu")
 
-    return layout_of(sizes, rank, axis)
+    return layout_of(sizes, rank, lambda name, ranks: of_group(name == "published", ranks))

@@ -87,6 +87,10 @@ class ProcessAxis:
         for work in dist.batch_isend_irecv(transfers) if transfers else ():
             work.wait()
 
+    def post(self, x: Tensor, ranks: Sequence[int]) -> Callable[[], object]:
+        sends = [dist.isend(x, group=self.group, group_dst=rank) for rank in ranks]
+        return lambda: [x, *(send.wait() for send in sends if send is not None)]  # holds the tensor until then
+
 
 def _ordered_sum(parts: Tensor) -> Tensor:
     """float32: parts[0] + parts[1] + ... in this order."""

@@ -51,13 +51,10 @@ def compact_accepted_path(
     slot_E, ints_EI: of the sampled rows, as the step found them. nodes_ED, count_E: see `sampling.sample.Sampled`.
     """
     deepest = nodes_ED.shape[1]
-    ahead_D = torch.arange(deepest, device=nodes_ED.device)
-    on_N = (ahead_D < count_E.unsqueeze(1)).flatten()
-    slot_N, ints_NI = slot_E.repeat_interleave(deepest), ints_EI.repeat_interleave(deepest, 0)
-    root_E1 = ints_EI[:, NUM_COMPUTED, None]
-    to_N, from_N = (_places(slots, slot_N, (root_E1 + x).flatten(), ints_NI) * on_N for x in (ahead_D, nodes_ED))
-    move(from_N.view_as(nodes_ED), to_N.view_as(nodes_ED))
+    from_ED, to_ED = path_places(slots, slot_E, ints_EI, nodes_ED, count_E)
+    move(from_ED, to_ED)
 
+    to_N, on_N = to_ED.flatten(), _on_path(nodes_ED, count_E).flatten()
     rows, batch = draft_input.plan.rows, draft_input.batch
     kept = tuple(_kept(row, deepest) for row in rows)
     token_T, path_T = upload(_tokens(rows, deepest), torch.int64, to_N.device)
@@ -79,6 +76,24 @@ def compact_accepted_path(
     return DraftExtendInput(
         replace(draft_input.plan, rows=kept), compacted, draft_input.hidden_TH.index_select(0, token_T)
     )
+
+
+def path_places(
+    slots: Slots, slot_E: Tensor, ints_EI: Tensor, nodes_ED: Tensor, count_E: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Where the KV of each path is, and where a chain's would be, int64 [E, D]; the null page beyond a path's end."""
+    deepest, on_ED = nodes_ED.shape[1], _on_path(nodes_ED, count_E)
+    ahead_D = torch.arange(deepest, device=nodes_ED.device)
+    slot_N, ints_NI = slot_E.repeat_interleave(deepest), ints_EI.repeat_interleave(deepest, 0)
+    root_E1 = ints_EI[:, NUM_COMPUTED, None]
+    from_ED, to_ED = (
+        _places(slots, slot_N, (root_E1 + x).flatten(), ints_NI).view_as(nodes_ED) * on_ED for x in (nodes_ED, ahead_D)
+    )
+    return from_ED, to_ED
+
+
+def _on_path(nodes_ED: Tensor, count_E: Tensor) -> Tensor:
+    return torch.arange(nodes_ED.shape[1], device=nodes_ED.device) < count_E.unsqueeze(1)
 
 
 def _places(slots: Slots, slot_N: Tensor, column_N: Tensor, ints_NI: Tensor) -> Tensor:

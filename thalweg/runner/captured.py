@@ -47,6 +47,7 @@ class CaptureContext:
     attends: bool  # whether the drafter's extension attends to earlier entries
     max_kv_len: int  # the longest context
     spare: int  # a slot that no request gets
+    samples: bool = True  # False on a pipeline stage before the last
 
     @property
     def pages(self) -> int:
@@ -141,7 +142,7 @@ class CapturedStep(ABC):
 
     def capture(self, pool: GraphPool) -> None:
         """Captures sampling after the pass has been captured. It writes to the spare slot and the null page."""
-        for needs in NEEDS:
+        for needs in NEEDS if self.captured_pass.context.samples else ():
             self.graphs[needs], _ = capture(pool, partial(self._sample_tokens, needs))
 
     @abstractmethod

@@ -258,3 +258,23 @@ class Drafting:
         self.drafter_failed, self.is_off, self.has_draft_kv, self.drafter = True, True, False, NO_DRAFTER
         self.deferred.clear()
         self.slots.num_drafts.zero_()  # the drafter may have failed halfway
+
+
+class DraftsElsewhere(Drafting):
+    """On a pipeline stage that is not the last, where nothing is drafted."""
+
+    def __init__(self, slots: Slots, planes: Planes) -> None:
+        super().__init__(NO_DRAFTER, slots, planes)
+
+    def prepare(self, plan: StepPlan, agreed: AgreedStep | None) -> None:
+        return
+
+    def draft(
+        self,
+        draft_input: DraftExtendInput | None,
+        request: DraftRequest | None,
+        num_drafts: int,
+        captured: DraftGraphs = NO_DRAFT_GRAPHS,
+        agreed: AgreedStep | None = None,
+    ) -> DraftOutput | None:
+        return None

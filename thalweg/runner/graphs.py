@@ -99,15 +99,15 @@ class TokenStep(CapturedStep):
 class Capture:
     """The whole steps of a runner and the work of its drafter, as they are captured."""
 
-    def __init__(self, runner: Runner, context: int, spare: int, pool: GraphPool) -> None:
-        """context: the longest, in tokens. spare: a slot that no request gets."""
-        drafter, self.pool, self.has_drafts = runner.drafting.drafter, pool, not runner.drafting.is_off
+    def __init__(self, runner: Runner, context: int, spare: int, pool: GraphPool, has_drafts: bool) -> None:
+        """context: the longest, in tokens. spare: a slot that no request gets. has_drafts: rows may have drafts."""
+        drafter, self.pool, self.has_drafts = runner.drafting.drafter, pool, has_drafts
         self.drafter = drafter if isinstance(drafter, AutoregressiveDrafter) else None
         attends = self.drafter is not None and self.drafter.head.attends
         model = runner.model
         self.context = CaptureContext(
             model, one_layer_of_each_kind(model), runner.planes, runner.slots, runner.sampler, runner.compact_kv,
-            attends, context, spare,
+            attends, context, spare, runner.pipe.is_last,
         )  # fmt: skip
         self.steps, self.extends, self.proposes = list[CapturedStep](), list[DraftExtendGraph](), list[DraftGraph]()
 
@@ -200,7 +200,8 @@ def capture_steps(
     `Capture`. draft_counts: numbers of drafts that the rows of a step may have. Raises UnsupportedConfig, and
     DrafterError if only the drafter's part fails.
     """
-    capture, done, tree = Capture(runner, context, spare, GraphPool()), itertools.count(1), runner.slots.tree
+    capture = Capture(runner, context, spare, GraphPool(), bool(draft_counts))
+    done, tree = itertools.count(1), runner.slots.tree
     beside = halving([bucket for bucket in rows if bucket <= max(tokens)]) if tokens else []
     chain_counts = [num_drafts for num_drafts in draft_counts if rows and not tree.is_tree_step(1 + num_drafts)]
     has_drafts = bool(chain_counts) and capture.drafter is not None

@@ -25,8 +25,9 @@ from thalweg.models.interface import Model
 from thalweg.runner.accepted_path import compact_accepted_path, kv_mover
 from thalweg.runner.captured import CapturedStep
 from thalweg.runner.draft_graphs import NO_DRAFT_GRAPHS, DraftGraphs
-from thalweg.runner.drafting import Drafting
+from thalweg.runner.drafting import Drafting, DraftsElsewhere
 from thalweg.runner.piecewise import Piecewise
+from thalweg.runner.publication import Publication, SampledStep
 from thalweg.sampling.catalog import sampler_on
 from thalweg.sampling.sample import NO_TOKEN, Sampled, Sampler, accept
 from thalweg.sampling.sharded import sharded
@@ -96,9 +97,11 @@ class Runner:
     ) -> None:
         self.model, self.planes, self.slots = model, planes, slots
         self.forward_model = forward_model  # the model, or its piecewise graphs
-        self.drafting = Drafting(drafter, slots, planes)
+        self.pipe = model.factory.layout.pipe
+        self.drafting = Drafting(drafter, slots, planes) if self.pipe.is_last else DraftsElsewhere(slots, planes)
         self.sampler: Sampler = sharded(sampler_on(planes.device), model.shards)
         self.compact_kv = kv_mover(planes, model.planes() if slots.tree.is_tree else ())
+        self.publication = Publication(self.pipe, slots, self.compact_kv)
         self.graphs = CapturedSteps()
         self.balancer: Balancer = NoBalancer()
         self.failed: Tensor | None = None  # see `kernels.peer_words`, where kernels wait for other ranks
@@ -120,6 +123,7 @@ class Runner:
         agreed = None if agreed is not None and agreed.ranks == 1 else agreed
         if not (plan.rows if agreed is None else agreed.tokens):
             return None
+        self.publication.before_step(plan.published_step)
         self.balancer.before_step()
         if agreed is not None or not self.drafting.is_off:
             self.drafting.prepare(plan, agreed)
@@ -133,6 +137,8 @@ class Runner:
             self.pass_checksum = zlib.crc32(repr(key).encode(), self.pass_checksum)
         if graph is not None:
             logits_RV, slot_E, ints_EI, draft_input = graph.forward(plan)
+            if not self.pipe.is_last:
+                return ForwardResult(plan, None, slot_E, ints_EI, {}, agreed=agreed)
             replayed = graph if graph.can_replay_sampling(plan) else None
             return ForwardResult(plan, logits_RV, slot_E, ints_EI, {}, draft_input, replayed, agreed)
         return self._eager_forward(plan, agreed)
@@ -142,6 +148,8 @@ class Runner:
         if agreed is not None:
             inputs = inputs.padded(agreed.tokens)
         hidden_TH = self.forward_model.forward(inputs.batch, self.planes)
+        if not self.pipe.is_last:
+            return ForwardResult(plan, None, inputs.slot_E, inputs.ints_EI, {}, agreed=agreed)
         sampled_NH = hidden_TH if inputs.all_sampled else hidden_TH[inputs.batch.logits_indices_N]
         logits_NV = self._logits(sampled_NH, 0 if agreed is None else agreed.logits)
         prompt_logprobs = self._prompt_logprobs(plan, hidden_TH, agreed)
@@ -160,11 +168,18 @@ class Runner:
 
     @torch.inference_mode()
     def draft(self, forwarded: ForwardResult | None, sampled: Sampled | None, num_drafts: int) -> DraftOutput | None:
-        """After `sample`: moves the KV of accepted drafts, extends the drafter and proposes drafts for the next step.
-        None if nothing was drafted.
+        """After `sample`: moves the KV of accepted drafts, extends the drafter, proposes drafts for the next step, and
+        tells other pipeline stages. None if nothing was drafted.
         """
         if forwarded is None:
             return None
+        drafted, plan = self._draft(forwarded, sampled, num_drafts), forwarded.plan
+        sampled_slots = [row.slot for row in plan.rows if row.samples]
+        query = (forwarded.agreed or plan).sampled_per_row
+        self.publication.after_step(SampledStep(plan.step, sampled_slots, query, num_drafts), sampled)
+        return drafted
+
+    def _draft(self, forwarded: ForwardResult, sampled: Sampled | None, num_drafts: int) -> DraftOutput | None:
         draft_input, request, agreed = self._draft_input(forwarded, sampled), None, forwarded.agreed
         if agreed is None and self.drafting.is_off:
             return None

@@ -96,6 +96,7 @@ class ServerInfoResponse(TypedDict):
     served_model_name: str
     context_length: int | None
     tp_size: int
+    pp_size: int
     dp_size: int
     ep_size: int
     enable_dp_attention: bool
@@ -238,6 +239,7 @@ async def server_info(ctx: AppContext, request: Request) -> ServerInfoResponse:
         "served_model_name": ctx.names[0],
         "context_length": ctx.context_len,
         "tp_size": front.config.tp_size,
+        "pp_size": front.config.pp_size,
         "dp_size": front.config.dp_size,
         "ep_size": front.config.ep_size,
         "enable_dp_attention": front.config.enable_dp_attention,

@@ -60,7 +60,7 @@ ONE = ParallelLayout()
 
 def layout_of(config: EngineConfig) -> ParallelLayout:
     """The layout that an engine has."""
-    return ParallelLayout(config.tp_size, config.attention_dp, config.ep_size, copies=config.copies)
+    return ParallelLayout(config.tp_size, config.attention_dp, config.ep_size, config.pp_size, config.copies)
 
 
 def why_not(facts: ModelFacts, layout: ParallelLayout) -> str:

@@ -55,7 +55,7 @@ class FirstRank:
     def _unused(self, *tensors: Any) -> Any:
         raise AssertionError("a model on the meta device computes nothing")
 
-    add_ = all_reduce = all_gather = reduce_scatter = all_to_all = transfer = _unused
+    add_ = all_reduce = all_gather = reduce_scatter = all_to_all = transfer = post = _unused
 
 
 class WeightGroup(NamedTuple):
