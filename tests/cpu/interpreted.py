@@ -28,6 +28,7 @@ from thalweg.kernels.draft_state import ref as draft_ref
 from thalweg.kernels.draft_state import triton as draft
 from thalweg.kernels.exchange import case as exchange
 from thalweg.kernels.exchange import triton as exchange_kernel
+from thalweg.kernels.exchange.ref import bytes_for
 from thalweg.kernels.experts import case as expert_case
 from thalweg.kernels.experts import triton as experts
 from thalweg.kernels.moe_align import triton as align
@@ -179,7 +180,7 @@ def missing_rank() -> None:
     tries = peer_words.TRIES
     peer_words.TRIES = tl.constexpr(2)
     try:
-        memory = torch.zeros(exchange_kernel.bytes_for(2, 3, 4), dtype=torch.uint8)
+        memory = torch.zeros(bytes_for(2, 3, 4), dtype=torch.uint8)
         own = exchange_kernel.PeerRows.of([memory.data_ptr()] * 2, 0, memory.device, rows=3, words=4)
         to, rows = exchange_kernel.Destinations.of(torch.ones(2, 3, dtype=torch.bool)), torch.ones(3, 4).int()
         exchange_kernel.dispatch(rows, to, own, 0, exchange_kernel.RECEIVE)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from tests.cpu.plan_models import (
     DEEPSEEK,
@@ -24,16 +25,28 @@ from thalweg.config.engine import EngineConfig
 from thalweg.config.machines import CHIPS, hardware
 from thalweg.core.errors import UnsupportedConfig
 from thalweg.launch.planning.collectives import collectives
-from thalweg.launch.planning.gpu_memory import GpuMemory, graph_bytes, slot_bytes, step_bytes
+from thalweg.launch.planning.gpu_memory import GpuMemory, exchange_bytes, graph_bytes, slot_bytes, step_bytes
 from thalweg.launch.planning.layouts import ONE, ParallelLayout, layouts, why_not
 from thalweg.launch.planning.roofline import Ceilings, StepPhase, StepShape, expected, seconds
 from thalweg.launch.planning.search import PlannedLayout, PlanningInput, Workload, outcomes
+from thalweg.models.catalog import read_config_facts
 
 # ---- memory ----
 
 
 def held(of: str, layout: ParallelLayout = ONE) -> float:
     return planned(of).on(layout).weight_bytes
+
+
+def test_ranks_with_different_tokens_set_memory_aside_to_exchange_them() -> None:
+    """Twice as many bytes as 512 rows of four ranks have, in two sets, there and back."""
+    made, engine = read_config_facts(DEEPSEEK, "config.json"), EngineConfig(model_path="m")
+    rows = 8 * 9 + 2 * 7168, 2 * 7168
+    dp4 = ParallelLayout(4, 4, 4)
+    assert exchange_bytes(made, engine, dp4) == sum(2 * 2 * 4 * (4 + 512 * many) for many in rows)
+    assert exchange_bytes(made, engine, ParallelLayout(4, 1, 4)) == 0
+    alltoall, deepep = (structs.replace(engine, moe_a2a_backend=name) for name in ("alltoall", "deepep"))
+    assert exchange_bytes(made, alltoall, ParallelLayout(4, 1, 4)) > 0 == exchange_bytes(made, deepep, dp4)
 
 
 def test_memory_of_layouts() -> None:

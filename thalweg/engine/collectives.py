@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from thalweg.config.engine import EngineConfig
 from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.report import START_UP, Decision
+from thalweg.kernels.exchange.ref import bf16_row
 from thalweg.models.interface import Model
 from thalweg.parallel.axis import Axis, gather_texts
 from thalweg.parallel.process_axis import ProcessAxis
@@ -52,7 +53,8 @@ def with_exchange(config: EngineConfig, model: Model, device: torch.device) -> E
         return config
     from thalweg.parallel.peer_exchange import PeerExchange  # needs Triton
 
-    row_bytes, hidden = 8 * (moe.topk + moe.shared) + 2 * model.facts.hidden, model.facts.hidden  # slots, weights, rows
+    hidden = model.facts.hidden
+    row_bytes = bf16_row(moe.topk + moe.shared, hidden)
     kernel, reason = _on_all_ranks(axis, device, lambda: PeerExchange(axis, axis.group, row_bytes, hidden, device))
     if kernel is None:
         return config.started([Decision("expert_exchange", "library", START_UP, reason)])

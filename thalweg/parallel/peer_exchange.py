@@ -11,13 +11,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thalweg.kernels.exchange import triton as exchange
+from thalweg.kernels.exchange.ref import MAX_ROWS, bytes_for, row_words
 from thalweg.kernels.exchange.triton import Destinations
 from thalweg.parallel.symmetric import SymmetricMemory, slowest_microseconds
 
 if TYPE_CHECKING:
     from thalweg.parallel.process_axis import ProcessAxis
 
-MAX_ROWS = 512  # memory: 2 W rows of twice their bytes, and as much for bf16 results; 240 MB for 4 ranks and V3's rows
 MEASURED = (1, 16, 64, 128, 256, 512)  # rows
 
 
@@ -31,11 +31,8 @@ class PeerExchange:
         Raises UnsupportedConfig where GPUs cannot address each other's memory.
         """
         self.axis, self.hidden, self.device, self.rows = axis, hidden, device, MAX_ROWS
-        self.words = -(-row_bytes // 4)
-        sizes = self.words, hidden // 2
-        self._memories = [
-            SymmetricMemory(group, exchange.bytes_for(axis.size, MAX_ROWS, words), device) for words in sizes
-        ]
+        self.words, _ = sizes = row_words(row_bytes, hidden)
+        self._memories = [SymmetricMemory(group, bytes_for(axis.size, MAX_ROWS, words), device) for words in sizes]
         self._sending, self._returning = (
             exchange.PeerRows.of(memory.addresses, axis.rank, device, rows=MAX_ROWS, words=words)
             for memory, words in zip(self._memories, sizes, strict=True)

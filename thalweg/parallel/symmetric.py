@@ -45,8 +45,14 @@ class SymmetricMemory:
 
     def __init__(self, group: dist.ProcessGroup, count: int, device: torch.device) -> None:
         """count: bytes. All ranks call it at the same time. Raises UnsupportedConfig where ranks cannot address each
-        other's memory.
+        other's memory, or the programs of a kernel, which wait for those of other ranks, could not all run at once.
         """
+        from thalweg.kernels.peer_words import PROGRAMS  # needs Triton
+
+        least = torch.tensor(torch.cuda.get_device_properties(device).multi_processor_count, device=device)
+        dist.all_reduce(least, dist.ReduceOp.MIN, group)
+        if int(least) < PROGRAMS:
+            raise UnsupportedConfig(f"a GPU of this group has {int(least)} multiprocessors; {PROGRAMS} are needed")
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # switches lose packets with it on shared hosts
         import torch.distributed._symmetric_memory as symmetric  # takes a second to import
 

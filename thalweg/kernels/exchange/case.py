@@ -47,7 +47,7 @@ def run_triton(rows_RNW: Tensor, goes_RRN: Tensor, results_RRNH: Tensor) -> tupl
     width, every = results_RRNH.shape[-1], range(ranks)
 
     def memories(words: int) -> list[triton.PeerRows]:
-        held = [torch.zeros(triton.bytes_for(ranks, rows, words), dtype=torch.uint8, device=device) for _ in every]
+        held = [torch.zeros(ref.bytes_for(ranks, rows, words), dtype=torch.uint8, device=device) for _ in every]
         addresses = [one.data_ptr() for one in held]
         kept.append(held)
         return [triton.PeerRows.of(addresses, rank, device, rows=rows, words=words) for rank in every]

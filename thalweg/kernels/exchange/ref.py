@@ -8,6 +8,22 @@ import torch
 from torch import Tensor
 
 EMPTY = -1  # in the first words of a row that no rank sent
+MAX_ROWS = 512  # of a rank, that memory is set aside for
+
+
+def bytes_for(ranks: int, rows: int, words: int) -> int:
+    """Memory of a rank, of both sets: a word for each rank's number of rows, and its rows."""
+    return 2 * ranks * (1 + rows * words) * 8
+
+
+def row_words(row_bytes: int, hidden: int) -> tuple[int, int]:
+    """Words of a row that is sent, and of a result in bf16."""
+    return -(-row_bytes // 4), hidden // 2
+
+
+def bf16_row(experts: int, hidden: int) -> int:
+    """Bytes of a row with the slots and weights of its experts, the most that is sent."""
+    return 8 * experts + 2 * hidden
 
 
 def dispatch(rows_RNW: Tensor, goes_RRN: Tensor, marked: int) -> Tensor:

@@ -32,7 +32,7 @@ ALL, SEND, RECEIVE = (constexpr(phase) for phase in range(3))
 
 @dataclass(frozen=True, slots=True)
 class PeerRows(PeerMemory):
-    """See `bytes_for`."""
+    """See `ref.bytes_for`."""
 
     rows: int  # the most of a rank
     words: int  # the most of a row
@@ -49,11 +49,6 @@ class Destinations(NamedTuple):
     def of(cls, goes_RN: Tensor) -> Destinations:
         counts_RN = goes_RN.cumsum(1, dtype=torch.int32)
         return cls(goes_RN, counts_RN - 1, counts_RN[:, -1].contiguous())
-
-
-def bytes_for(ranks: int, rows: int, words: int) -> int:
-    """Memory of a rank, of both sets: a word for each rank's number of rows, and its rows."""
-    return 2 * ranks * (1 + rows * words) * 8
 
 
 @triton.jit

@@ -9,6 +9,7 @@ from thalweg.config.model import ModelFacts
 from thalweg.core.plan import PAGE
 from thalweg.core.report import AUTO, Decision
 from thalweg.core.sampling import MAX_EOS_IDS, MAX_LOGIT_BIAS, MAX_LOGPROB_IDS, MAX_STOP_IDS
+from thalweg.kernels.exchange.ref import MAX_ROWS, bf16_row, bytes_for, row_words
 from thalweg.launch.planning.layouts import ONE, ParallelLayout
 from thalweg.launch.planning.weights import PlannedModel
 from thalweg.launch.resolved import Resolved
@@ -72,10 +73,20 @@ def gpu_memory(resolved: Resolved, model: PlannedModel, layout: ParallelLayout, 
     stage = -(-facts.layers // layout.pp) / facts.layers
     page = sizes.kv_bytes * PAGE * stage * rank.kv_bytes() / alone.kv_bytes()
     step, graphs = (count(facts, engine, layout.tp) for count in (step_bytes, graph_bytes))
-    memory = GpuMemory(free, RUNTIME, rank.weight_bytes + rotary + drafter, step, graphs, 0.0, RESERVE, page)
+    beside = RUNTIME + exchange_bytes(facts, engine, layout)
+    memory = GpuMemory(free, beside, rank.weight_bytes + rotary + drafter, step, graphs, 0.0, RESERVE, page)
     # slots are as long as the longest sequence, which is no longer than what the pages hold
     context = min(engine.context_length, max(memory.tokens, PAGE))
     return replace(memory, slots=slot_bytes(engine.max_running_requests + 1, context, drafts=sizes.slot_bytes))
+
+
+def exchange_bytes(facts: ModelFacts, engine: EngineConfig, layout: ParallelLayout) -> int:
+    """Of the one-sided dispatch and combine between ranks that have different tokens; see `engine.collectives`."""
+    ranks = layout.ep if engine.moe_a2a_backend == "alltoall" else layout.dp
+    if facts.moe is None or ranks == 1 or engine.moe_a2a_backend == "deepep" or engine.deterministic_inference:
+        return 0
+    row_bytes = bf16_row(facts.moe.topk + facts.moe.shared, facts.hidden)
+    return sum(bytes_for(ranks, MAX_ROWS, words) for words in row_words(row_bytes, facts.hidden))
 
 
 def with_pages(resolved: Resolved, memory: GpuMemory, layout: ParallelLayout) -> Resolved:
