@@ -58,7 +58,7 @@ def exactly(prompt: Sequence[int], output_len: int) -> Generation:
 def check_one_process(engine: LocalEngine, what: str) -> None:
     """what: changes the model in this process only. Raises UnsupportedConfig where others share it."""
     if engine.config.processes > 1:
-        raise UnsupportedConfig(f"{what} works with one process: leave out --tp-size and --dp-size")
+        raise UnsupportedConfig(f"{what} works with one process: leave out --tp-size, --pp-size and --dp-size")
 
 
 class EngineStep(NamedTuple):

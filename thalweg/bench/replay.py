@@ -115,6 +115,8 @@ def _settings(recording: Recording, model: str | None, device: str | None, progr
         else (),
         overlap_schedule=False,
         tp_size=1,
+        pp_size=1,
+        pp_layer_partition=(),
         dp_size=1,
         ep_size=1,
         moe_dense_tp_size=1,

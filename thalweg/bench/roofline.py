@@ -184,7 +184,7 @@ def rank_waits(engine: LocalEngine, own: Path, steps: Sequence[ProfiledStep]) ->
     """By the profiles that all processes write into one folder. None without others, and on a CPU. own: this
     process's, with these steps.
     """
-    others, deadline = engine.config.tp_size - 1, time.monotonic() + PROFILES_S
+    others, deadline = engine.config.copy_processes - 1, time.monotonic() + PROFILES_S
     if engine.config.copies > 1:  # they wait for nobody
         return None
     while others and time.monotonic() < deadline:

@@ -94,9 +94,11 @@ class AdminOperations:
         problems = gather_texts(self.model.factory.layout.world, problem, device)
         if problem := next(filter(None, problems), ""):
             raise InvalidRequest("model_path", problem)
-        own = (sum(count) for count in zip(*counts, strict=True))
-        replaced, total = (int(sum(gather_number(pipe.hidden, count, device))) for count in own)
-        if not replaced:  # of any stage
+        own = [sum(count) for count in zip(*counts, strict=True)]
+        of_model, replaced, total = (
+            int(sum(gather_number(pipe.hidden, count, device))) for count in (counts[0][0], *own)
+        )
+        if not of_model:  # of any stage
             raise InvalidRequest("model_path", "it holds none of the model's tensors; nothing was changed")
 
         def write() -> tuple[int, int]:

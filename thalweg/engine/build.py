@@ -50,7 +50,7 @@ from thalweg.engine.calibration_memory import (
 from thalweg.engine.calibration_warmup import warm_up
 from thalweg.engine.collectives import failure_flag, with_exchange, with_sum_and_norm
 from thalweg.engine.compile_ahead import CompileAhead, NothingAhead, compile_ahead
-from thalweg.engine.coordination import OWN_PLAN, Coordinator, DataParallelSteps, OneSchedulersSteps
+from thalweg.engine.coordination import OWN_PLAN, Coordinator, DataParallelSteps, SingleSchedulerSteps
 from thalweg.engine.follower import Follower, PlanSender
 from thalweg.engine.grammars import GrammarRegistry
 from thalweg.engine.group import ALONE, RankContext, place_of, timeout_of
@@ -143,10 +143,10 @@ def build_follower(config: EngineConfig, rank_context: RankContext) -> Follower:
     """Builds what another process of a rank runs. Raises as `build`."""
     config, _, runner = prepare(config, rank_context, StartupTimes())
     assert rank_context.member.plans is not None, "a follower has a leader"
-    worker = Worker(runner, _stream(config))
-    number = place_of(config, rank_context.member.rank).number
-    reader = PlanReader(rank_context.member.plans, number - 1)
-    return Follower(reader, worker, AdminOperations(runner, worker), config.max_steps_in_flight)
+    reader = PlanReader(rank_context.member.plans, place_of(config, rank_context.member.rank).number - 1)
+    on_cpu = config.device == "cpu"  # its steps run in this thread, so that an error is noticed in its own step
+    worker = Worker(runner, InlineStream() if on_cpu else _stream(config))
+    return Follower(reader, worker, AdminOperations(runner, worker), 1 if on_cpu else config.max_steps_in_flight)
 
 
 def prepare(
@@ -172,7 +172,6 @@ def prepare(
             lambda wish: build_runner(wish, facts, times, ahead, rank_context), config
         )
     runner.drafting.drop_deferred()
-    runner.publication.finish()
     if config.enable_eplb:
         runner.balancer = _balancer(config, facts, runner)
     is_as_wished = config.kernels == wished.kernels and not config.drafter_left_out  # else another start may need more
@@ -538,7 +537,7 @@ def _coordinator(worker: Worker, rank_context: RankContext) -> Coordinator:
     if layout.world.size == 1:
         return OWN_PLAN
     if step_records is None:
-        return OneSchedulersSteps(worker, layout.world.size)
+        return SingleSchedulerSteps(worker, layout.world.size)
     return DataParallelSteps(worker, StepExchange(step_records, layout.dp.rank), layout.world.size)
 
 

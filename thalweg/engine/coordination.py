@@ -46,7 +46,7 @@ class OwnPlan:
 OWN_PLAN = OwnPlan()
 
 
-class OneSchedulersSteps:
+class SingleSchedulerSteps:
     """There is one data-parallel rank, of several processes."""
 
     is_shared = is_busy = False

@@ -76,7 +76,7 @@ class Follower:
     """Runs what its leader sends."""
 
     def __init__(self, reader: PlanReader, worker: Worker, admin: AdminOperations, depth: int) -> None:
-        """depth: of the leader's loop."""
+        """depth: steps that may be on their way."""
         self.reader, self.worker, self.admin, self.depth = reader, worker, admin, depth
         self._decode = msgspec.msgpack.Decoder(PlanMessage).decode
         self._inflight: deque[StepPlan] = deque()

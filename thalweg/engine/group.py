@@ -138,6 +138,6 @@ def join(config: EngineConfig, member: Member, lost: Callable[[], str] = nothing
     # some ranks wait for others already while these compile or load, so a start's time is the limit
     timeout = max(timeout_of(config), config.restart_timeout)
     store = connect(member.store, member.rank, config.copy_processes, device, timeout, lost)
-    layout = build_mesh(mesh_of(config), device)
+    layout = build_mesh(mesh_of(config), device, timeout)
     del store  # torch holds it in C++ only, which does not keep a Python object alive
     return RankContext(member, layout, device)

@@ -1,6 +1,7 @@
 """The engine's only loop. Its depth is the number of steps whose results the host may not know yet: 1 is synchronous, 2
-is overlapped, p + 1 is a pipeline of p stages. A step has two parts: forward (inputs → model → logits) and sample
-(masks → accept → copy tokens to the host → propose drafts). Clients get tokens before drafts are made.
+is overlapped, p and p + 1 are pipelines of p stages without and with overlap. A step has two parts: forward (inputs →
+model → logits) and sample (masks → accept → copy tokens to the host → propose drafts). Clients get tokens before drafts
+are made.
 """
 
 from __future__ import annotations

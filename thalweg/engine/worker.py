@@ -21,7 +21,7 @@ Sampling = tuple[Sample, Callable[[], DraftOutput | None]]  # wait for the token
 
 
 class InlineStream:
-    """The stream of a CPU at depth 1: runs work when it is submitted, and drafts when they are read."""
+    """The stream of a CPU with one step on its way: runs work when it is submitted, and drafts when they are read."""
 
     def submit(self, work: Callable[[], T]) -> Callable[[], T]:
         """Streams run work in order. The returned function waits for its result, and raises what the work raised."""
@@ -35,7 +35,9 @@ class InlineStream:
 
 
 class ThreadStream(InlineStream):
-    """The stream of a CPU at depth 2: one thread, so that the host plans the next step meanwhile."""
+    """The stream of a CPU with several steps on their way: one thread, so that the host plans the next step
+    meanwhile.
+    """
 
     def __init__(self) -> None:
         self.pool = ThreadPoolExecutor(1, thread_name_prefix="device")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -15,7 +16,9 @@ from thalweg.core.plan import PAGE
 from thalweg.launch.planning.layouts import ONE, ParallelLayout, layout_of
 from thalweg.launch.planning.weights import META, PlannedModel, WeightGroup
 from thalweg.launch.resolved import Plane, Sizes
+from thalweg.memory.planes import PlaneSpec
 from thalweg.models import catalog
+from thalweg.models.stages import PipelineStage, largest_share, stage_borders
 from thalweg.sampling.catalog import draft_sampling_for
 from thalweg.spec.catalog import build_drafter
 from thalweg.spec.drafter import Drafter
@@ -31,7 +34,8 @@ def measure(facts: ModelFacts, config: EngineConfig) -> Sizes:
     model = catalog.assemble(facts, planned.factory(layout))
     drafter, tree = _build_drafter(facts, config, model), config.tree
     parts = _modules(drafter)
-    groups = _groups(planned, layout, parts)
+    stages = stage_borders(facts, config.pp_size, config.pp_layer_partition, config.speculative_algorithm == "NEXTN")
+    groups, share = _groups(planned, layout, parts), largest_share(facts, stages)
     if layout == ONE and not redundant:
         whole = groups
     else:
@@ -39,16 +43,22 @@ def measure(facts: ModelFacts, config: EngineConfig) -> Sizes:
         whole = _groups(alone, ONE, _modules(_build_drafter(facts, config, alone.headed())))
     buffers = sum(buffer.nbytes for part in (model, *parts) for buffer in part.buffers())
     layers, page_bytes = Counter[str](), Counter[str]()
-    for plane in (*model.planes(), *drafter.planes()):
+    for plane in (*_largest_planes(model.planes(), stages), *drafter.planes()):
         layers[plane.name] += 1
         page_bytes[plane.name] += plane.page_bytes
     tree_nodes = 3 * 8 * tree.num_drafts * tree.is_tree  # three int64 of each but the root
     return Sizes(
         sum(group.parameters for group in whole),
-        round(sum(group.held for group in groups)) + buffers,
+        round(sum(group.held * (share if group.is_in_layers else 1) for group in groups)) + buffers,
         tuple(Plane(name, layers[name], page_bytes[name] // PAGE) for name in layers),
         sum(prod(field.shape) * field.dtype.itemsize for field in drafter.fields()) + tree_nodes,
     )
+
+
+def _largest_planes(planes: Sequence[PlaneSpec], stages: Sequence[PipelineStage]) -> list[PlaneSpec]:
+    """Those of the stage with most bytes."""
+    of_stages = ([plane for plane in planes if stage.first <= plane.layer < stage.stop] for stage in stages)
+    return max(of_stages, key=lambda some: sum(plane.page_bytes for plane in some))
 
 
 def _build_drafter(facts: ModelFacts, config: EngineConfig, target: Any) -> Drafter:

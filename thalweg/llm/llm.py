@@ -156,7 +156,9 @@ class LLM:
         return self._control(DumpExperts(0, folder))
 
     def shutdown(self) -> None:
-        """Ends the engine and the processes beside this one (`tp_size`, `dp_size`). Python does it at its exit, too."""
+        """Ends the engine and the processes beside this one (`tp_size`, `pp_size`, `dp_size`). Python does it at its
+        exit, too.
+        """
         self._is_shut_down = True
         self.engine.close()
 

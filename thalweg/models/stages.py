@@ -53,6 +53,12 @@ def stage_borders(
     return tuple(PipelineStage(first, stop, facts.layers) for first, stop in pairwise(borders))
 
 
+def largest_share(facts: ModelFacts, stages: Sequence[PipelineStage]) -> float:
+    """The most parameters in layers that a stage has, as a share of all."""
+    of_layers = [_parameters(facts, layer) for layer in range(facts.layers)]
+    return max(sum(of_layers[stage.first : stage.stop]) for stage in stages) / sum(of_layers)
+
+
 def _even_borders(costs: Sequence[int], starts: Sequence[int], stages: int) -> list[int]:
     """First layers of the stages and the number of layers, with the smallest largest sum of a stage."""
     before = [0, *accumulate(costs)]

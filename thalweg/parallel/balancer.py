@@ -65,10 +65,14 @@ class ExpertBalancer:
     def before_step(self) -> None:
         """Called by all ranks before each step."""
         self.steps += 1
-        if self._left:
-            self._move()
-        elif self.steps % self.policy.interval == 0:
+        if self.steps % self.policy.interval == 0 and not self._is_any_moving():
             self._decide()
+        elif self._left:
+            self._move()
+
+    def _is_any_moving(self) -> bool:
+        """Whether experts of some pipeline stage are not yet where they belong."""
+        return any(gather_number(self.layout.pipe.hidden, len(self._left), self.device))
 
     def loads(self) -> Tensor:
         """int64 [L, E] on the host: tokens of each expert since the counts were cleared. All ranks call it together."""
@@ -112,10 +116,10 @@ class ExpertBalancer:
             utilization(load, placement.by_slot, self.layout.ep.size)
             for load, placement in zip(self._loads, self.placements, strict=True)
         ]
-        self._tell_stages(used)
         if any(map(any, self._loads)) and sum(used) <= self.policy.threshold * len(used):
             self._left = list(range(len(self.layers)))
-            self.rebalances += 1
+        self.rebalances += self._is_any_moving()
+        self._tell_stages(used)
 
     def _tell_stages(self, used: Sequence[float]) -> None:
         """All stages know how uneven the layers of all are, and how many experts have moved."""

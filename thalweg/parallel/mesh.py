@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from functools import cache
 from typing import NamedTuple
 
@@ -68,10 +69,11 @@ def layout_of(sizes: MeshSizes, rank: int, axis: MakeAxis) -> Layout:
     return Layout(axes["tp"], axes["dp"], dense, axes["ep"], axes["moe_tp"], axes["world"], pipe)
 
 
-def build_mesh(sizes: MeshSizes, device: torch.device) -> Layout:
+def build_mesh(sizes: MeshSizes, device: torch.device, timeout: float | None = None) -> Layout:
     """The layout of this process. All connected processes call this together: a group is made by all of them in the
-    same order.
+    same order. timeout: seconds that a collective may take; None: as the library has it.
     """
+    limit = None if timeout is None else timedelta(seconds=timeout)
     rank = dist.get_rank()
     every = dict.fromkeys(
         (name == "published", ranks)
@@ -79,7 +81,7 @@ def build_mesh(sizes: MeshSizes, device: torch.device) -> Layout:
         for name, ranks in axis_ranks(sizes, other).items()
         if len(ranks) > 1
     )
-    groups = {(is_own, ranks): dist.new_group(list(ranks)) for is_own, ranks in every}
+    groups = {(is_own, ranks): dist.new_group(list(ranks), timeout=limit) for is_own, ranks in every}
 
     @cache
     def of_group(is_own: bool, ranks: tuple[int, ...]) -> Axis:

@@ -1,5 +1,5 @@
-"""A channel from the leader of tensor-parallel ranks to the others, in shared memory: a ring of bytes that each
-follower reads at its own pace.
+"""A channel from the leader of a data-parallel rank to its other processes, in shared memory: a ring of bytes that
+each follower reads at its own pace.
 
 Layout, in words of 8 bytes: the position up to which the leader has written, how many messages it has sent, then for
 each follower the position up to which it has read, and how many messages it has carried out. A position counts bytes
@@ -17,7 +17,7 @@ from thalweg.parallel.shared_memory import SharedMemory, WakePipe
 
 RING = 1 << 20  # bytes: many steps of 256 rows (4 kB), or the prompts of a few binds
 WRITTEN, SENT, READ = 0, 1, 8  # words of the leader; first word of the followers, two each
-HEADER = 64 * 8  # bytes before the ring
+HEADER = 512 * 8  # bytes before the ring
 MOST_FOLLOWERS = (HEADER // 8 - READ) // 2
 LENGTH = 8  # bytes before a message
 

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from thalweg.batch.slots import Slots, upload
+from thalweg.core.plan import StepPlan
 from thalweg.kernels.build_inputs.ref import INTS, LENGTH
 from thalweg.parallel.pipeline import Pipe
 from thalweg.runner.accepted_path import Move, path_places
@@ -40,11 +41,15 @@ class Publication:
         self.pipe, self.slots, self.compact_kv = pipe, slots, compact_kv
         self._expected: deque[SampledStep] = deque()  # on a stage that is not the last
         self._sending: deque[tuple[int, Callable[[], object]]] = deque()  # on the last: step, what waits for its sends
-        self._needed = -1  # the step up to which other stages needed publications for the last step
+        self._needed = -1  # other stages had received up to this step before they sent the last hidden states
 
-    def after_step(self, step: SampledStep, sampled: Sampled | None) -> None:
+    def after_step(self, plan: StepPlan, num_drafts: int, sampled: Sampled | None) -> None:
         """The last stage has sampled and drafted; another one expects what came of it."""
-        if self.pipe.stages == 1 or not step.slots:
+        if self.pipe.stages == 1:
+            return
+        slots = [row.slot for row in plan.rows if row.samples]
+        step = SampledStep(plan.step, slots, plan.sampled_per_row, num_drafts)
+        if not slots:
             return
         if self.pipe.is_last:
             assert sampled is not None, "there are sampled rows"
@@ -56,7 +61,7 @@ class Publication:
         """Applies what was published of the steps up to this one."""
         while self._expected and self._expected[0].step <= published_step:
             self._receive(self._expected.popleft())
-        while self._sending and self._sending[0][0] <= self._needed:  # the last step had not come here without them
+        while self._sending and self._sending[0][0] <= self._needed:
             self._sending.popleft()[1]()
         self._needed = published_step
 

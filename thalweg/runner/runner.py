@@ -27,7 +27,7 @@ from thalweg.runner.captured import CapturedStep
 from thalweg.runner.draft_graphs import NO_DRAFT_GRAPHS, DraftGraphs
 from thalweg.runner.drafting import Drafting, DraftsElsewhere
 from thalweg.runner.piecewise import Piecewise
-from thalweg.runner.publication import Publication, SampledStep
+from thalweg.runner.publication import Publication
 from thalweg.sampling.catalog import sampler_on
 from thalweg.sampling.sample import NO_TOKEN, Sampled, Sampler, accept
 from thalweg.sampling.sharded import sharded
@@ -137,8 +137,6 @@ class Runner:
             self.pass_checksum = zlib.crc32(repr(key).encode(), self.pass_checksum)
         if graph is not None:
             logits_RV, slot_E, ints_EI, draft_input = graph.forward(plan)
-            if not self.pipe.is_last:
-                return ForwardResult(plan, None, slot_E, ints_EI, {}, agreed=agreed)
             replayed = graph if graph.can_replay_sampling(plan) else None
             return ForwardResult(plan, logits_RV, slot_E, ints_EI, {}, draft_input, replayed, agreed)
         return self._eager_forward(plan, agreed)
@@ -158,8 +156,8 @@ class Runner:
 
     @torch.inference_mode()
     def sample(self, forwarded: ForwardResult | None, masks: GrammarMasks | None = None) -> Sampled | None:
-        """The second half. masks: of the rows with a grammar. None if no row samples."""
-        if forwarded is None or forwarded.logits_NV is None or not len(forwarded.logits_NV):
+        """The second half. masks: of the rows with a grammar. None if no row samples, or another stage does."""
+        if not self.pipe.is_last or forwarded is None or forwarded.logits_NV is None or not len(forwarded.logits_NV):
             return None
         plan, graph, sampler = forwarded.plan, forwarded.graph, self.sampler
         captured = None if graph is None else partial(graph.sample, len(plan.rows), sampler=sampler)
@@ -173,10 +171,8 @@ class Runner:
         """
         if forwarded is None:
             return None
-        drafted, plan = self._draft(forwarded, sampled, num_drafts), forwarded.plan
-        sampled_slots = [row.slot for row in plan.rows if row.samples]
-        query = (forwarded.agreed or plan).sampled_per_row
-        self.publication.after_step(SampledStep(plan.step, sampled_slots, query, num_drafts), sampled)
+        drafted = self._draft(forwarded, sampled, num_drafts)
+        self.publication.after_step(forwarded.plan, num_drafts, sampled)
         return drafted
 
     def _draft(self, forwarded: ForwardResult, sampled: Sampled | None, num_drafts: int) -> DraftOutput | None:
