@@ -76,15 +76,18 @@ def send(words, call, to, mask):
 
 @triton.jit
 def receive(at, mask, call, failed):
-    """Waits until the words at these addresses are of this call. → their data, int32. Sets `failed` if it gives up."""
+    """Waits until the words at these addresses are of this call. → their data, int32. Sets `failed` if it gives up.
+
+    Only words that have not come are read again: a tile may have 130 KB, and all programs of a GPU poll.
+    """
     got = tl.load(at, mask=mask, other=0, volatile=True)
-    missing = tl.max((mask & ((got >> 32).to(tl.int32) != call)).to(tl.int32))
+    missing = mask & ((got >> 32).to(tl.int32) != call)
     tries = 0
-    while (missing > 0) & (tries < TRIES):
-        got = tl.load(at, mask=mask, other=0, volatile=True)
-        missing = tl.max((mask & ((got >> 32).to(tl.int32) != call)).to(tl.int32))
+    while (tl.max(missing.to(tl.int32)) > 0) & (tries < TRIES):
+        got = tl.where(missing, tl.load(at, mask=missing, other=0, volatile=True), got)
+        missing = mask & ((got >> 32).to(tl.int32) != call)
         tries += 1
-    if missing > 0:
+    if tl.max(missing.to(tl.int32)) > 0:
         tl.store(failed, 1)
     return got.to(tl.int32)
 
