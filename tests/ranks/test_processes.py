@@ -263,6 +263,20 @@ def test_an_engine_in_the_callers_process(layout: dict[str, Any], want: list[int
         engine.close()
 
 
+def test_a_drafter_reads_streams_of_other_stages(want: list[int]) -> None:
+    """EAGLE-3 reads the residual stream before layers of the first stage; its drafts are those of one process."""
+    head, counts = str(Path(MODEL).parent / "tiny-eagle3"), list[tuple[int, int]]()
+    drafts = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": head, "num_drafts": 3}
+    for layout in ({}, PP2):
+        engine = LocalEngine(config(**layout, **drafts))
+        try:
+            assert generated(engine) == want
+            counts.append((engine.loop.stats().accepted_tokens, engine.loop.stats().drafted_tokens))
+        finally:
+            engine.close()
+    assert counts[0] == counts[1] and counts[0][0] > 0
+
+
 @pytest.mark.parametrize("stages", [1, 2])
 def test_experts_that_moved_are_updated_and_written_to_a_file(stages: int, want: list[int], tmp_path: Path) -> None:
     """New weights go where the experts are now; an engine that starts from the file has them there. A stage writes for

@@ -200,6 +200,12 @@ def check_levels(levels: dict[str, Any], groups: dict[int, ProcessGroup]) -> Non
     assert (sum(rank.accepted for rank in served) > 10) == (case.drafts != "none")
 
 
+def test_stages_of_ranks_of_which_one_verifies_trees(groups: dict[int, ProcessGroup]) -> None:
+    """The other one begins a prompt in the same step: both publish what their own plans sampled."""
+    served, jumped = run_case(groups[4], Case("pp2-dp2-ep2", "seeded", "nextn-tree", n=2, pages=40))
+    assert jumped <= 1 and all(rank.accepted for rank in served)
+
+
 def test_scarce_pages_do_preempt(groups: dict[int, ProcessGroup]) -> None:
     """The column is worth nothing if it never bites."""
     served, jumped = run_case(groups[2], Case("tp2", "penalised", "nextn-3", "json_schema", n=2, pages=6))
