@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -269,12 +269,5 @@ class DraftsElsewhere(Drafting):
     def prepare(self, plan: StepPlan, agreed: AgreedStep | None) -> None:
         return
 
-    def draft(
-        self,
-        draft_input: DraftExtendInput | None,
-        request: DraftRequest | None,
-        num_drafts: int,
-        captured: DraftGraphs = NO_DRAFT_GRAPHS,
-        agreed: AgreedStep | None = None,
-    ) -> DraftOutput | None:
-        return None
+    def draft(self, *given: Any, **named: Any) -> None:
+        return

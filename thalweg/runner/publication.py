@@ -74,13 +74,13 @@ class Publication:
         self._needed = -1
 
     def _pack(self, step: SampledStep, sampled: Sampled) -> Tensor:
-        """int64 [E, X]. A row has its length before the step first."""
+        """int64 [E, X], see `_sizes`."""
         slots, slot_E = self.slots, self._slot_E(step)
         ints_EI = slots.ints_SI.index_select(0, slot_E)
         count_E = sampled.count_E.to(torch.int64)
         first_E = ints_EI[:, LENGTH] - count_E
         columns_EW = self._columns(first_E, step)
-        parts = [ints_EI, first_E.unsqueeze(1), slots.tokens_SL[slot_E.unsqueeze(1), columns_EW].to(torch.int64)]
+        parts = [ints_EI, slots.tokens_SL[slot_E.unsqueeze(1), columns_EW].to(torch.int64)]
         if slots.tree.is_tree_step(step.query):
             assert sampled.nodes_EQ is not None, "trees are verified node by node"
             nodes_EQ = F.pad(sampled.nodes_EQ, (0, step.query - sampled.nodes_EQ.shape[1]))
@@ -93,23 +93,23 @@ class Publication:
         slots, slot_E = self.slots, self._slot_E(step)
         sizes = self._sizes(step)
         like_EX = torch.empty(len(step.slots), sum(sizes), dtype=torch.int64, device=slot_E.device)
-        ints_EI, first_E1, tokens_EW, *path, nodes_EX = torch.split(self.pipe.receive_published(like_EX), sizes, 1)
+        ints_EI, tokens_EW, *path, nodes_EX = torch.split(self.pipe.receive_published(like_EX), sizes, 1)
+        before_EI = slots.ints_SI.index_select(0, slot_E)
         if path:
             count_E1, nodes_EQ = path
-            before_EI = slots.ints_SI.index_select(0, slot_E)
             self.compact_kv(*path_places(slots, slot_E, before_EI, nodes_EQ, count_E1.squeeze(1)))
-        columns_EW = self._columns(first_E1.squeeze(1), step)
+        columns_EW = self._columns(before_EI[:, LENGTH], step)
         slots.tokens_SL[slot_E.unsqueeze(1), columns_EW] = tokens_EW.to(torch.int32)
         slots.ints_SI[slot_E] = ints_EI
         if slots.tree.is_tree:
             slots.nodes_SN3[slot_E] = nodes_EX.reshape(len(step.slots), *slots.nodes_SN3.shape[1:])
 
     def _sizes(self, step: SampledStep) -> list[int]:
-        """Numbers of a row: integers, length before, tokens, of trees their count and their path, and all nodes."""
+        """Numbers of a row: integers, tokens, of trees their count and their path, and all nodes."""
         tree = self.slots.tree
         path = [1, step.query] if tree.is_tree_step(step.query) else []
         nodes = self.slots.nodes_SN3[0].numel() if tree.is_tree else 0
-        return [len(INTS), 1, step.query + step.num_drafts, *path, nodes]
+        return [len(INTS), step.query + step.num_drafts, *path, nodes]
 
     def _slot_E(self, step: SampledStep) -> Tensor:
         return upload(step.slots, torch.int64, self.slots.ints_SI.device)
