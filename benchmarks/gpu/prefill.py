@@ -64,7 +64,6 @@ def main() -> None:
         chunked_prefill_size=8192,
         context_length=8256,
         max_total_tokens=40960,
-        cuda_graph_mode="none",
         radix_cache=False,
     )
     top = ceilings.measure()

@@ -67,7 +67,7 @@ def run(
 
 def test_by_size_where_deep_gemm_is() -> None:
     assert run(FP8)[0] == {"moe": "triton+deep_gemm", "fp8_gemm": "triton+deep_gemm"}
-    assert run(EXPERTS)[0] == {"moe": "triton"}, "which bf16 experts do not gain by"
+    assert run(EXPERTS)[0] == {"moe": "triton+deep_gemm"}
     assert run(DENSE)[0] == {}
 
 
@@ -99,7 +99,7 @@ class Int8(Fp8Block):
     has_expert_kernels = False
 
 
-@pytest.mark.parametrize(("attention", "experts"), [("triton", "triton"), ("reference", "reference")])
+@pytest.mark.parametrize(("attention", "experts"), [("triton", "triton+deep_gemm"), ("reference", "reference")])
 def test_a_scheme_without_kernels_of_experts_needs_no_backend_of_its_own(
     attention: str, experts: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -205,10 +205,8 @@ _GEMM_HOPPER = replace(  # tested there only
 _FP8_HOPPER = replace(_GEMM_HOPPER, weights=("fp8_gemm",))
 _CHECK_EXPERTS, _CHECK_FP8 = "kernels.experts.ext:check", "kernels.gemm.fp8:check"
 
-# Triton is as fast for bf16 experts at any number of tokens (8,192 of V2-Lite on an H100: 2.27 ms a layer, DeepGEMM
-# 2.32)
 EXPERTS: dict[str, KernelBackend[GemmCapabilities]] = {
-    "triton+deep_gemm": KernelBackend(supports=_FP8_HOPPER, libraries=(DEEP_GEMM,), check=_CHECK_EXPERTS),
+    "triton+deep_gemm": KernelBackend(supports=_GEMM_HOPPER, libraries=(DEEP_GEMM,), check=_CHECK_EXPERTS),
     "triton": KernelBackend(supports=_GEMM_TRITON, libraries=()),
     "deep_gemm": KernelBackend(supports=_GEMM_HOPPER, libraries=(DEEP_GEMM,), check=_CHECK_EXPERTS),
     "reference": KernelBackend(supports=_GEMM_REFERENCE, libraries=()),

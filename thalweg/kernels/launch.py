@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+SMS = 132  # multiprocessors of an H100 or H200; a wrong number costs speed only
+
 
 def supports_triton(device: torch.device) -> bool:
     """Whether Triton's kernels run there: a GPU, with Triton installed."""

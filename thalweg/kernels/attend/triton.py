@@ -18,10 +18,9 @@ from torch import Tensor
 from triton.language import constexpr
 
 from thalweg.kernels.attend.args import ContextChunk
-from thalweg.kernels.launch import launch_config
+from thalweg.kernels.launch import SMS, launch_config
 
 PAGE = 64
-SMS = 132  # of an H100 or H200; a wrong number costs speed only
 MAX_SPLITS = 32
 LONG = 1 << 15  # tokens
 DETERMINISTIC_SPLITS = 32

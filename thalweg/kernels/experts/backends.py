@@ -38,8 +38,8 @@ def coded_runner(deterministic: bool = False) -> RunExperts:
 
 
 def _by_size(out_TH: Tensor, x: Rows, routed: RouterOutput, weights: ExpertWeights, accumulate: bool = True) -> None:
-    # in bf16 DeepGEMM's products are a fifth faster, which gathering and SiLU as kernels of their own take away again
-    grouped = weights.fp8 and len(x) >= ext.MIN_TOKENS
+    least = ext.MIN_FP8_TOKENS if weights.fp8 else ext.MIN_TOKENS
+    grouped = len(x) >= least and (weights.fp8 or ext.serves(weights))
     (ext.run_experts if grouped else own.run_experts)(out_TH, x, routed, weights, accumulate)
 
 

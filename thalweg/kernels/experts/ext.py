@@ -1,5 +1,7 @@
 """Experts through DeepGEMM's grouped GEMM on contiguous segments (`deep_gemm`, tested with sgl-deep-gemm 0.1.5.post1),
-for prefill; FP8 or bf16.
+for prefill. In bf16 the second product alone: in the first our own kernel gathers rows of x and gates as well, and
+DeepGEMM with kernels for both takes longer (8,192 tokens of V2-Lite on an H100: 1,253 and 1,414 us; the second product
+630 and 544).
 
 Pairs are sorted into segments of whole 128-row tiles, one expert each, on the device; DeepGEMM is given where each
 segment ends ("psum layout") and goes through it expert by expert, so that the tiles of an expert run together and its
@@ -17,15 +19,16 @@ from torch import Tensor
 from thalweg.core.kernels import CheckCase
 from thalweg.kernels.check import check_results
 from thalweg.kernels.experts.case import Shape, run_kernels, small_case
-from thalweg.kernels.experts.triton import ExpertWeights
+from thalweg.kernels.experts.triton import TMA_UP, ExpertWeights, serves_tma, tma_up
 from thalweg.kernels.gemm.deep_gemm import library
 from thalweg.kernels.moe_align.triton import combine, gather, sort
 from thalweg.kernels.norm.triton import Rows, rows_of
 from thalweg.kernels.quantize.triton import quantize
 from thalweg.kernels.router.triton import RouterOutput
-from thalweg.kernels.silu_mul.triton import silu_mul, silu_mul_quantize
+from thalweg.kernels.silu_mul.triton import silu_mul_quantize
 
-MIN_TOKENS = 3072  # below, tiles of 128 rows are half empty and the Triton kernels are faster (measured for V3 in FP8)
+# Below, tiles of 128 rows are half empty and the Triton kernels are faster: measured for V3 in FP8, V2-Lite in bf16
+MIN_FP8_TOKENS, MIN_TOKENS = 3072, 2048
 TILE = 128  # rows of a segment's tile: get_mk_alignment_for_contiguous_layout()
 INSTEAD = "run thalweg doctor, which says what is missing, or use --moe-runner-backend triton"
 LAYOUT = {"use_psum_layout": True, "ensure_zero_padding": False}
@@ -42,21 +45,27 @@ def check(device: torch.device, case: CheckCase) -> None:
     check_results("DeepGEMM", INSTEAD, lambda: run_kernels(backend="deep_gemm", **inputs), small.exact, 0.05)
 
 
+def serves(weights: ExpertWeights) -> bool:
+    """Whether it multiplies by these weights in bf16: what `up_by_tma` serves, and I in whole steps of DeepGEMM's."""
+    return weights.w2_NHI.shape[2] % 64 == 0 and serves_tma(weights.w2_NHI)
+
+
 def run_experts(out_TH: Tensor, x: Rows, routed: RouterOutput, weights: ExpertWeights, accumulate: bool = True) -> None:
-    """As `triton.run_experts`."""
-    x_TH = rows_of(x)
-    rows, scales = x_TH, None
-    if weights.fp8:
-        codes, scales = routed.codes_TH, routed.scales_TG
-        rows, scales = quantize(x_TH) if codes is None or scales is None else (codes, scales)
-    experts = len(weights.w2_NHI)
+    """As `triton.run_experts`. bf16 weights: such as it `serves`."""
+    experts, scales = len(weights.w2_NHI), None
     by = sort(routed.ids_TK, experts, TILE, aligned=True)
-    a_RH, a_scales = gather(rows, scales, by, routed.ids_TK, experts)
     ends_N = by.end_N[:experts]
-    gate_up = _multiply(a_RH, a_scales, weights.w13_NIH, weights.s13, ends_N)
-    del a_RH  # the next products' room may lie there
-    codes, scales = silu_mul_quantize(gate_up, by.tiles) if weights.fp8 else (silu_mul(gate_up, by.tiles), None)
-    y_RH = _multiply(codes, scales, weights.w2_NHI, weights.s2, ends_N)
+    if weights.fp8:
+        rows, scales = routed.codes_TH, routed.scales_TG
+        if rows is None or scales is None:
+            rows, scales = quantize(rows_of(x))
+        a_RH, a_scales = gather(rows, scales, by, routed.ids_TK, experts)
+        gate_up = _multiply(a_RH, a_scales, weights.w13_NIH, weights.s13, ends_N)
+        del a_RH  # the next products' room may lie there
+        inner, scales = silu_mul_quantize(gate_up, by.tiles)
+    else:
+        inner = tma_up(rows_of(x), routed.ids_TK.shape[1], by, weights, TMA_UP)
+    y_RH = _multiply(inner, scales, weights.w2_NHI, weights.s2, ends_N)
     combine(out_TH, y_RH, by.position_P, routed.ids_TK, routed.weights_TK, experts, accumulate)
 
 

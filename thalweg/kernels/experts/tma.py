@@ -47,20 +47,23 @@ def up_by_tma(
 @triton.jit
 def down_by_tma(
     y_PH, inner_PI, w2, order, tile_expert, tile_row, end_N, total_tiles,
-    HIDDEN: constexpr, INNER: constexpr,
-    BLOCK_M: constexpr, BLOCK_H: constexpr, BLOCK_I: constexpr, STAGES: constexpr, PDL: constexpr,
+    HIDDEN: constexpr, INNER: constexpr, BLOCK_M: constexpr, BLOCK_H: constexpr, BLOCK_I: constexpr,
+    STAGES: constexpr, PROGRAMS: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    """y[pair] = w2 · inner[position of the pair], BLOCK_H columns of one tile. w2: [N, H, I]."""
+    """y[pair] = w2 · inner[position of the pair], BLOCK_H columns of one tile after the other. w2: [N, H, I]. The loops
+    over tiles and over their steps are one pipeline, which loads the next tile's first operands while the last one's
+    results are stored.
+    """
     BLOCKS: constexpr = (HIDDEN + BLOCK_H - 1) // BLOCK_H
-    tile, column = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS * BLOCK_H
     pdl_wait(PDL)
     pdl_launch(PDL)
-    if tile < tl.load(total_tiles):
+    for program in tl.range(tl.program_id(0), tl.load(total_tiles) * BLOCKS, PROGRAMS, flatten=True):
+        tile, column = program // BLOCKS, program % BLOCKS * BLOCK_H
         expert, first = tl.load(tile_expert + tile), tl.load(tile_row + tile)
         acc = tl.zeros([BLOCK_M, BLOCK_H], tl.float32)
-        for start in tl.range(0, INNER, BLOCK_I, num_stages=STAGES):
-            w = w2.load([expert, column, start]).reshape(BLOCK_H, BLOCK_I)
-            acc = tl.dot(inner_PI.load([first, start]), w.T, acc)
+        for step in tl.range(0, (INNER + BLOCK_I - 1) // BLOCK_I, num_stages=STAGES):
+            w = w2.load([expert, column, step * BLOCK_I]).reshape(BLOCK_H, BLOCK_I)
+            acc = tl.dot(inner_PI.load([first, step * BLOCK_I]), w.T, acc)
         row, h = first + tl.arange(0, BLOCK_M)[:, None], column + tl.arange(0, BLOCK_H)[None, :]
         live = row < tl.load(end_N + expert)
         at = y_PH + tl.load(order + row, mask=live, other=0).to(tl.int64) * HIDDEN + h

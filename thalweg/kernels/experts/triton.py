@@ -37,8 +37,8 @@ from triton.language import constexpr
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from thalweg.kernels.experts.tma import down_by_tma, up_by_tma
-from thalweg.kernels.launch import has_tma, launch_config
-from thalweg.kernels.moe_align.triton import combine, sort
+from thalweg.kernels.launch import SMS, has_tma, launch_config
+from thalweg.kernels.moe_align.triton import SortedPairs, combine, sort
 from thalweg.kernels.norm.triton import LazyNorm, Rows, deferred_norm, rows_of
 from thalweg.kernels.pdl import pdl_launch, pdl_wait
 from thalweg.kernels.quantize.triton import encode, quantize, scales_like
@@ -47,8 +47,8 @@ from thalweg.kernels.silu_mul.triton import gated
 from thalweg.kernels.tuned import TUNED
 
 SHARED_FIRST = 256  # tokens up to which the shared experts of sorted pairs start before the choice
-# Tokens from which bf16 weights come by TMA. A layer of V2-Lite on an H100, with TMA and without: 1,024 tokens 517 and
-# 490 us, 2,048 704 and 737, 8,192 2,154 and 2,353.
+# Tokens from which bf16 weights come by TMA. Both products of V2-Lite on an H100, with TMA and without, us: 1,024 tokens
+# 494 and 467, 2,048 649 and 676, 8,192 1,883 and 2,159.
 MANY = 2048
 
 
@@ -75,6 +75,9 @@ class ExpertTile:
     k: int  # of the summed axis
     stages: int
     warps: int
+
+
+TMA_UP = ExpertTile(128, 128, 64, 4, 8)  # of path "tma"
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +116,7 @@ def tabled(by: str, tokens: int, topk: int, experts: int, fp8: bool, determinist
         # three stages leave room for a second program on each multiprocessor: 144 programs would take two turns
         return ExpertTiles(ExpertTile(16, 128, 128, 3, 4), ExpertTile(16, 128, 128, 3, 4))
     if by == "tma":
-        return ExpertTiles(ExpertTile(128, 128, 64, 4, 8), ExpertTile(128, 256, 64, 4, 8))
+        return ExpertTiles(TMA_UP, ExpertTile(128, 256, 64, 3, 8))
     rows = tokens * topk / experts
     m = 64 if deterministic else 16 if rows <= 12 else 32 if rows <= 24 else 64 if rows <= 72 else 128
     if fp8:
@@ -217,21 +220,17 @@ def _grouped(
         by = sort(routed.ids_TK, experts, up.m)
         count, table = by.most_tiles, (by.pair, by.tile_expert, by.tile_row, by.end_N, by.tiles)
         rows, ahead = pairs + shared * tokens, shared * triton.cdiv(tokens, up.m)
-    inner_PI = torch.empty(rows, inner, dtype=x_TH.dtype, device=device)
-    inner_scales = None if scales is None else scales_like(rows, inner, device)
     y_PH = torch.empty(pairs, hidden, dtype=dtype, device=device)
     if path == "tma":
-        w13 = TensorDescriptor.from_tensor(weights.w13_NIH.view(-1, inner, hidden), [2, up.n, up.k])
-        up_by_tma[(count * triton.cdiv(inner, up.n),)](
-            inner_PI, x_TH, w13, *table, hidden, inner, columns, up.m, up.n, up.k, up.stages,
-            **launch_config(x_TH, up.warps, up.stages),
-        )  # fmt: skip
-        down_by_tma[(count * triton.cdiv(hidden, down.n),)](
+        inner_PI = tma_up(x_TH, columns, by, weights, up)
+        down_by_tma[(SMS,)](
             y_PH, TensorDescriptor.from_tensor(inner_PI, [down.m, down.k]),
             TensorDescriptor.from_tensor(weights.w2_NHI, [1, down.n, down.k]), *table, hidden, inner,
-            down.m, down.n, down.k, down.stages, **launch_config(x_TH, down.warps, down.stages),
+            down.m, down.n, down.k, down.stages, SMS, **launch_config(x_TH, down.warps, down.stages),
         )  # fmt: skip
         return y_PH
+    inner_PI = torch.empty(rows, inner, dtype=x_TH.dtype, device=device)
+    inner_scales = None if scales is None else scales_like(rows, inner, device)
     stride, scales_stride = (0 if each is None else each.stride(1) for each in (inner_scales, scales))
     sizes = experts, hidden, inner, columns, shared, spread, direct
     _up[((count + ahead) * triton.cdiv(inner, up.n),)](
@@ -243,6 +242,18 @@ def _grouped(
         down.m, down.n, down.k, down.stages, **launch_config(x_TH, down.warps),
     )  # fmt: skip
     return y_PH
+
+
+def tma_up(x_TH: Tensor, columns: int, by: SortedPairs, weights: ExpertWeights, tile: ExpertTile) -> Tensor:
+    """`up_by_tma` of sorted pairs, `columns` of each token: → [positions, I], undefined where there is no pair."""
+    _, hidden, inner = weights.w2_NHI.shape
+    inner_PI = torch.empty(len(by.pair), inner, dtype=x_TH.dtype, device=x_TH.device)
+    w13 = TensorDescriptor.from_tensor(weights.w13_NIH.view(-1, inner, hidden), [2, tile.n, tile.k])
+    up_by_tma[(by.most_tiles * triton.cdiv(inner, tile.n),)](
+        inner_PI, x_TH, w13, by.pair, by.tile_expert, by.tile_row, by.end_N, by.tiles, hidden, inner, columns,
+        tile.m, tile.n, tile.k, tile.stages, **launch_config(x_TH, tile.warps, tile.stages),
+    )  # fmt: skip
+    return inner_PI
 
 
 @triton.jit

@@ -26,7 +26,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from thalweg.kernels.attend.args import ContextChunk, DecodeRows, KvPlanes, KvWrite, PagedRows
 from thalweg.kernels.attend.triton import (
     LOG2E,
-    SMS,
     TileConfig,
     add_block,
     add_values,
@@ -43,6 +42,7 @@ from thalweg.kernels.attend.triton import (
     waves,
     zero_tokens,
 )
+from thalweg.kernels.launch import SMS
 from thalweg.kernels.rope.triton import QkNorms, encode, normed, rotated
 
 

@@ -24,11 +24,10 @@ from triton.language import constexpr
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from thalweg.kernels.gemm.epilogue import PLAIN, Epilogue
-from thalweg.kernels.launch import has_tma, launch_config
+from thalweg.kernels.launch import SMS, has_tma, launch_config
 from thalweg.kernels.pdl import pdl_launch, pdl_wait
 from thalweg.kernels.silu_mul.triton import gated
 
-SMS = 132  # of an H100 or H200; a wrong number costs speed only
 FEWEST, FEW, MOST = 9, 64, 128  # rows for which they are the fastest, and that one instruction multiplies
 PAIRED, HEAD = 16384, 65536  # rows of the least weights that fill the machine
 WIDTHS = ((64, 0), (64, 8), (64, 16), (32, 16), (64, 32))  # of a program with pairs

@@ -24,7 +24,7 @@ from torch import Tensor
 from triton.language import constexpr
 
 from thalweg.kernels.gemm.epilogue import PLAIN, Epilogue
-from thalweg.kernels.launch import launch_config
+from thalweg.kernels.launch import SMS, launch_config
 from thalweg.kernels.moe_align.triton import combine, sort
 from thalweg.kernels.norm.triton import Rows, rows_of
 from thalweg.kernels.pdl import pdl_launch, pdl_wait
@@ -32,7 +32,6 @@ from thalweg.kernels.router.triton import RouterOutput
 from thalweg.kernels.silu_mul.triton import gated
 from thalweg.kernels.weight_only.ref import FOUR_BITS, KernelCodes
 
-PROCESSORS = 132  # of an H100
 DETERMINISTIC = 48  # rows of an expert for which tiles are chosen where bits must not depend on the batch
 DIRECT = 4  # tokens up to which each pair of token and expert is a tile
 
@@ -58,7 +57,7 @@ def linear_tile(rows: int, outputs: int, inputs: int, group: int, is_paired: boo
         m, n, stages, warps = 64 if rows <= 128 else 128, 128, 3, 8
     else:
         m, n, stages, warps = 16 if rows <= 16 else 32 if rows <= 32 else 64, 64, 4, 4
-        if is_paired and m == 16 and _programs(outputs, 128, inputs // k) >= 2 * PROCESSORS:
+        if is_paired and m == 16 and _programs(outputs, 128, inputs // k) >= 2 * SMS:
             n, warps = 128, 8
     blocks = -(-outputs // n) * -(-rows // m)
     return WeightOnlyTile(m, n, k, stages, warps, _splits(blocks, inputs // k))
@@ -67,7 +66,7 @@ def linear_tile(rows: int, outputs: int, inputs: int, group: int, is_paired: boo
 def _splits(blocks: int, steps: int) -> int:
     """Parts of K that fill the machine."""
     splits = 1
-    while splits < 8 and blocks * splits < 4 * PROCESSORS and steps % (2 * splits) == 0 and steps > 4 * splits:
+    while splits < 8 and blocks * splits < 4 * SMS and steps % (2 * splits) == 0 and steps > 4 * splits:
         splits *= 2
     return splits
 
