@@ -243,8 +243,9 @@ def run(args: argparse.Namespace) -> int:
             engine = engine._replace(command=f"{engine.command} {engine.uncached}")
         try:
             known = [line["server"]["start_seconds"] for line in lines if line["engine"] == name]
-            if (left := args.deadline - time.monotonic()) < max(known, default=0.0):
-                raise BenchError(f"{name} is not started: {left:.0f} s are left, and a start took {max(known):.0f} s")
+            start = max(known, default=0.0)
+            if (left := args.deadline - time.monotonic()) < start:
+                raise BenchError(f"{name} is not started: {left:.0f} s are left, and a start took {start:.0f} s")
             with started(name, engine, context, args) as server:
                 print(f"{name} {server.version}: ready after {server.start_seconds} s", flush=True)
                 for _, cell, wanted in group:
