@@ -22,6 +22,9 @@ from thalweg.core.plan import Bind, SamplingNeeds
 from thalweg.core.sampling import SamplingParams
 from thalweg.kernels import peer_words
 from thalweg.kernels.all_reduce import case as all_reduce
+from thalweg.kernels.build_inputs import ref as inputs_ref
+from thalweg.kernels.build_inputs import triton as inputs
+from thalweg.kernels.build_inputs.ref import SlotTensors
 from thalweg.kernels.build_tree import ref as grow_ref
 from thalweg.kernels.build_tree import triton as grow
 from thalweg.kernels.draft_state import ref as draft_ref
@@ -230,6 +233,26 @@ def concluded() -> None:
             )
 
 
+def ragged_inputs() -> None:
+    """Rows of one token, of a part of a program's tokens and of several programs', some past the end of their slot."""
+    generator = torch.Generator().manual_seed(3)
+
+    def whole(low: int, high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(low, high, shape, generator=generator)
+
+    for lengths, pages in (((1, 1, 5, 300, 1, 700), 16), ((1, 1, 1), 3), ((64,), 300)):
+        ints = whole(0, 100, 9, 8)
+        ints[:, 2] = ints[:, 1] + torch.tensor([800, 0, 3, 400, 1, 250, 64, 5, 9])
+        tokens, table = whole(0, 99, 9, 1000).int(), whole(1, 5000, 9, 300).int()
+        held = SlotTensors(ints, tokens, ints, table, None)
+        first = torch.tensor([0, *lengths]).cumsum(0)
+        slot_R = torch.randperm(9, generator=generator)[: len(lengths)]
+        rows_2R = torch.stack((torch.cat((slot_R, slot_R.new_zeros(1))), first))
+        given = rows_2R, int(first[-1]), max(lengths), held, pages, 64
+        for got, want in zip(inputs.build_ragged(*given), inputs_ref.build_ragged(*given), strict=True):
+            assert got.dtype == want.dtype and torch.equal(got, want)
+
+
 def grouped() -> None:
     """Experts by TMA, with tiles that end inside a dim; rows of pairs, some of no expert."""
     one = expert_case.small_case(torch.Generator().manual_seed(1), expert_case.Shape(150, 5, 3, 128, 72), torch.float32)
@@ -294,6 +317,7 @@ def weight_only() -> None:
 def main() -> int:
     convert_scalars()
     weight_only()
+    ragged_inputs()
     grouped()
     divided_experts()
     tl.extra.cuda.libdevice.fast_logf = logarithm  # the device's own is nothing that is interpreted

@@ -146,6 +146,7 @@ def drafts(rows: int, query: int, width: int) -> None:
     held = slots.tensors(is_tree=False)
     step = input_kernels.build_inputs(slot_T, ahead_T, held, 4, PAGE)
     ids, positions, write, real, _, ints, *_ = step
+    input_kernels.build_ragged(torch.zeros(2, rows + 1, dtype=torch.int64), tokens, query, held, 4, PAGE)
     for needs in (SamplingNeeds(), SamplingNeeds(random=True), SamplingNeeds(random=True, truncated=True)):
         drawn = KernelSampler().sample_tokens(torch.empty(tokens, vocab), slots, slot_T, ints, needs)
         scores = KernelSampler.distribution.apply_temperature(

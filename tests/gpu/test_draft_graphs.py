@@ -201,6 +201,11 @@ def test_kernels_do_what_their_references_do(seed: int, cuda: torch.device) -> N
     given = whole(0, slots, 13), ahead, held, 3, 64
     for got, want in zip(input_kernels.build_inputs(*given), inputs.build_inputs(*given), strict=True):
         assert got is want is None or torch.equal(got, want)
+    rows_2R = torch.tensor([[2, 7, 0, 5, 0], [0, 1, 2, 7, 120]]).cuda()
+    for got, want in zip(
+        input_kernels.build_ragged(rows_2R, 120, 113, held, 4, 64), inputs.build_ragged(rows_2R, 120, 113, held, 4, 64), strict=True
+    ):  # fmt: skip
+        assert torch.equal(got, want)
 
     rows = ref.DraftRows(
         torch.tensor([2, 5, 0, 7, 3, 8, 8]).cuda(), torch.tensor([1, 4, 3, 4, 2, 1, 1]).cuda(), torch.tensor([*first, tokens, tokens]).cuda()

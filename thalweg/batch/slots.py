@@ -6,6 +6,8 @@ tokens alone, and penalties are computed from the tokens plane, so nothing here 
 
 from __future__ import annotations
 
+from array import array
+from itertools import chain
 from typing import NamedTuple, Sequence
 
 import torch
@@ -28,6 +30,17 @@ def upload(values: Numbers, dtype: torch.dtype, device: torch.device) -> Tensor:
     """
     made = torch.tensor(values, dtype=dtype)
     return made if device.type == "cpu" else made.pin_memory().to(device, non_blocking=True)
+
+
+def upload_parts(parts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, ...]:
+    """int64 tensors of these numbers, in one copy. They share memory, so only the first is aligned to more than 8
+    bytes.
+    """
+    numbers = array("q", chain.from_iterable(parts))
+    made = torch.frombuffer(numbers, dtype=torch.int64) if numbers else torch.empty(0, dtype=torch.int64)
+    if device.type != "cpu":
+        made = made.pin_memory().to(device, non_blocking=True)
+    return torch.split(made, [len(part) for part in parts])
 
 
 def refill(out: Tensor, values: Numbers) -> None:
@@ -120,11 +133,12 @@ class Slots:
         if not binds:
             return
         device = self.ints_SI.device
-        index = upload([b.slot for b in binds], torch.int64, device)
-        self.ints_SI[index] = upload([_ints(b) for b in binds], torch.int64, device)
+        stops = [stop for b in binds for stop in (*b.stop_ids, *[-1] * (STOP_IDS - len(b.stop_ids)))]
+        ints, tokens = [i for b in binds for i in _ints(b)], [b.tokens for b in binds]
+        index, ints_BI, stop_BK, *tokens_B = upload_parts([[b.slot for b in binds], ints, stops, *tokens], device)
+        self.ints_SI[index] = ints_BI.view(len(binds), -1)
+        self.stop_SK[index] = stop_BK.view(len(binds), -1)
         self.floats_SF[index] = upload([_floats(b) for b in binds], torch.float32, device)
-        stops = [[*b.stop_ids, *[-1] * (STOP_IDS - len(b.stop_ids))] for b in binds]
-        self.stop_SK[index] = upload(stops, torch.int64, device)
         listed = [b.params.logprob_token_ids for b in binds]
         if any(listed) or self._has_logprob_ids:
             self._has_logprob_ids = True
@@ -132,8 +146,8 @@ class Slots:
             self.logprob_ids_SL[index] = upload(padded, torch.int64, device)
         for field in self.extra.values():
             field[index] = 0
-        for b in binds:
-            self.tokens_SL[b.slot, : len(b.tokens)] = upload(b.tokens, torch.int32, device)
+        for b, own in zip(binds, tokens_B, strict=True):
+            self.tokens_SL[b.slot, : len(own)] = own
             self.bias_SB[b.slot].zero_()
             biases: dict[int, float] = {}  # by id: a kernel adds them all at once
             for token, bias in b.params.logit_bias:
@@ -149,7 +163,8 @@ class Slots:
         wide, device = self.table_SP.shape[1], self.table_SP.device
         entries = [slot * wide + at + i for slot, at, pages in appends for i in range(len(pages))]
         added = [page for _, _, pages in appends for page in pages]
-        self.table_SP.view(-1)[upload(entries, torch.int64, device)] = upload(added, self.table_SP.dtype, device)
+        entry_N, added_N = upload_parts((entries, added), device)
+        self.table_SP.view(-1)[entry_N] = added_N.to(self.table_SP.dtype)
 
 
 def _ints(b: Bind) -> tuple[int, ...]:

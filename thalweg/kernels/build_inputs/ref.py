@@ -76,6 +76,41 @@ def build_inputs(
     return InputTensors(ids_T, position_T, write_T, real_T, table_RP, ints_TI, slot_T, *tree)
 
 
+class RaggedInputs(NamedTuple):
+    """Inputs of rows with any number of tokens, in their order. Padding is 0 in all of a token's."""
+
+    ids_T: Tensor  # in the type of the tokens plane
+    positions_T: Tensor  # int64
+    write_T: Tensor  # int64: where KV goes
+    real_T: Tensor  # bool: False for padding
+    table_RP: Tensor  # the first columns of the rows' page tables
+    ints_RI: Tensor  # the slots' integers
+
+
+def build_ragged(rows_2R: Tensor, tokens: int, longest: int, slots: SlotTensors, pages: int, page: int) -> RaggedInputs:
+    """Of each row the tokens from the next position of its slot on.
+
+    rows_2R: int64 [2, R + 1]: slots, and the first token of each row, in the last column 0 and `tokens`. longest: the
+    most tokens of a row. pages, page: see `build_inputs`. Tokens at or past the end of their slot are padding.
+    """
+    slot_R = rows_2R[0, :-1]
+    ints_RI, table_RP = slots.ints_SI.index_select(0, slot_R), slots.table_SP[:, :pages].index_select(0, slot_R)
+    slot_T, column_T, end_T = slot_R, ints_RI[:, NUM_COMPUTED], ints_RI[:, END]
+    if longest > 1:  # single tokens need no expansion
+        row_T, column_T = expand(rows_2R[1], tokens, column_T)
+        slot_T, end_T = slot_R.index_select(0, row_T), end_T.index_select(0, row_T)
+    return RaggedInputs(*gather(slots.tokens_SL, slots.table_SP, page, slot_T, column_T, end_T), table_RP, ints_RI)
+
+
+def expand(first_R1: Tensor, tokens: int, computed_R: Tensor) -> tuple[Tensor, Tensor]:
+    """Row and position of each token. first_R1: the first token of each row, then `tokens`."""
+    rows, device = len(computed_R), first_R1.device
+    # told how many there are, the expansion does not ask the device
+    row_T = torch.arange(rows, device=device).repeat_interleave(first_R1.diff(), output_size=tokens)
+    base_T = (computed_R - first_R1[:-1]).index_select(0, row_T)
+    return row_T, base_T + torch.arange(tokens, device=device)
+
+
 def gather(
     tokens_SL: Tensor, table_SP: Tensor, page: int, slot_T: Tensor, column_T: Tensor, end_T: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""`ref.build_inputs` in one launch, a program for each token. It moves a few kB: the launch is the cost."""
+"""`ref.build_inputs` and `ref.build_ragged` in one launch each. They move a few kB: the launch is the cost."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr
 
-from thalweg.kernels.build_inputs.ref import InputTensors, SlotTensors
+from thalweg.kernels.build_inputs.ref import InputTensors, RaggedInputs, SlotTensors
 from thalweg.kernels.launch import launch_options
 from thalweg.kernels.pdl import pdl_begin
 from thalweg.kernels.slot_columns import END, INT_COLUMNS, LENGTH, NUM_COMPUTED, NUM_DRAFTS
 
 ENTRIES = constexpr(1024)  # of a page table that a program copies
+TOKENS = constexpr(256)  # of a row, and entries of its page table, of a program of `_ragged`
 
 
 @triton.jit
@@ -70,5 +71,42 @@ def build_inputs(
     _decode[tokens, triton.cdiv(pages, ENTRIES.value)](
         slot_R, ahead_R, slots, step, slots.tokens_SL.shape[1], slots.table_SP.shape[1], query, pages,
         1 if slots.nodes_SN3 is None else slots.nodes_SN3.shape[1], page, num_warps=4, **launch_options(slot_R),
+    )  # fmt: skip
+    return step
+
+
+@triton.jit(do_not_specialize=["rows", "L", "P", "pages"])
+def _ragged(rows_2R, slots, step, rows, L, P, pages, PAGE: constexpr, PDL: constexpr):
+    pdl_begin(PDL)
+    row, i_B = tl.program_id(0), tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    slot = tl.load(rows_2R + row)
+    first, stop = tl.load(rows_2R + rows + 1 + row), tl.load(rows_2R + rows + 2 + row)
+    own = slots.ints_SI + slot * INT_COLUMNS
+    column_B, inside = tl.load(own + NUM_COMPUTED) + i_B, i_B < stop - first
+    real = (column_B < tl.load(own + END)).to(tl.int64)
+    column_B *= real
+    page_B = tl.load(slots.table_SP + slot * P + column_B // PAGE, mask=inside).to(tl.int64)
+    id_B = tl.load(slots.tokens_SL + slot * L + column_B, mask=inside)
+    tl.store(step.ids_T + first + i_B, id_B * real, mask=inside)
+    tl.store(step.positions_T + first + i_B, column_B, mask=inside)
+    tl.store(step.write_T + first + i_B, (page_B * PAGE + column_B % PAGE) * real, mask=inside)
+    tl.store(step.real_T + first + i_B, real > 0, mask=inside)
+    entry_B = tl.load(slots.table_SP + slot * P + i_B, mask=i_B < pages)
+    tl.store(step.table_RP + row.to(tl.int64) * pages + i_B, entry_B, mask=i_B < pages)
+    if tl.program_id(1) == 0:
+        i_I = tl.arange(0, INT_COLUMNS)
+        tl.store(step.ints_RI + row * INT_COLUMNS + i_I, tl.load(own + i_I))
+
+
+def build_ragged(rows_2R: Tensor, tokens: int, longest: int, slots: SlotTensors, pages: int, page: int) -> RaggedInputs:
+    """See `ref.build_ragged`."""
+    rows, new = rows_2R.shape[1] - 1, rows_2R.new_empty
+    step = RaggedInputs(
+        slots.tokens_SL.new_empty(tokens), new(tokens), new(tokens), new(tokens, dtype=torch.bool),
+        slots.table_SP.new_empty(rows, pages), new(rows, slots.ints_SI.shape[1]),
+    )  # fmt: skip
+    _ragged[rows, triton.cdiv(max(longest, pages), TOKENS.value)](
+        rows_2R, slots, step, rows, slots.tokens_SL.shape[1], slots.table_SP.shape[1], pages, page,
+        num_warps=4, **launch_options(rows_2R),
     )  # fmt: skip
     return step
