@@ -20,7 +20,7 @@ from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.format import format_bytes
 from thalweg.core.kernels import DECISION_NAMES
 from thalweg.core.plan import PAGE
-from thalweg.core.report import Decision
+from thalweg.core.report import AUTO, USER, Decision
 from thalweg.launch.decisions import Decisions
 from thalweg.launch.graphs import buckets, token_buckets
 from thalweg.launch.resolve import UNCHANGED, resolve
@@ -190,6 +190,14 @@ def test_a_model_that_does_not_fit_names_what_would() -> None:
 def test_refusals_name_the_setting_and_the_nearest(wishes: dict[str, Any], words: tuple[str, ...]) -> None:
     error = refusal(**wishes)
     assert all(word in error for word in words), error
+
+
+def test_the_layers_of_stages_are_a_decision() -> None:
+    for wishes, layers, source in (({}, (1, 1), AUTO), ({"pp_layer_partition": (1, 1)}, (1, 1), USER)):
+        found, why = run(pp_size=2, **wishes)
+        made = why["pp_layer_partition"]
+        assert found.config.pp_layer_partition == layers and (made.value, made.source) == ("1,1", source)
+    assert "pp_layer_partition" not in run()[1]
 
 
 def test_more_cache_than_memory() -> None:

@@ -4,6 +4,9 @@ the choice on traces.
 
 from __future__ import annotations
 
+from itertools import accumulate
+
+import msgspec
 import pytest
 
 from tests.null.sim.fleet import NoGrammars
@@ -12,7 +15,7 @@ from thalweg.cache.page_allocator import PageAllocator
 from thalweg.cache.radix import RadixTree
 from thalweg.core.step_times import StepTimes
 from thalweg.scheduler.plan_builder import DecodeLoad, LatencyTargets, WaitingPrompt, WholeBudget
-from thalweg.scheduler.prompt_share import MAX_DEVIATION, CostBasedShare, StepCost
+from thalweg.scheduler.prompt_share import LEAST_STEP, MAX_DEVIATION, SIZES, CostBasedShare, StepCost
 from thalweg.scheduler.requests import Limits
 from thalweg.scheduler.scheduler import Scheduler
 
@@ -43,6 +46,49 @@ def prompts(count: int, tokens: int = 8000, seconds: float = 0.0) -> list[Waitin
 
 def share(times: StepTimes = KNEE, clock: Clock | None = None, **targets: float) -> CostBasedShare:
     return CostBasedShare(StepCost(times), LatencyTargets(**targets), clock or Clock())
+
+
+def through_stages(times: StepTimes, stages: int, lengths: list[int], most: int, choice: int = 0) -> list[int]:
+    """The steps of these prompts, in turn; choice: of this many tokens each."""
+    of, steps = CostBasedShare(StepCost(times), LatencyTargets(), Clock(), stages), []
+    for length in lengths:
+        start = 0
+        while start < length:
+            tokens = choice or of.choose(load(0), [WaitingPrompt(length - start, start, 0.0, True)], 0, most)
+            steps.append(min(tokens, length - start))
+            start += steps[-1]
+    return steps
+
+
+def span(times: StepTimes, stages: int, steps: list[int]) -> float:
+    """Seconds until the last of several stages has computed the last step of one prompt."""
+    cost, start, free = StepCost(times), 0, [0.0] * stages
+    for tokens in steps:
+        done = 0.0
+        for stage in range(stages):
+            done = free[stage] = max(done, free[stage]) + cost.seconds(load(0), tokens, tokens * start)
+        start += tokens
+    return free[-1]
+
+
+@pytest.mark.parametrize("stages", [2, 4, 8])
+@pytest.mark.parametrize("length", [3000, 20_000, 120_000])
+def test_stages_compute_a_prompt_as_fast_as_in_the_best_equal_steps(stages: int, length: int) -> None:
+    times = msgspec.structs.replace(KNEE, pair_seconds=2e-10)
+    chosen = through_stages(times, stages, [length], 8192)
+    fixed = {size: span(times, stages, through_stages(times, stages, [length], 8192, size)) for size in SIZES[8:17]}
+    assert span(times, stages, chosen) <= 1.06 * min(fixed.values()), (chosen[:4], fixed)
+    assert sum(chosen) == length and min(chosen) >= LEAST_STEP
+
+
+def test_steps_through_stages_take_about_the_same_time_however_long_the_context() -> None:
+    chosen = through_stages(KNEE, 4, [100_000], 8192)
+    cost, starts = StepCost(KNEE), [0, *accumulate(chosen)]
+    seconds = [cost.seconds(load(0), n, n * at) for n, at in zip(chosen, starts, strict=False)]
+    assert chosen[0] > 2 * chosen[20] and max(seconds[:20]) < 1.4 * seconds[0]
+    assert share().choose(load(0), prompts(1), 0, 8192) == 8192, "one stage takes all"
+    waiting = CostBasedShare(StepCost(KNEE), LatencyTargets(), Clock(), 4)
+    assert waiting.choose(load(0), prompts(1, 100), 0, 8192) == 100 and waiting.choose(load(0), prompts(9), 0, 50) == 50
 
 
 def test_many_decode_rows_hold_a_step_at_the_knee_and_many_waiting_requests_fill_it() -> None:

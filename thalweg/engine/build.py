@@ -545,7 +545,7 @@ def _prompt_share(config: EngineConfig) -> PromptShare:
     if config.step_times is None:
         return WholeBudget()
     targets = LatencyTargets(config.max_ttft_ms / 1000, config.max_itl_ms / 1000)
-    return CostBasedShare(StepCost(config.step_times), targets, time.monotonic)
+    return CostBasedShare(StepCost(config.step_times), targets, time.monotonic, config.pp_size)
 
 
 def _stream(config: EngineConfig) -> InlineStream:

@@ -27,10 +27,13 @@ def resolve_parallelism(
     """Raises UnsupportedConfig."""
     if reason := unsupported_parallelism(parallel, device):
         raise UnsupportedConfig(f"{reason}; use --pp-size 1")
-    if parallel.pp_layer_partition:
-        decisions.record("pp_layer_partition", ",".join(map(str, parallel.pp_layer_partition)), True, "")
-        decisions.fields["pp_layer_partition"] = parallel.pp_layer_partition
-    stage_borders(facts, parallel.pp_size, parallel.pp_layer_partition)
+    has_nextn = decisions.fields.get("speculative_algorithm") == "NEXTN"
+    stages = stage_borders(facts, parallel.pp_size, parallel.pp_layer_partition, has_nextn)
+    if parallel.pp_size > 1:
+        layers, is_users = tuple(stage.stop - stage.first for stage in stages), bool(parallel.pp_layer_partition)
+        reason = "the largest stage has as few parameters as it can"
+        decisions.record("pp_layer_partition", ",".join(map(str, layers)), is_users, reason)
+        decisions.fields["pp_layer_partition"] = layers
     for name in ("tp_size", "pp_size", "dp_size", "enable_dp_attention"):
         decisions.fields[name] = getattr(parallel, name)
     tp, dp = parallel.tp_size, parallel.dp_size

@@ -11,6 +11,11 @@ token, each weighted by how long it has waited. The square is for uneven gaps be
 few wait. Where prompt tokens first cost little (experts that are read anyway) and then more, the best p is the knee.
 With many waiting requests it is the p with the highest rate of prompt tokens.
 
+Without decode rows a step takes the whole budget, but for pipeline stages. There s stages compute as many steps at a
+time, and the last step crosses s - 1 more stages when no other follows: N tokens in steps of p take about
+(N / p + s - 1) * t(p). The best p is that of the mean context before the tokens that wait. Steps with less context get
+more tokens and those with more get fewer, so that all take the same time and no stage waits for a longer one.
+
 The user's latency targets come before that. A step with decode rows stays within the target between tokens. Within it,
 prompts have the rate that brings each request its first token in time, if there is one.
 """
@@ -18,7 +23,7 @@ prompts have the rate that brings each request its first token in time, if there
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 
@@ -31,6 +36,7 @@ PATIENCE = 0.05  # seconds of waiting after which a request counts twice
 MARGIN = 0.93  # of the target between tokens: the longest expected step, since real ones vary
 NEAR = 1.1  # where no step keeps the target: up to this multiple of the shortest step with prompt tokens
 SIZES = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384, 32768)
+LEAST_STEP = 256  # prompt tokens of a step for pipeline stages
 MAX_WAITING = 256  # requests that are looked at; more count as these
 DECAY = 0.98  # weight of a real step after the next one
 MAX_FACTOR = 5.0  # by which real steps may correct measured times, up or down
@@ -83,14 +89,16 @@ class StepCost:
 class CostBasedShare:
     """Chooses by the expected cost of steps."""
 
-    def __init__(self, cost: StepCost, targets: LatencyTargets, clock: Callable[[], float]) -> None:
-        """clock: in seconds."""
-        self.cost, self.targets, self.clock = cost, targets, clock
+    def __init__(self, cost: StepCost, targets: LatencyTargets, clock: Callable[[], float], stages: int = 1) -> None:
+        """clock: in seconds. stages: of the pipeline."""
+        self.cost, self.targets, self.clock, self.stages = cost, targets, clock, stages
         self.planned: dict[int, tuple[float, bool]] = {}  # by step in flight: expected seconds, has decode rows
         self.committed_at = 0.0
 
     def choose(self, load: DecodeLoad, waiting: Iterable[WaitingPrompt], others: int, most: int) -> int:
         prompts = list(waiting)
+        if not load.rows and self.stages > 1 and prompts:
+            return self._through_stages(load, prompts, others, most)
         if not load.rows or not prompts:
             return most
         factor, limit = self.cost.factor, MARGIN * self.targets.between_tokens
@@ -110,6 +118,23 @@ class CostBasedShare:
                 best, least = tokens, cost
             fastest = max(fastest, tokens / seconds)
         return best
+
+    def _through_stages(self, load: DecodeLoad, prompts: Sequence[WaitingPrompt], others: int, most: int) -> int:
+        """The tokens of a step of prompts alone that pipeline stages compute."""
+        listed = sum(prompt.tokens for prompt in prompts)
+        before = sum(prompt.tokens * (2 * prompt.start + prompt.tokens) for prompt in prompts) // (2 * listed)
+        total = listed * (1.0 + others / len(prompts))
+        sizes = [size for size in SIZES if LEAST_STEP <= size < most] + [most]
+        steps = [(self.cost.seconds(load, size, size * before), size) for size in sizes]
+        limit, _ = min(steps, key=lambda step: (max(total / step[1], 1.0) + self.stages - 1) * step[0])
+
+        def takes(tokens: int) -> float:
+            return self.cost.seconds(load, tokens, _pairs(prompts, tokens))
+
+        least = min(LEAST_STEP, most)
+        tokens = least + max(bisect_right(range(least, most + 1), limit, key=takes) - 1, 0)
+        is_last = not others and listed <= min(tokens + least, most)  # a small rest would cross all stages by itself
+        return listed if is_last else tokens
 
     def _rate(self, prompts: Sequence[WaitingPrompt]) -> float:
         """Prompt tokens a second that bring each request its first token in time, but for those that are late."""
@@ -158,6 +183,15 @@ def interpolate(line: Line, x: int) -> float:
     (x0, y0), (x1, y1) = line[i - 1], line[i]
     slope = (y1 - y0) / (x1 - x0)
     return y0 + (max(slope, 0.0) if x > x1 else slope) * (x - x0)
+
+
+def _pairs(prompts: Sequence[WaitingPrompt], tokens: int) -> int:
+    """Of the first tokens that wait, with tokens before their chunks."""
+    pairs = 0
+    for prompt in prompts:
+        pairs += min(tokens, prompt.tokens) * prompt.start
+        tokens -= min(tokens, prompt.tokens)
+    return pairs
 
 
 def _sizes(prompts: Sequence[WaitingPrompt], most: int) -> Iterator[tuple[int, int]]:

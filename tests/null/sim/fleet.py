@@ -54,7 +54,7 @@ class RandomShare(WholeBudget):
         self.rng = random.Random(rng.random())
 
     def choose(self, load: DecodeLoad, waiting: Iterable[WaitingPrompt], others: int, most: int) -> int:
-        assert load.rows and most and others >= 0 and all(prompt.tokens > 0 for prompt in waiting)
+        assert most and others >= 0 and all(prompt.tokens > 0 for prompt in waiting)
         return self.rng.randint(1, most)
 
 
