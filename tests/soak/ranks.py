@@ -1,7 +1,7 @@
 """Random schedules of four data-parallel ranks: idle ranks, long prompts, grammars, n > 1, prefix hits, preemption,
 experts that move, and a drafter that is lost on the way. Every request gets one rank's tokens.
 
-python -m tests.soak.ranks --steps 10000
+python -m tests.soak.ranks --steps 12500
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from thalweg.engine.local import LocalEngine, choice_params
 from thalweg.text.tokenizer import Tokenizer
 
 RANKS = 4
-CONTEXT = 1400
-LONG = 1200  # tokens of the longest prompt
+CONTEXT = 800
+LONG = 600  # tokens of the longest prompt
 JUMPS = 0.05  # share of the sequences that a near tie may move
 Load = list[tuple[str, Ask, Grammar]]  # kind, request, grammar
 
@@ -58,7 +58,7 @@ def schedule(steps: int, count: int, draw: random.Random) -> list[list[tuple[int
     for rank in ranks:
         at = draw.randrange(40)
         while at < steps:
-            rank += ((at, draw.randrange(count)) for _ in range(draw.choice((1, 1, 2, 6))))
+            rank += ((at, draw.randrange(count)) for _ in range(draw.choice((1, 2, 4, 8))))
             at += draw.choice((30, 80, 200, 600))
     return ranks
 
@@ -110,7 +110,7 @@ def main(steps: int, seed: int) -> dict[str, Any]:
     draw, begun = random.Random(seed), time.monotonic()
     load = pool(draw)
     want, (parts, asked) = reference(load), scripts(load, schedule(steps, len(load), draw))
-    limits = {"chunked_prefill_size": 64, "num_pages": 40, "max_running_requests": 4, "max_steps_in_flight": 2}
+    limits = {"chunked_prefill_size": 64, "num_pages": 13, "max_running_requests": 8, "max_steps_in_flight": 2}
     config = engine_config("dp4-ep4", **limits, **DRAFTING["nextn-3"], **EPLB)
     group = ProcessGroup(LAYOUTS["dp4-ep4"]["tp_size"], patience=3600.0)
     try:
@@ -133,7 +133,7 @@ def main(steps: int, seed: int) -> dict[str, Any]:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=10_000)
+    parser.add_argument("--steps", type=int, default=12_500, help="at which the last requests come")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     main(args.steps, args.seed)

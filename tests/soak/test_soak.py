@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from tests.soak import cache, kills, scheduler
+from tests.soak import cache, kills, ranks, scheduler
 
 pytestmark = pytest.mark.soak
 
@@ -25,3 +25,8 @@ def test_twenty_lost_processes():
     """KILLS=200 for more."""
     count = kills.main(int(os.environ.get("KILLS", "20")), seed=0, seconds=1e6)
     assert count["killed"] and count["stopped"]
+
+
+def test_ten_thousand_steps_of_four_ranks():
+    count = ranks.main(12_500, seed=0)
+    assert count["steps"] >= 10_000 and count["sequences"]
