@@ -15,12 +15,14 @@ from torch import Tensor
 from triton.runtime import interpreter
 
 from thalweg.kernels.attend import triton as attend
-from thalweg.kernels.attend.args import DecodeRows, KvPlanes, LatentPlane, PagedRows, RaggedRows, RowLengths
+from thalweg.kernels.attend.args import DecodeRows, KvPlanes, KvWrite, LatentPlane, PagedRows, RaggedRows, RowLengths
 from thalweg.kernels.attend.case import PAGE, exact_rows, last_positions, page_table, paged_plane, row_tokens, starts_of
-from thalweg.kernels.attend.ref import merge_states
+from thalweg.kernels.attend.ref import merge_states, rotate_
+from thalweg.kernels.dsa import triton as dsa
 from thalweg.kernels.gqa import triton as gqa
 from thalweg.kernels.mla import triton as mla
 from thalweg.kernels.mla.backends import MlaShape, TritonMlaDecode
+from thalweg.memory.planes import encode
 
 States = tuple[Tensor, Tensor]
 HEADS, RANK, ROPE, SCALE = 3, 32, 16, 0.1
@@ -140,8 +142,75 @@ def backend() -> None:
     assert lse.shape == (2, HEADS) and lse.dtype == torch.float32
 
 
+def sparse(dtype: torch.dtype) -> None:
+    """Index keys are stored as the plain layer stores them, scored and chosen as by plain torch, and attention to the
+    chosen tokens is attention with a mask. Many scores are 0, and rows have fewer tokens than are chosen.
+    """
+    generator, contexts, heads, dim, topk = torch.Generator().manual_seed(4), (200, 70, 300), 4, 32, 64
+    lengths, (table, _) = RowLengths((3, 1, 2), contexts), page_table(generator, contexts)
+    positions, tokens = last_positions(lengths), 6
+    rows = dsa.QueryRows(torch.tensor([0, 0, 0, 1, 2, 2], dtype=torch.int32), table, positions)
+    keys = paged_plane(generator, table, contexts, dim, dtype=torch.float32)
+    scale = None if dtype == torch.float32 else torch.tensor([0.5])
+    plane = LatentPlane((keys / (1.0 if scale is None else scale)).to(dtype), scale)
+    # the step's own tokens
+    key, query = torch.randn(tokens, dim, generator=generator), torch.randn(tokens, heads * dim, generator=generator)
+    norm = dsa.KeyNorm(torch.rand(dim, generator=generator), torch.randn(dim, generator=generator), 1e-6)
+    angle = torch.outer(torch.arange(400.0), torch.rand(8, generator=generator))
+    turned, asked = torch.layer_norm(key, (dim,), norm.weight_d, norm.bias_d, norm.eps), query.clone()
+    rotation = torch.polar(torch.ones_like(angle), angle)[positions].unsqueeze(1)
+    rotate_(turned, rotation, 0, 1, dim)
+    rotate_(asked, rotation, 0, heads, dim)
+    at = torch.stack([table[row, p // PAGE] * PAGE + p % PAGE for row, p in zip(rows.rows_T, positions, strict=True)])
+    dsa.write(key, query, norm, KvWrite(angle.cos(), angle.sin(), positions, at.long()), plane)
+    stored = plane.paged_PSD.view(-1, dim)
+    torch.testing.assert_close(query, asked, rtol=1e-5, atol=1e-5)
+    if scale is None:
+        torch.testing.assert_close(stored[at.long()], turned, rtol=1e-5, atol=1e-5)
+    else:  # the interpreter rounds some numbers to e4m3 otherwise than a device
+        stored.view(torch.uint8)[at.long()] = encode(turned, dtype, scale).view(torch.uint8)
+    weights = torch.randn(tokens, heads, generator=generator)
+    got = dsa.scores(query, weights, plane, rows, max(contexts), 0.3)
+    context = row_tokens(plane.paged_PSD.float() * (1.0 if scale is None else scale), table, contexts)
+    chosen, latents = (
+        dsa.choose(got, positions, topk),
+        paged_plane(generator, table, contexts, RANK + ROPE, dtype=torch.float32),
+    )
+    q = torch.randn(tokens, HEADS, RANK + ROPE, generator=generator)
+    sums, _ = attend.merge_with_lse(
+        *dsa.attend(q, LatentPlane(latents), chosen, rows, scale=SCALE, rank=RANK), torch.float32
+    )
+    for t, (row, position) in enumerate(zip(rows.rows_T.tolist(), positions.tolist(), strict=True)):
+        seen = context[row][: position + 1]
+        want = 0.3 * (weights[t] @ (query[t].view(heads, dim) @ seen.T).relu()) + torch.arange(position + 1) * 1e-20
+        torch.testing.assert_close(got[t, : position + 1], want, rtol=1e-4, atol=1e-5)
+        best = got[t, : position + 1].topk(min(topk, position + 1)).indices.sort().values
+        filled = torch.nn.functional.pad(best, (0, topk - len(best)), value=-1)
+        assert chosen[t].tolist() == filled.tolist(), t
+        latent = row_tokens(latents, table, contexts)[row][best]
+        exact = (SCALE * q[t] @ latent.T).softmax(-1) @ latent[:, :RANK]
+        torch.testing.assert_close(sums[t], exact, rtol=1e-4, atol=1e-5)
+
+
+def chosen_of_ties() -> None:
+    """All scores of a few values, negative ones too: the latest of equal ones, exactly as many as there is room for."""
+    generator = torch.Generator().manual_seed(5)
+    for topk, columns in ((64, 320), (128, 5000), (2048, 2049)):
+        values = torch.tensor([-torch.inf, -2.0, -1e-20, 0.0, 1e-20, 3.0])
+        scores = values[torch.randint(0, 6, (2, columns), generator=generator)]
+        positions = torch.tensor([columns - 1, columns - 7])
+        chosen = dsa.choose(scores, positions, topk)
+        for t, position in enumerate(positions.tolist()):
+            order = sorted(range(position + 1), key=lambda i, t=t: (float(scores[t, i]), i))  # type: ignore[misc]
+            wanted = sorted(order[-topk:])
+            assert chosen[t].tolist() == wanted + [-1] * (topk - len(wanted))
+
+
 def main() -> int:
     interpret_scalars()
+    sparse(torch.float32)
+    sparse(torch.float8_e4m3fn)
+    chosen_of_ties()
     for query, splits in ((1, 3), (2, 1)):
         decode(query, splits)
     prefill()

@@ -11,14 +11,15 @@ import pytest
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-@pytest.mark.parametrize("shape", ["v2-lite:plain", "v3:plain", "qwen3:plain"])
+@pytest.mark.parametrize("shape", ["v2-lite:plain", "v3:plain", "qwen3:plain", "sparse"])
 def test_kernels_compile_without_a_gpu(shape: str) -> None:
     done = subprocess.run([sys.executable, "-m", "tests.gpu.offline", shape], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-def test_kernels_of_sampling_are_interpreted_as_their_references() -> None:
-    command = [sys.executable, "-m", "tests.cpu.interpreted"]
+@pytest.mark.parametrize("name", ["interpreted", "interpreted_sparse"])
+def test_kernels_are_interpreted_as_their_references(name: str) -> None:
+    command = [sys.executable, "-m", f"tests.cpu.{name}"]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"TRITON_INTERPRET": "1"})
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

@@ -395,7 +395,9 @@ def test_an_attention_that_does_not_fit_is_refused(on: Machine, wishes: dict[str
 
 def test_backends_with_the_same_reason_are_named_together() -> None:
     why = run(facts(**LATENT))[1]
-    assert why["decode_attention_backend"].reason == "not triton, triton+flashmla, flashmla, torch: needs a GPU"
+    assert why["decode_attention_backend"].reason == (
+        "not triton, triton+flashmla, flashmla, torch, triton_sparse: needs a GPU"
+    )
 
 
 @pytest.mark.parametrize(

@@ -27,11 +27,13 @@ from thalweg.batch.slots import Slots
 from thalweg.core.kernels import KernelConfig
 from thalweg.core.plan import PAGE, SamplingNeeds
 from thalweg.core.tree import TreeShape
+from thalweg.kernels.attend.args import KvWrite, LatentPlane
 from thalweg.kernels.build_inputs import triton as input_kernels
 from thalweg.kernels.build_tree import triton as growing
 from thalweg.kernels.build_tree.ref import BuiltTree, TreeCandidates, TreeLevel, first_candidate
 from thalweg.kernels.draft_state import triton as drafting
 from thalweg.kernels.draft_state.ref import DraftChain, DraftedTokens, DraftRows, TokenPlaces
+from thalweg.kernels.dsa import triton as dsa
 from thalweg.kernels.router.triton import RouterOutput
 from thalweg.kernels.verify import triton as verify
 from thalweg.kernels.verify.ref import AcceptedPaths, Verification
@@ -208,8 +210,29 @@ def weight_only() -> None:
             codes.run_experts(torch.empty_like(x), x, routed, stacks)
 
 
+def sparse() -> None:
+    """Attention to a chosen context, of DeepSeek-V3.2's sizes and of its heads on 1 to 8 ranks."""
+    rows_T, positions = torch.zeros(3, dtype=torch.int32), torch.zeros(3, dtype=torch.int64)
+    rows, angles = dsa.QueryRows(rows_T, torch.zeros(2, 4, dtype=torch.int32), positions), torch.empty(8, 32)
+    for dtype, scale in ((torch.bfloat16, None), (torch.float8_e4m3fn, torch.ones(1))):
+        keys, latents = (LatentPlane(torch.empty(4, PAGE, dim, dtype=dtype), scale) for dim in (128, 576))
+        key, query = torch.empty(3, 8320, dtype=torch.bfloat16).split((128, 8192), 1)
+        norm = dsa.KeyNorm(torch.empty(128), torch.empty(128), 1e-6)
+        dsa.write(key, query, norm, KvWrite(angles, angles, positions, positions), keys)
+        scores = dsa.scores(query, torch.empty(3, 64), keys, rows, 200, 1.0)
+        chosen = dsa.choose(scores, positions, 2048)
+        for heads in (16, 32, 64, 128):
+            asked = torch.empty(3, heads, 576, dtype=torch.bfloat16)
+            dsa.attend(asked, latents, chosen, rows, scale=1.0, rank=512)
+
+
 def main(wanted: list[str]) -> int:
     compiled = pretend()
+    if not wanted or "sparse" in wanted:
+        sparse()
+        print(f"sparse: {len(compiled.launches)} kernels so far", flush=True)
+    if wanted == ["sparse"]:
+        return report(compiled)
     if not wanted or "weight-only" in wanted:
         weight_only()
         print(f"weight-only: {len(compiled.launches)} kernels so far", flush=True)

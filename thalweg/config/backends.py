@@ -111,7 +111,7 @@ _REFERENCE = AttentionCapabilities(
     trees=BOTH,
     graphs=NO,
 )
-_TORCH = replace(  # sparse attention, which no kernel computes yet
+_TORCH = replace(  # sparse attention
     _REFERENCE,
     device=("cuda",),
     heads=("mla",),
@@ -128,6 +128,8 @@ _TRITON = replace(
     dtype=("bfloat16",),
     graphs=BOTH,
 )
+# after plain torch, until it has run on a GPU
+_SPARSE = replace(_TRITON, heads=("mla",), sparse=YES, deterministic=NO, trees=NO)
 _HOPPER = replace(_TRITON, chip=("hopper",), deterministic=NO)
 _FLASHMLA = replace(_HOPPER, heads=("mla",), trees=NO)
 _FLASHINFER = replace(  # compiles when first used and plans on the host, so it is never chosen automatically
@@ -160,6 +162,7 @@ DECODE: dict[str, KernelBackend[AttentionCapabilities]] = {
         check_mla="kernels.mla.flashmla:check",
     ),
     "torch": KernelBackend(supports=_TORCH, mla_layer="layers.mla:Mla"),
+    "triton_sparse": KernelBackend(supports=_SPARSE, mla="kernels.mla.backends:TritonMlaDecode"),
     "reference": KernelBackend(supports=_REFERENCE, libraries=()),
     "flashinfer": KernelBackend(
         supports=_FLASHINFER,
@@ -182,6 +185,7 @@ PREFILL: dict[str, KernelBackend[AttentionCapabilities]] = {
     ),
     "triton": KernelBackend(supports=_TRITON, mla="kernels.mla.backends:triton_prefill", gqa=_TRITON_GQA),
     "torch": KernelBackend(supports=_TORCH),
+    "triton_sparse": KernelBackend(supports=_SPARSE, mla="kernels.mla.backends:triton_prefill"),
     "reference": KernelBackend(supports=_REFERENCE, libraries=()),
     "flashinfer": KernelBackend(
         supports=replace(_FLASHINFER, heads=("gqa",)),

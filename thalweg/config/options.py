@@ -36,6 +36,7 @@ BACKENDS = {
     "deep_gemm": "DeepGEMM, on Hopper",
     "cublas": "cuBLAS with scales, on Hopper",
     "torch": "PyTorch on a GPU, for sparse attention",
+    "triton_sparse": "Triton kernels for sparse attention, which have not run on a GPU yet",
     "reference": "plain PyTorch, on a CPU or to check others",
 }
 REASONING_PARSERS = {

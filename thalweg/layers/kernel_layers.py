@@ -27,6 +27,7 @@ from thalweg.layers.paged_gqa import PagedGqa
 from thalweg.layers.paged_gqa import prepare_by as prepare_gqa
 from thalweg.layers.paged_mha import WIDTH, PagedMha
 from thalweg.layers.paged_mla import LatentMla, PagedMla, prepare_by
+from thalweg.layers.paged_sparse import SparseMla
 from thalweg.memory.planes import FP8, kv_cache_dtype
 from thalweg.parallel.axis import share_of, width_of
 from thalweg.quant.catalog import Declared, Schemes
@@ -104,7 +105,10 @@ class KernelLayers(LayerFactory):
             return PagedMha(self, facts, layer, name)
         if self.kernels.deterministic:
             return InvariantMla(self, facts, layer, name)
-        return LatentMla(self, facts, layer, name, self._decoder(facts), load_entry(PREFILL[self.kernels.prefill].mla))
+        kernels = self._decoder(facts), load_entry(PREFILL[self.kernels.prefill].mla)
+        if facts.indexer is not None:
+            return SparseMla(self, facts, layer, name, is_indexed, *kernels)
+        return LatentMla(self, facts, layer, name, *kernels)
 
     def _decoder(self, facts: ModelFacts) -> MlaDecodeKernel:
         """The decode kernel of latent attention."""
@@ -164,7 +168,7 @@ class KernelLayers(LayerFactory):
             return PagedMetadataBuilder(facts, device, own, gathers=False)
         if kernels.deterministic:
             return PagedMetadataBuilder(facts, device, own_rows, gathers=False)
-        captures = True in PREFILL[kernels.prefill].supports.graphs
+        captures = True in PREFILL[kernels.prefill].supports.graphs and facts.indexer is None
         return PagedMetadataBuilder(facts, device, prepare_by(self._decoder(facts)), captures=captures)
 
     def head_widths(self, facts: ModelFacts) -> tuple[int, int]:

@@ -102,18 +102,10 @@ class Mla(MlaProjections):
         is_indexed: bool,
         selection: Selection = select_top_k,
     ) -> None:
-        index, key, query = facts.indexer, list[PackedShard](), list[PackedShard]()
-        if is_indexed:
-            assert index is not None
-            turn = indexer_order(facts)
-            key = [PackedShard(f"{name}.indexer.wk", index.dim, None, turn)]
-            query = [PackedShard(f"{name}.indexer.wq_b", index.heads * index.dim, None, turn)]
-        super().__init__(layers, facts, layer, name, key, query)
-        self.indexer = None
-        if is_indexed:
-            self.indexer = Indexer(layers, facts, layer, f"{name}.indexer", selection, turn)
-        elif index is not None:  # it uses the selection of an earlier layer; its own indexer may be published too
-            self.weights.skips.append(re.escape(f"{name}.indexer.") + ".*")
+        super().__init__(layers, facts, layer, name, *index_shards(facts, name, is_indexed))
+        self.indexer, index = Indexer(layers, facts, layer, name, selection) if is_indexed else None, facts.indexer
+        if not is_indexed and index is not None:
+            self.weights.skips.append(unused_indexer(name))
         self._prefetch_before: Prefetch = no_prefetch
         self._prefetch_after: Prefetch = no_prefetch
         self._before = self._after = self.uk.data
@@ -274,11 +266,11 @@ class Indexer(Module):
     """
 
     def __init__(
-        self, layers: LayerFactory, facts: ModelFacts, layer: int, name: str, selection: Selection, turn: Transform
+        self, layers: LayerFactory, facts: ModelFacts, layer: int, name: str, selection: Selection = select_top_k
     ) -> None:
-        """turn: reorders the dims of its key norm."""
+        """name: of the attention."""
         super().__init__()
-        index, hidden = facts.indexer, facts.hidden
+        index, hidden, name, turn = facts.indexer, facts.hidden, f"{name}.indexer", indexer_order(facts)
         assert index is not None
         self.heads, self.dim, self.topk, self.layer = index.heads, index.dim, index.topk, layer
         self.selection = selection
@@ -325,6 +317,23 @@ class Indexer(Module):
         scores = index_scores(query, weights, keys, bias, self.scale)
         index = self.selection(scores, min(self.topk, tile.pages * PAGE))
         return index, bias.gather(1, index)
+
+
+def index_shards(facts: ModelFacts, name: str, is_indexed: bool) -> tuple[list[PackedShard], list[PackedShard]]:
+    """What an indexer projects beside the attention `name`: its key, of the hidden state; its queries, of the query
+    latent.
+    """
+    if not is_indexed:
+        return [], []
+    index, turn = facts.indexer, indexer_order(facts)
+    assert index is not None
+    queries = PackedShard(f"{name}.indexer.wq_b", index.heads * index.dim, None, turn)
+    return [PackedShard(f"{name}.indexer.wk", index.dim, None, turn)], [queries]
+
+
+def unused_indexer(name: str) -> str:
+    """Tensors of a layer that uses the selection of an earlier one; its own indexer may be published, too."""
+    return re.escape(f"{name}.indexer.") + ".*"
 
 
 def indexer_order(facts: ModelFacts) -> Transform:

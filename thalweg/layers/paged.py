@@ -5,7 +5,7 @@ batch.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -53,6 +53,13 @@ class PagedStep:
     whole: ContextChunk | None = None
     prepared: Any = None  # what the attention backend made for the whole step
     groups: tuple[AttentionGroup, ...] = ()  # empty: only the reference cuts a step into groups
+    chosen: list[Tensor] = field(default_factory=list)  # by the last indexer, see `kernels.dsa`
+    prepared_rows: list[Tensor] = field(default_factory=list)  # see `token_rows`
+
+    @property
+    def longest(self) -> int:
+        """Upper bound of the contexts, in tokens."""
+        return max(group.max_kv_len for group in self.batch.groups)
 
     def kv_write(self, tokens: slice) -> KvWrite:
         """Rotary tables and KV slots of these tokens."""
@@ -103,6 +110,14 @@ def paths_of_tree(tree: TreeMask, tokens: int) -> Tensor:
     path_TD = column_T1 + seen_TD[:, -1:] - torch.nn.functional.pad(before_D + len(before_D), (0, 1))
     path_TD.scatter_(1, torch.where(is_seen_TD == 0, len(before_D), seen_TD - 1), column_T1 - before_D)
     return path_TD[:, :-1].to(torch.int32)
+
+
+def token_rows(step: PagedStep) -> Tensor:
+    """`rows_of` a step, made once."""
+    if step.prepared_rows:
+        return step.prepared_rows[0]
+    step.prepared_rows.append(rows_of(step.batch))
+    return step.prepared_rows[0]
 
 
 def rows_of(batch: Batch) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from thalweg.kernels.mla.backends import MlaDecodeKernel, MlaPrefillKernel
 from thalweg.kernels.rope import triton as rope
 from thalweg.layers.factory import LayerFactory
 from thalweg.layers.interface import Activation, ResidualStream
+from thalweg.layers.linear import PackedShard
 from thalweg.layers.mla import LATENT_NORM_EPS, MlaProjections
 from thalweg.layers.paged import PagedStep, Prepare, Rest
 
@@ -84,8 +86,10 @@ class LatentMla(PagedMla):
         name: str,
         decoder: MlaDecodeKernel,
         prefill: MlaPrefillKernel,
+        index: tuple[Sequence[PackedShard], Sequence[PackedShard]] = ((), ()),
     ) -> None:
-        super().__init__(layers, facts, layer, name)
+        """index: see `mla.index_shards`."""
+        super().__init__(layers, facts, layer, name, *index)
         self.decoder, self.prefill = decoder, prefill
 
     def attended(self, step: PagedStep, query_TX: Tensor, latent_TD: Tensor) -> Tensor:

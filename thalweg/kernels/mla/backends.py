@@ -69,6 +69,16 @@ def project_values(u_THr: Tensor, uv_HRv: Tensor) -> Tensor:
     return out_THv.flatten(1)
 
 
+def values_of_splits(partial_THsr: Tensor, lse_THs: Tensor, uv_HRv: Tensor) -> Tensor:
+    """The splits of `triton.decode`, merged, times W_UV: → [T, H * v]."""
+    tokens, heads, *sizes = partial_THsr.shape
+    if tokens <= triton.MERGE_UP_TOKENS:
+        return triton.merge_up(partial_THsr, lse_THs, uv_HRv)
+    if triton.merges_many(tokens, heads, *sizes):
+        return triton.merge_up_many(partial_THsr, lse_THs, uv_HRv)
+    return project_values(merge(partial_THsr, lse_THs, partial_THsr.dtype), uv_HRv)
+
+
 def values_of(latent_Sr: Tensor, uv_HvR: Tensor) -> Tensor:
     """[S, H, v], of all heads by one product."""
     heads, width, rank = uv_HvR.shape
@@ -87,13 +97,7 @@ class TritonMlaDecode:
     def attend(
         self, query_THD: Tensor, latents: LatentPlane, uv_HRv: Tensor, rows: DecodeRows, prepared: None
     ) -> Tensor:
-        partial, lse = self._splits(query_THD, latents, rows)
-        tokens = len(query_THD)
-        if tokens <= triton.MERGE_UP_TOKENS:
-            return triton.merge_up(partial, lse, uv_HRv)
-        if triton.merges_many(tokens, self.shape.heads, *partial.shape[2:]):
-            return triton.merge_up_many(partial, lse, uv_HRv)
-        return project_values(merge(partial, lse, query_THD.dtype), uv_HRv)
+        return values_of_splits(*self._splits(query_THD, latents, rows), uv_HRv)
 
     def attend_with_lse(
         self, query_THD: Tensor, latents: LatentPlane, rows: DecodeRows, prepared: None

@@ -1,0 +1,1 @@
+"""Sparse attention (DSA): index keys, their scores, the choice of the highest, attention to what was chosen."""
