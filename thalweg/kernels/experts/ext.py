@@ -46,12 +46,14 @@ def check(device: torch.device, case: CheckCase) -> None:
 
 
 def serves(weights: ExpertWeights) -> bool:
-    """Whether it multiplies by these weights in bf16: what `up_by_tma` serves, and I in whole steps of DeepGEMM's."""
-    return weights.w2_NHI.shape[2] % 64 == 0 and serves_tma(weights.w2_NHI)
+    """Whether `run_experts` multiplies by these weights. In bf16: what `up_by_tma` serves, and I in whole steps of
+    DeepGEMM's.
+    """
+    return weights.fp8 or weights.w2_NHI.shape[2] % 64 == 0 and serves_tma(weights.w2_NHI)
 
 
 def run_experts(out_TH: Tensor, x: Rows, routed: RouterOutput, weights: ExpertWeights, accumulate: bool = True) -> None:
-    """As `triton.run_experts`. bf16 weights: such as it `serves`."""
+    """As `triton.run_experts`. weights: such as it `serves`."""
     experts, scales = len(weights.w2_NHI), None
     by = sort(routed.ids_TK, experts, TILE, aligned=True)
     ends_N = by.end_N[:experts]
