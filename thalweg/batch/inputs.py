@@ -16,7 +16,6 @@ from thalweg.batch.padding import empty_batch, pad_batch
 from thalweg.batch.slots import Slots, upload, upload_parts
 from thalweg.core.plan import PAGE, Row, StepPlan
 from thalweg.kernels.build_inputs import ref
-from thalweg.kernels.launch import implementation
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +51,9 @@ def build_inputs(plan: StepPlan, slots: Slots) -> StepInputs:
     if query > 1 and slots.tree.is_tree_step(query):
         made, tree = _tree_inputs(rows, rows_2R, slots, pages)
     else:
-        build = implementation("build_inputs", device).build_ragged
-        made = build(rows_2R, first[-1], max(row.n for row in rows), slots.tensors(is_tree=False), pages, PAGE)
+        made = slots.input_kernels.build_ragged(
+            rows_2R, first[-1], max(row.n for row in rows), slots.tensors(is_tree=False), pages, PAGE
+        )
     batch = Batch(
         ids_T=made.ids_T,
         positions_T=made.positions_T,

@@ -6,8 +6,6 @@ tokens alone, and penalties are computed from the tokens plane, so nothing here 
 
 from __future__ import annotations
 
-from array import array
-from itertools import chain
 from typing import NamedTuple, Sequence
 
 import torch
@@ -17,6 +15,7 @@ from thalweg.core.plan import PAGE, Bind, PageAppend
 from thalweg.core.sampling import MAX_EOS_IDS, MAX_LOGIT_BIAS, MAX_LOGPROB_IDS, MAX_STOP_IDS
 from thalweg.core.tree import CHAIN, TreeShape
 from thalweg.kernels.build_inputs.ref import FLOATS, INTS, LENGTH, TEMPERATURE, SlotTensors
+from thalweg.kernels.launch import implementation
 
 STOP_IDS = MAX_STOP_IDS + MAX_EOS_IDS  # the user's, and the model's end tokens
 
@@ -36,11 +35,8 @@ def upload_parts(parts: Sequence[Sequence[int]], device: torch.device) -> tuple[
     """int64 tensors of these numbers, in one copy. They share memory, so only the first is aligned to more than 8
     bytes.
     """
-    numbers = array("q", chain.from_iterable(parts))
-    made = torch.frombuffer(numbers, dtype=torch.int64) if numbers else torch.empty(0, dtype=torch.int64)
-    if device.type != "cpu":
-        made = made.pin_memory().to(device, non_blocking=True)
-    return torch.split(made, [len(part) for part in parts])
+    numbers = [number for part in parts for number in part]
+    return torch.split(upload(numbers, torch.int64, device), [len(part) for part in parts])
 
 
 def refill(out: Tensor, values: Numbers) -> None:
@@ -80,6 +76,7 @@ class Slots:
     ) -> None:
         pages = -(-context // PAGE)
         self.context, self.tree = context, tree
+        self.input_kernels = implementation("build_inputs", device)
         self.tokens_SL = torch.zeros(slots, context + 1, dtype=torch.int32, device=device)
         entry = torch.int64 if device.type == "cpu" else torch.int32
         self.table_SP = torch.zeros(slots, pages, dtype=entry, device=device)
