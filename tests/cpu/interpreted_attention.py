@@ -146,7 +146,7 @@ def sparse(dtype: torch.dtype) -> None:
     """Index keys are stored as the plain layer stores them, scored and chosen as by plain torch, and attention to the
     chosen tokens is attention with a mask. Many scores are 0, and rows have fewer tokens than are chosen.
     """
-    generator, contexts, heads, dim, topk = torch.Generator().manual_seed(4), (200, 70, 300), 4, 32, 64
+    generator, contexts, heads, dim, topk = torch.Generator().manual_seed(4), (200, 70, 300), 4, 32, 75
     lengths, (table, _) = RowLengths((3, 1, 2), contexts), page_table(generator, contexts)
     positions, tokens = last_positions(lengths), 6
     rows = dsa.QueryRows(torch.tensor([0, 0, 0, 1, 2, 2], dtype=torch.int32), table, positions)
@@ -195,7 +195,7 @@ def sparse(dtype: torch.dtype) -> None:
 def chosen_of_ties() -> None:
     """All scores of a few values, negative ones too: the latest of equal ones, exactly as many as there is room for."""
     generator = torch.Generator().manual_seed(5)
-    for topk, columns in ((64, 320), (128, 5000), (2048, 2049)):
+    for topk, columns in ((64, 320), (100, 5000), (2048, 2049)):
         values = torch.tensor([-torch.inf, -2.0, -1e-20, 0.0, 1e-20, 3.0])
         scores = values[torch.randint(0, 6, (2, columns), generator=generator)]
         positions = torch.tensor([columns - 1, columns - 7])

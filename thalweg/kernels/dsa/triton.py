@@ -211,13 +211,13 @@ def _attend(
     table_row,
     K: constexpr, RANK: constexpr, ROPE: constexpr, M: constexpr, N: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    """Program (b, s, t): split s of the chosen tokens of token t, for the b-th block of its heads."""
+    """Program (t, s, b): split s of the chosen tokens of token t, for the b-th block of its heads."""
     wait_for_previous(PDL)
-    token, split = tl.program_id(2).to(tl.int64), tl.program_id(1)
-    head, key = tl.program_id(0) * M + tl.arange(0, M), tl.arange(0, N)
+    token, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    head, key = tl.program_id(2) * M + tl.arange(0, M), tl.arange(0, N)
     real, at = head < heads, (token * heads + head) * splits + split
     count = tl.minimum(tl.load(positions + token).to(tl.int32) + 1, K)
-    each = tl.cdiv(K // N, splits) * N
+    each = tl.cdiv((K + N - 1) // N, splits) * N
     first, last = split * each, tl.minimum(split * each + each, count)
     if first >= last:
         tl.store(lse + at, tl.full((M,), -float("inf"), tl.float32), mask=real)
@@ -234,9 +234,8 @@ def _attend(
     top, total, sums = empty_softmax(M, RANK)
     row_pages = table + tl.load(rows + token).to(tl.int64) * table_row
     for start in range(first, last, N):
-        column = tl.load(chosen + token * K + start + key)
-        is_seen = (column >= 0) & (start + key < last)
-        column = tl.where(is_seen, column, 0)
+        is_seen = start + key < last
+        column = tl.load(chosen + token * K + start + key, mask=is_seen, other=0)
         place = tl.load(row_pages + column // 64).to(tl.int64) * 64 + column % 64
         at_k = plane + place[:, None] * (RANK + ROPE)
         latent = tl.load(at_k + tl.arange(0, RANK)[None, :]).to(q.dtype)
@@ -258,7 +257,7 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Absorbed attention to the chosen tokens: → (partial [T, H, s, r], LSE float32 [T, H, s]), as `mla.triton.decode`.
 
-    query_THD: multiplied by W_UK and rotated. K: a multiple of 64.
+    query_THD: multiplied by W_UK and rotated.
     """
     tokens, heads, dim = query_THD.shape
     tiles, topk = attend_tiles(heads), chosen_TK.shape[1]
@@ -266,7 +265,7 @@ def attend(
     splits = waves(tokens * blocks, topk)
     partial = torch.empty(tokens, heads, splits, rank, dtype=query_THD.dtype, device=query_THD.device)
     lse = torch.empty(tokens, heads, splits, dtype=torch.float32, device=query_THD.device)
-    _attend[blocks, splits, tokens](
+    _attend[tokens, splits, blocks](
         query_THD, latents.paged_PSD.view(-1, dim), latents.scale, chosen_TK, *rows, partial, lse, scale * LOG2E, heads,
         splits, *query_THD.stride()[:2], rows.table_RL.stride(0),
         K=topk, RANK=rank, ROPE=dim - rank, M=tiles.rows, N=tiles.keys, **tiles.options(query_THD),
