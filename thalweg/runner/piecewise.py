@@ -142,8 +142,10 @@ class DecodeAttentionGraphs:
         return rows
 
     def attend(self, layer: int, left: tuple[Tensor, ...]) -> None:
-        """left: what the piece ahead of this layer's attention left for it, of `rows` tokens at least."""
-        for held, given in zip(self.inputs, left, strict=True):
+        """left: what the piece ahead of this layer's attention left for it, of `rows` tokens at least. A layer without
+        an indexer has fewer than the first.
+        """
+        for held, given in zip(self.inputs, left, strict=False):
             held.copy_(given[: self.rows])
         self.graphs[layer].replay()
 
