@@ -22,6 +22,7 @@ from thalweg.kernels.dsa import triton as dsa
 from thalweg.kernels.gqa import triton as gqa
 from thalweg.kernels.mla import triton as mla
 from thalweg.kernels.mla.backends import MlaShape, TritonMlaDecode
+from thalweg.memory.planes import decode as decode_plane
 from thalweg.memory.planes import encode
 
 States = tuple[Tensor, Tensor]
@@ -151,8 +152,6 @@ def sparse(dtype: torch.dtype) -> None:
     positions, tokens = last_positions(lengths), 6
     rows = dsa.QueryRows(torch.tensor([0, 0, 0, 1, 2, 2], dtype=torch.int32), table, positions)
     keys = paged_plane(generator, table, contexts, dim, dtype=torch.float32)
-    scale = None if dtype == torch.float32 else torch.tensor([0.5])
-    plane = LatentPlane((keys / (1.0 if scale is None else scale)).to(dtype), scale)
     # the step's own tokens
     key, query = torch.randn(tokens, dim, generator=generator), torch.randn(tokens, heads * dim, generator=generator)
     norm = dsa.KeyNorm(torch.rand(dim, generator=generator), torch.randn(dim, generator=generator), 1e-6)
@@ -162,24 +161,18 @@ def sparse(dtype: torch.dtype) -> None:
     rotate_(turned, rotation, 0, 1, dim)
     rotate_(asked, rotation, 0, heads, dim)
     at = torch.stack([table[row, p // PAGE] * PAGE + p % PAGE for row, p in zip(rows.rows_T, positions, strict=True)])
-    dsa.write(key, query, norm, KvWrite(angle.cos(), angle.sin(), positions, at.long()), plane)
-    stored = plane.paged_PSD.view(-1, dim)
+    dsa.write(key, query, norm, KvWrite(angle.cos(), angle.sin(), positions, at.long()), keys)
     torch.testing.assert_close(query, asked, rtol=1e-5, atol=1e-5)
-    if scale is None:
-        torch.testing.assert_close(stored[at.long()], turned, rtol=1e-5, atol=1e-5)
-    else:  # the interpreter rounds some numbers to e4m3 otherwise than a device
-        stored.view(torch.uint8)[at.long()] = encode(turned, dtype, scale).view(torch.uint8)
+    torch.testing.assert_close(keys.view(-1, dim)[at.long()], turned, rtol=1e-5, atol=1e-5)
     weights = torch.randn(tokens, heads, generator=generator)
-    got = dsa.scores(query, weights, plane, rows, max(contexts), 0.3)
-    context = row_tokens(plane.paged_PSD.float() * (1.0 if scale is None else scale), table, contexts)
-    chosen, latents = (
-        dsa.choose(got, positions, topk),
-        paged_plane(generator, table, contexts, RANK + ROPE, dtype=torch.float32),
-    )
+    got = dsa.scores(query, weights, keys, rows, max(contexts), 0.3)
+    context, chosen = row_tokens(keys, table, contexts), dsa.choose(got, positions, topk)
+    latents = paged_plane(generator, table, contexts, RANK + ROPE, dtype=torch.float32)
+    scale, bound = (None, 1e-5) if dtype == torch.float32 else (torch.tensor([0.5]), 3e-3)
+    plane = LatentPlane(encode(latents, dtype, scale), scale)
+    latents = decode_plane(plane.paged_PSD, torch.float32, scale)
     q = torch.randn(tokens, HEADS, RANK + ROPE, generator=generator)
-    sums, _ = attend.merge_with_lse(
-        *dsa.attend(q, LatentPlane(latents), chosen, rows, scale=SCALE, rank=RANK), torch.float32
-    )
+    sums, _ = attend.merge_with_lse(*dsa.attend(q, plane, chosen, rows, scale=SCALE, rank=RANK), torch.float32)
     for t, (row, position) in enumerate(zip(rows.rows_T.tolist(), positions.tolist(), strict=True)):
         seen = context[row][: position + 1]
         want = 0.3 * (weights[t] @ (query[t].view(heads, dim) @ seen.T).relu()) + torch.arange(position + 1) * 1e-20
@@ -189,7 +182,7 @@ def sparse(dtype: torch.dtype) -> None:
         assert chosen[t].tolist() == filled.tolist(), t
         latent = row_tokens(latents, table, contexts)[row][best]
         exact = (SCALE * q[t] @ latent.T).softmax(-1) @ latent[:, :RANK]
-        torch.testing.assert_close(sums[t], exact, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(sums[t], exact, rtol=10 * bound, atol=bound)
 
 
 def chosen_of_ties() -> None:

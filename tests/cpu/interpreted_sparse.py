@@ -15,8 +15,10 @@ import torch
 from tests.cpu import zoo
 from tests.cpu.interpreted_attention import interpret_scalars
 from tests.gpu import shapes
+from thalweg.attention.selection import select_top_k
 from thalweg.core.kernels import KernelConfig
 from thalweg.layers.kernel_layers import KernelLayers
+from thalweg.layers.mla import Indexer
 from thalweg.layers.reference import ReferenceLayers
 from thalweg.memory.planes import Planes
 from thalweg.models import catalog
@@ -42,6 +44,12 @@ STEPS = {
 }
 
 
+def scattered(scores_NS: torch.Tensor, topk: int) -> torch.Tensor:
+    """A choice of any candidates, the same for the same context."""
+    order = torch.arange(scores_NS.shape[1]) * 7919 % 4093
+    return select_top_k(torch.where(scores_NS == -torch.inf, -torch.inf, order.float()), topk)
+
+
 def main() -> int:
     interpret_scalars()
     facts, device = read_config_facts(CONFIG, "sparse"), torch.device("cpu")
@@ -56,6 +64,12 @@ def main() -> int:
         plain, paged = shapes.batches(rows, device, generator, 64)
         want, got = reference.forward(plain, theirs), kernels.forward(paged, ours)
         torch.testing.assert_close(got, want, rtol=2e-3, atol=2e-3, msg=lambda text, name=name: f"{name}: {text}")
+    for model in (kernels, reference):  # any other rule of choice, too
+        for module in model.modules():
+            if isinstance(module, Indexer):
+                module.selection = scattered
+    plain, paged = shapes.batches([(5, 0, 120)], device, generator, 64)
+    torch.testing.assert_close(kernels.forward(paged, ours), reference.forward(plain, theirs), rtol=2e-3, atol=2e-3)
     for plane, other in zip(ours.tensors(), theirs.tensors(), strict=True):
         torch.testing.assert_close(plane[1:], other[1:], rtol=1e-3, atol=1e-3)
     return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,17 @@ def test_ladders_meet_both_divisibilities_everywhere() -> None:
 
 
 SETTINGS_TINY = config(model_path="m", max_running_requests=4, chunked_prefill_size=96)
+
+
+def test_kinds_of_layers_keep_the_order_of_the_model(tmp_path: Path) -> None:
+    """A layer that shares a choice of context comes behind one that makes it, also if the last layer makes its own."""
+    shape = {**json.loads((TINY / "config.json").read_text()), "index_topk_pattern": "FSSF", "first_k_dense_replace": 0}
+    (tmp_path / "config.json").write_text(json.dumps(shape | {"num_hidden_layers": 4, "quantization_config": None}))
+    model = reference_model.build(read_facts(tmp_path), torch.float32)
+    assert isinstance(model, torch.nn.Module)
+    slim = one_layer_of_each_kind(model)
+    assert isinstance(slim, torch.nn.Module)
+    assert list(slim.layers) == list(model.layers)[:2]  # type: ignore[arg-type]
 
 
 def test_one_layer_of_each_kind_runs_every_kind_of_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -202,3 +202,14 @@ def test_every_library_of_a_latent_model_is_checked() -> None:
     found = self_checks(KernelConfig(decode="flashmla", prefill="fa3"), facts, torch.device("cpu"))
     assert [(role, backend) for role, backend, _ in found] == [("decode", "flashmla"), ("prefill", "fa3")]
     assert not self_checks(KernelConfig(decode="triton", prefill="triton"), facts, torch.device("cpu"))
+
+
+def test_the_check_of_experts_is_of_the_weights_that_experts_have() -> None:
+    config = json.loads((FOLDER / "config.json").read_text())
+    fp8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    plain_experts = fp8 | {"ignored_layers": [f"model.layers.{i}.mlp.experts" for i in range(99)]}
+    for quantization, has_codes in ((fp8, True), (plain_experts, False), (None, False)):
+        facts = facts_of(config | {"quantization_config": quantization}, "test")
+        kernels = KernelConfig(decode="triton", prefill="triton", moe="deep_gemm")
+        (run,) = [check.run for check in self_checks(kernels, facts, torch.device("cpu")) if check.role == "moe"]
+        assert run.args[-1].is_fp8 == has_codes, quantization  # type: ignore[attr-defined]

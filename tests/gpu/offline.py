@@ -215,7 +215,7 @@ def sparse() -> None:
     rows_T, positions = torch.zeros(3, dtype=torch.int32), torch.zeros(3, dtype=torch.int64)
     rows, angles = dsa.QueryRows(rows_T, torch.zeros(2, 4, dtype=torch.int32), positions), torch.empty(8, 32)
     for dtype, scale in ((torch.bfloat16, None), (torch.float8_e4m3fn, torch.ones(1))):
-        keys, latents = (LatentPlane(torch.empty(4, PAGE, dim, dtype=dtype), scale) for dim in (128, 576))
+        keys, latents = torch.empty(4, PAGE, 128, dtype=torch.bfloat16), torch.empty(4, PAGE, 576, dtype=dtype)
         key, query = torch.empty(3, 8320, dtype=torch.bfloat16).split((128, 8192), 1)
         norm = dsa.KeyNorm(torch.empty(128), torch.empty(128), 1e-6)
         dsa.write(key, query, norm, KvWrite(angles, angles, positions, positions), keys)
@@ -223,7 +223,7 @@ def sparse() -> None:
         chosen = dsa.choose(scores, positions, 2048)
         for heads in (16, 32, 64, 128):
             asked = torch.empty(3, heads, 576, dtype=torch.bfloat16)
-            dsa.attend(asked, latents, chosen, rows, scale=1.0, rank=512)
+            dsa.attend(asked, LatentPlane(latents, scale), chosen, rows, scale=1.0, rank=512)
 
 
 def main(wanted: list[str]) -> int:

@@ -202,9 +202,8 @@ def test_kernels_do_what_their_references_do(seed: int, cuda: torch.device) -> N
     for got, want in zip(input_kernels.build_inputs(*given), inputs.build_inputs(*given), strict=True):
         assert got is want is None or torch.equal(got, want)
     rows_2R = torch.tensor([[2, 7, 0, 5, 0], [0, 1, 2, 7, 120]]).cuda()
-    for got, want in zip(
-        input_kernels.build_ragged(rows_2R, 120, 113, held, 4, 64), inputs.build_ragged(rows_2R, 120, 113, held, 4, 64), strict=True
-    ):  # fmt: skip
+    given = rows_2R, 120, 113, held, 4, 64
+    for got, want in zip(input_kernels.build_ragged(*given), inputs.build_ragged(*given), strict=True):
         assert torch.equal(got, want)
 
     rows = ref.DraftRows(

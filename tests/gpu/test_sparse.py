@@ -21,7 +21,6 @@ from thalweg.config.model import facts_of
 from thalweg.core.kernels import KernelConfig
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.local import LocalEngine
-from thalweg.kernels.dsa import triton as dsa
 from thalweg.layers.mla import Indexer
 from thalweg.models.token_by_token import TokenByToken
 
@@ -91,9 +90,7 @@ def test_past_the_chosen_context_it_is_the_cpus(checkpoint: Path, cuda: torch.de
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", [SHAPE, FP8], ids=["bf16", "fp8"])
-def test_beside_kernels_it_is_the_references(
-    shape: dict[str, Any], kind: str, cuda: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_beside_kernels_it_is_the_references(shape: dict[str, Any], kind: str, cuda: torch.device) -> None:
     """The bounds of test_models.py, for the median token. What the indexer chooses is compared apart from what becomes
     of a choice: a near tie that rounding decides moves a tenth of what attention to 256 tokens of random weights
     gives.
@@ -104,18 +101,8 @@ def test_beside_kernels_it_is_the_references(
         order = torch.arange(scores_NS.shape[1], device=cuda) * 7919 % 4093
         return select_top_k(torch.where(scores_NS == -torch.inf, -torch.inf, order.float()), topk)
 
-    def scattered_positions(scores_TS: torch.Tensor, positions_T: torch.Tensor, topk: int) -> torch.Tensor:
-        """The same, as the kernels have it."""
-        column = torch.arange(scores_TS.shape[1], device=cuda)
-        unseen = column > positions_T.unsqueeze(1)
-        index = scattered(scores_TS.masked_fill(unseen, -torch.inf), min(topk, len(column)))
-        index = index.masked_fill(unseen.gather(1, index), len(column)).sort(1).values
-        index = index.masked_fill(index == len(column), -1)
-        return torch.nn.functional.pad(index, (0, topk - index.shape[1]), value=-1).int()
-
     of, bound = facts_of(shape | {"index_topk": 256}, "sparse"), 0.15 if shape is FP8 else 0.02
     reference, kernels = twins(of, cuda, KINDS[kind])
-    monkeypatch.setattr(dsa, "choose", scattered_positions)
     for module in (*reference.modules(), *kernels.modules()):
         if isinstance(module, Indexer):
             module.selection = scattered

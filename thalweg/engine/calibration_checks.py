@@ -23,7 +23,7 @@ from thalweg.core.kernels import DECISION_NAMES, CheckCase, KernelConfig
 from thalweg.core.report import START_UP, Decision
 from thalweg.kernels.gemm import toolchain
 from thalweg.models.catalog import read_facts
-from thalweg.quant.catalog import quantized
+from thalweg.quant.catalog import quantized, scheme_of_experts
 
 log = logging.getLogger("thalweg.engine")
 
@@ -65,6 +65,8 @@ def with_compiler(config: EngineConfig, trials: Sequence[toolchain.ProbeResult])
 def self_checks(kernels: KernelConfig, facts: ModelFacts, device: torch.device) -> list[SelfCheck]:
     """The self-checks of the libraries that this configuration uses, as the catalogs name them."""
     is_fp8 = any(scheme.operation == "fp8_gemm" for scheme in quantized(facts.quantization_config))
+    of_experts = scheme_of_experts(facts.quantization_config, facts.layers)
+    has_fp8_experts = of_experts is not None and of_experts.operation == "fp8_gemm"
     is_mla, uses_latents = facts.mla is not None, facts.mla is not None and kernels.latent
     decode, prefill = DECODE[kernels.decode], PREFILL[kernels.prefill]
     entries = {
@@ -78,7 +80,8 @@ def self_checks(kernels: KernelConfig, facts: ModelFacts, device: torch.device) 
     for role, entry in entries.items():
         if entry:
             backend: str = getattr(kernels, role)
-            case = CheckCase(backend, *shape, kernels.kv == "fp8_e4m3", is_fp8)
+            codes = has_fp8_experts if role == "moe" else is_fp8
+            case = CheckCase(backend, *shape, kernels.kv == "fp8_e4m3", codes)
             checks.append(SelfCheck(role, backend, partial(load_entry(entry), device, case)))
     return checks
 

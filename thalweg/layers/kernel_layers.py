@@ -47,7 +47,7 @@ class KernelLayers(LayerFactory):
     schemes: Schemes = NO_SCHEMES  # of the checkpoint's weights
 
     def for_drafter(self, facts: ModelFacts, schemes: Schemes) -> KernelLayers:
-        """On our own kernels, which know every kind of attention but that to a selection of context."""
+        """On our own kernels; attention to a selection of context on plain torch."""
         by = TORCH if facts.indexer is not None else "triton"
         kernels = msgspec.structs.replace(self.kernels, decode=by, prefill=by)
         return replace(self, kernels=kernels, schemes=schemes)

@@ -53,13 +53,10 @@ class PagedStep:
     whole: ContextChunk | None = None
     prepared: Any = None  # what the attention backend made for the whole step
     groups: tuple[AttentionGroup, ...] = ()  # empty: only the reference cuts a step into groups
-    chosen: list[Tensor] = field(default_factory=list)  # by the last indexer, see `kernels.dsa`
-    prepared_rows: list[Tensor] = field(default_factory=list)  # see `token_rows`
-
-    @property
-    def longest(self) -> int:
-        """Upper bound of the contexts, in tokens."""
-        return max(group.max_kv_len for group in self.batch.groups)
+    # of a step with a context longer than an indexer chooses: the row of each token, int32 [T], and the positions that
+    # the last layer with an indexer has chosen, which it writes and the layers up to the next one read
+    rows_T: Tensor | None = None
+    chosen_TK: list[Tensor] = field(default_factory=list)
 
     def kv_write(self, tokens: slice) -> KvWrite:
         """Rotary tables and KV slots of these tokens."""
@@ -112,14 +109,6 @@ def paths_of_tree(tree: TreeMask, tokens: int) -> Tensor:
     return path_TD[:, :-1].to(torch.int32)
 
 
-def token_rows(step: PagedStep) -> Tensor:
-    """`rows_of` a step, made once."""
-    if step.prepared_rows:
-        return step.prepared_rows[0]
-    step.prepared_rows.append(rows_of(step.batch))
-    return step.prepared_rows[0]
-
-
 def rows_of(batch: Batch) -> Tensor:
     """The row of each token: int32 [T]."""
     device, parts = batch.ids_T.device, []
@@ -149,6 +138,7 @@ class PagedMetadataBuilder(nn.Module):
     ) -> None:
         super().__init__()
         self.prepare, self.gathers, self.captures = prepare, gathers, captures
+        self.topk = None if facts.indexer is None else facts.indexer.topk
         table = rotary.table(facts.rope, facts.context, device)
         self.register_buffer("cos", table.real.contiguous(), persistent=False)
         self.register_buffer("sin", table.imag.contiguous(), persistent=False)
@@ -160,15 +150,17 @@ class PagedMetadataBuilder(nn.Module):
         rest = None if count == len(batch.extents) else _rest(batch, count, tokens)
         prefixes: tuple[ContextChunk, ...] = ()
         whole = None
-        if self.gathers and rest is not None and any(rest.cached):
+        chooses = self.topk is not None and max(group.max_kv_len for group in batch.groups) > self.topk
+        if self.gathers and not chooses and rest is not None and any(rest.cached):
             contexts = [extent.max_kv_len for extent in batch.extents[count:]]
             # with an FP8 plane a step's own tokens are attended to as they were before they were rounded
             if sum(contexts) <= CHUNK and not planes.has_fp8:
                 whole = _chunk([0] * len(contexts), contexts, batch.ids_T.device)
             else:
                 prefixes = _prefixes(rest.cached, batch.ids_T.device)
-        prepared = self.prepare(batch, tokens, rows)
-        return PagedStep(batch, planes, self.cos, self.sin, tokens, rows, rest, prefixes, whole, prepared)
+        prepared, rows_T = self.prepare(batch, tokens, rows), rows_of(batch) if chooses else None
+        shared = rest, prefixes, whole, prepared
+        return PagedStep(batch, planes, self.cos, self.sin, tokens, rows, *shared, rows_T=rows_T)
 
     def captured_cached_tokens(self, wish: int, planes: Planes) -> int | None:
         """See `layers.interface.MetadataBuilder`."""

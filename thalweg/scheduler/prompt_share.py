@@ -14,7 +14,8 @@ With many waiting requests it is the p with the highest rate of prompt tokens.
 Without decode rows a step takes the whole budget, but for pipeline stages. There s stages compute as many steps at a
 time, and the last step crosses s - 1 more stages when no other follows: N tokens in steps of p take about
 (N / p + s - 1) * t(p). The best p is that of the mean context before the tokens that wait. Steps with less context get
-more tokens and those with more get fewer, so that all take the same time and no stage waits for a longer one.
+more tokens and those with more get fewer, so that all take the same time and no stage waits for a longer one. Latency
+targets do not bound such a step, although decode rows of other steps wait for it.
 
 The user's latency targets come before that. A step with decode rows stays within the target between tokens. Within it,
 prompts have the rate that brings each request its first token in time, if there is one.

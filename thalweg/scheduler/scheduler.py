@@ -250,8 +250,8 @@ class Scheduler:
     def _prompt_tokens(self, builder: PlanBuilder) -> int:
         """Most prompt tokens of this step."""
         slots = len(self.kv_cache.free_slots)
-        is_waiting = self._prefilling or self.queue and slots
-        if not (builder.rows or self.stages > 1) or not builder.tokens_left or not is_waiting:
+        is_waiting = bool(self._prefilling or self.queue and slots)
+        if not is_waiting or not builder.tokens_left or not (builder.rows or self.stages > 1):
             return builder.tokens_left
         queued, page_size = list(islice(self.queue.unordered(), min(slots, MAX_WAITING))), self.allocator.page_size
         waiting = waiting_prompts(

@@ -25,12 +25,12 @@ from thalweg.kernels.attend.triton import (
     TileConfig,
     add_values,
     empty_softmax,
-    largest_of,
     store_states,
     wait_for_previous,
     waves,
 )
 from thalweg.kernels.launch import launch_config
+from thalweg.kernels.mla.triton import load_queries
 from thalweg.kernels.rope.triton import encode, rotated
 
 # Added to a score for each position, as `attention.context.TIE`: of equal scores, of which many are 0, the latest is
@@ -59,7 +59,7 @@ class KeyNorm(NamedTuple):
 
 @triton.jit(do_not_specialize_on_alignment=["positions", "write"])
 def _write(
-    key, query, weight, bias, cos, sin, positions, write, plane, plane_scale, eps, heads, key_token, query_token,
+    key, query, weight, bias, cos, sin, positions, write, plane, eps, heads, key_token, query_token,
     DIM: constexpr, ROPE: constexpr, HEADS: constexpr, PDL: constexpr,
 ):  # fmt: skip
     """Program (t, 0): the key of token t; (t, 1 + b): the b-th HEADS of its index queries."""
@@ -76,8 +76,8 @@ def _write(
         own = (tl.load(at + turn).to(tl.float32) - mean) * scale * tl.load(weight + turn) + tl.load(bias + turn)
         own = rotated(own.to(key.dtype.element_ty).to(tl.float32)[None, :], cos_P, sin_P, 1, ROPE)
         own = tl.reshape(own, (ROPE,)).to(key.dtype.element_ty).to(tl.float32)
-        tl.store(row + rest, encode(y.to(tl.float32), plane_scale, plane.dtype.element_ty), mask=rest >= ROPE)
-        tl.store(row + turn, encode(own, plane_scale, plane.dtype.element_ty))
+        tl.store(row + rest, encode(y.to(tl.float32), None, plane.dtype.element_ty), mask=rest >= ROPE)
+        tl.store(row + turn, encode(own, None, plane.dtype.element_ty))
     else:
         head = (tl.program_id(1) - 1) * HEADS + tl.arange(0, HEADS)
         at_q, real = query + token * query_token + head[:, None] * DIM + turn[None, :], (head < heads)[:, None]
@@ -85,23 +85,23 @@ def _write(
         tl.store(at_q, q.to(query.dtype.element_ty), mask=real)
 
 
-def write(key_Td: Tensor, query_TX: Tensor, norm: KeyNorm, write: KvWrite, keys: LatentPlane) -> None:
+def write(key_Td: Tensor, query_TX: Tensor, norm: KeyNorm, write: KvWrite, keys_PSd: Tensor) -> None:
     """Norms, rotates and stores each token's index key; rotates its index queries in place. The first dims rotate.
 
-    key_Td: a view of a projection's output. query_TX: the queries of all index heads, likewise; X may be 0. keys: the
-    plane of index keys [P, 64, d].
+    key_Td: a view of a projection's output. query_TX: the queries of all index heads, likewise; X may be 0. keys_PSd:
+    the plane of index keys [P, 64, d], never e4m3.
     """
     tokens, dim = key_Td.shape
-    heads, plane = query_TX.shape[1] // dim, keys.paged_PSD.view(-1, dim)
+    heads, plane = query_TX.shape[1] // dim, keys_PSd.view(-1, dim)
     _write[tokens, 1 + triton.cdiv(heads, QUERIES_AT_ONCE)](
-        key_Td, query_TX, norm.weight_d, norm.bias_d, *write, plane, keys.scale, norm.eps, heads, key_Td.stride(0),
+        key_Td, query_TX, norm.weight_d, norm.bias_d, *write, plane, norm.eps, heads, key_Td.stride(0),
         query_TX.stride(0), DIM=dim, ROPE=2 * write.cos_SC.shape[1], HEADS=QUERIES_AT_ONCE, **launch_config(key_Td, 4),
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["columns", "table_row"], do_not_specialize_on_alignment=["table", "positions", "rows"])
 def _scores(
-    query, weights, plane, plane_scale, rows, table, positions, out, scale, heads, columns, query_token, table_row,
+    query, weights, plane, rows, table, positions, out, scale, heads, columns, query_token, table_row,
     DIM: constexpr, HEADS: constexpr, CHUNK: constexpr, PDL: constexpr,
 ):  # fmt: skip
     """Program (t, c): the scores of CHUNK pages of token t's context. Those past its position are left as they are."""
@@ -113,8 +113,6 @@ def _scores(
         dim, real = tl.arange(0, DIM), head < heads
         q = tl.load(query + token * query_token + head[:, None] * DIM + dim[None, :], mask=real[:, None], other=0.0)
         weight = tl.load(weights + token * heads + head, mask=real, other=0.0) * scale
-        if plane_scale is not None:
-            weight *= tl.load(plane_scale)  # of the keys, which relu lets pass
         row_pages = table + tl.load(rows + token).to(tl.int64) * table_row
         for page in range(first, tl.minimum(first + CHUNK, last)):
             at = tl.load(row_pages + page).to(tl.int64) * 64 + key
@@ -126,18 +124,18 @@ def _scores(
 
 
 def scores(
-    query_TX: Tensor, weights_TH: Tensor, keys: LatentPlane, rows: QueryRows, max_kv_len: int, scale: float
+    query_TX: Tensor, weights_TH: Tensor, keys_PSd: Tensor, rows: QueryRows, max_kv_len: int, scale: float
 ) -> Tensor:
     """scale * Σ_h weight[t, h] * relu(query[t, h] · key[s]) of every context token: → float32 [T, S], S whole pages;
     undefined past a token's own position.
 
     query_TX: rotated, the heads of a token side by side. weights_TH: float32, contiguous.
     """
-    (tokens, heads), dim = weights_TH.shape, keys.paged_PSD.shape[2]
+    (tokens, heads), dim = weights_TH.shape, keys_PSd.shape[2]
     pages = triton.cdiv(max_kv_len, 64)
     out = torch.empty(tokens, pages * 64, dtype=torch.float32, device=query_TX.device)
     _scores[tokens, triton.cdiv(pages, CHUNK)](
-        query_TX, weights_TH, keys.paged_PSD.view(-1, dim), keys.scale, *rows, out, scale, heads, pages * 64,
+        query_TX, weights_TH, keys_PSd.view(-1, dim), *rows, out, scale, heads, pages * 64,
         query_TX.stride(0), rows.table_RL.stride(0),
         DIM=dim, HEADS=max(triton.next_power_of_2(heads), 16), CHUNK=CHUNK, **launch_config(out, 4, 2),
     )  # fmt: skip
@@ -223,14 +221,7 @@ def _attend(
         tl.store(lse + at, tl.full((M,), -float("inf"), tl.float32), mask=real)
         return
     at_q = query + token * query_token + head[:, None] * query_head
-    q = tl.load(at_q + tl.arange(0, RANK)[None, :], mask=real[:, None], other=0.0)
-    rope_q = tl.load(at_q + RANK + tl.arange(0, ROPE)[None, :], mask=real[:, None], other=0.0)
-    strength = tl.full((M,), scale, tl.float32)
-    if plane_scale is not None:
-        largest = tl.maximum(largest_of(q), largest_of(rope_q))
-        q = (q.to(tl.float32) / largest[:, None]).to(tl.float16)
-        rope_q = (rope_q.to(tl.float32) / largest[:, None]).to(tl.float16)
-        strength *= tl.load(plane_scale) * largest
+    q, rope_q, strength = load_queries(at_q, real, plane_scale, scale, RANK, ROPE, M)
     top, total, sums = empty_softmax(M, RANK)
     row_pages = table + tl.load(rows + token).to(tl.int64) * table_row
     for start in range(first, last, N):

@@ -19,7 +19,7 @@ from torch import Tensor
 from thalweg.core.kernels import CheckCase
 from thalweg.kernels.check import check_results
 from thalweg.kernels.experts.case import Shape, run_kernels, small_case
-from thalweg.kernels.experts.triton import TMA_UP, ExpertWeights, serves_tma, tma_up
+from thalweg.kernels.experts.triton import TMA_TILES, ExpertWeights, serves_tma, tma_up, tuned
 from thalweg.kernels.gemm.deep_gemm import library
 from thalweg.kernels.moe_align.triton import combine, gather, sort
 from thalweg.kernels.norm.triton import Rows, rows_of
@@ -66,7 +66,7 @@ def run_experts(out_TH: Tensor, x: Rows, routed: RouterOutput, weights: ExpertWe
         del a_RH  # the next products' room may lie there
         inner, scales = silu_mul_quantize(gate_up, by.tiles)
     else:
-        inner = tma_up(rows_of(x), routed.ids_TK.shape[1], by, weights, TMA_UP)
+        inner = tma_up(rows_of(x), routed.ids_TK.shape[1], by, weights, tuned("tma", TMA_TILES, weights).up)
     y_RH = _multiply(inner, scales, weights.w2_NHI, weights.s2, ends_N)
     combine(out_TH, y_RH, by.position_P, routed.ids_TK, routed.weights_TK, experts, accumulate)
 

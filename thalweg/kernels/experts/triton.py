@@ -77,9 +77,6 @@ class ExpertTile:
     warps: int
 
 
-TMA_UP = ExpertTile(128, 128, 64, 4, 8)  # of path "tma"
-
-
 @dataclass(frozen=True, slots=True)
 class ExpertTiles:
     """The tiles of both kernels."""
@@ -87,6 +84,9 @@ class ExpertTiles:
     up: ExpertTile
     down: ExpertTile
     ahead: int = 0  # steps of the down projection whose weights are loaded before the wait (path "pairs" only)
+
+
+TMA_TILES = ExpertTiles(ExpertTile(128, 128, 64, 4, 8), ExpertTile(128, 256, 64, 3, 8))  # of path "tma"
 
 
 def serves_tma(w2_NHI: Tensor) -> bool:
@@ -116,7 +116,7 @@ def tabled(by: str, tokens: int, topk: int, experts: int, fp8: bool, determinist
         # three stages leave room for a second program on each multiprocessor: 144 programs would take two turns
         return ExpertTiles(ExpertTile(16, 128, 128, 3, 4), ExpertTile(16, 128, 128, 3, 4))
     if by == "tma":
-        return ExpertTiles(TMA_UP, ExpertTile(128, 256, 64, 3, 8))
+        return TMA_TILES
     rows = tokens * topk / experts
     m = 64 if deterministic else 16 if rows <= 12 else 32 if rows <= 24 else 64 if rows <= 72 else 128
     if fp8:
@@ -140,7 +140,12 @@ def plan_of(tokens: int, topk: int, weights: ExpertWeights, deterministic: bool)
     shape, fp8 = weights.w2_NHI.shape, weights.fp8
     by = path(tokens, fp8, deterministic, not fp8 and serves_tma(weights.w2_NHI))
     tiles = tabled(by, tokens, topk, shape[0], fp8, deterministic)
-    return by, tiles if deterministic else TUNED.lookup("experts", (by, *shape, int(fp8)), tiles)
+    return by, tiles if deterministic else tuned(by, tiles, weights)
+
+
+def tuned(by: str, tiles: ExpertTiles, weights: ExpertWeights) -> ExpertTiles:
+    """These tiles of the table, or what `thalweg tune` has found in their place."""
+    return TUNED.lookup("experts", (by, *weights.w2_NHI.shape, int(weights.fp8)), tiles)
 
 
 def run_experts(

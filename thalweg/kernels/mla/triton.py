@@ -79,6 +79,22 @@ def load_columns(block, plane, place, column, width, DIM: constexpr):
     return tile
 
 
+@triton.jit
+def load_queries(at_q, real, plane_scale, scale, RANK: constexpr, ROPE: constexpr, M: constexpr):
+    """M absorbed queries and the scale of their scores: → their latent part, their rotated part, float32 [M]. For
+    latents in e4m3 float16, of at most 1.
+    """
+    q = tl.load(at_q + tl.arange(0, RANK)[None, :], mask=real[:, None], other=0.0)
+    rope_q = tl.load(at_q + RANK + tl.arange(0, ROPE)[None, :], mask=real[:, None], other=0.0)
+    strength = tl.full((M,), scale, tl.float32)
+    if plane_scale is not None:
+        largest = tl.maximum(largest_of(q), largest_of(rope_q))
+        q = (q.to(tl.float32) / largest[:, None]).to(tl.float16)
+        rope_q = (rope_q.to(tl.float32) / largest[:, None]).to(tl.float16)
+        strength *= tl.load(plane_scale) * largest
+    return q, rope_q, strength
+
+
 @triton.jit(
     do_not_specialize=["splits", "table_row"],
     do_not_specialize_on_alignment=["table", "positions", "rows", "tree_mask"],
@@ -106,14 +122,7 @@ def _decode(
         return
     key = tl.arange(0, N)
     at_q = query + token[:, None] * query_token + head[:, None] * query_head
-    q = tl.load(at_q + tl.arange(0, RANK)[None, :], mask=real[:, None], other=0.0)
-    rope_q = tl.load(at_q + RANK + tl.arange(0, ROPE)[None, :], mask=real[:, None], other=0.0)
-    strength = tl.full((M,), scale, tl.float32)
-    if plane_scale is not None:
-        largest = tl.maximum(largest_of(q), largest_of(rope_q))
-        q = (q.to(tl.float32) / largest[:, None]).to(tl.float16)
-        rope_q = (rope_q.to(tl.float32) / largest[:, None]).to(tl.float16)
-        strength *= tl.load(plane_scale) * largest
+    q, rope_q, strength = load_queries(at_q, real, plane_scale, scale, RANK, ROPE, M)
     top, total, sums = empty_softmax(M, RANK)
     if FIXED:
         ahead = tl.load(row_pages + first).to(tl.int32)
