@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import random
+import select
 import threading
 import time
 from collections.abc import Callable
@@ -88,6 +89,20 @@ def test_rings_before_a_wait_are_kept() -> None:
         wake_pipe.wake()
     assert wake_pipe.wait(lambda: is_ready.pop(0), time.monotonic() + 5)
     assert not wake_pipe.wait(lambda: False, time.monotonic() + 0.05)
+
+
+def test_a_process_that_polls_is_not_called() -> None:
+    """Nothing is written to its pipe while it looks for itself; before and after that, a call is kept."""
+    wake_pipe, readable = WakePipe(), list[bool]()
+
+    def looks() -> bool:
+        wake_pipe.wake()
+        readable.append(bool(select.select([wake_pipe.receives], [], [], 0)[0]))
+        return True
+
+    assert wake_pipe.wait(looks, time.monotonic() + 5) and readable == [False]
+    wake_pipe.wake()
+    assert select.select([wake_pipe.receives], [], [], 0)[0]
 
 
 def step_of(step: int, rank: int) -> RankStep:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from operator import gt
 from typing import NamedTuple
 
 from thalweg.core.plan import StepPlan
@@ -116,53 +117,62 @@ def rank_step_of(plan: StepPlan) -> RankStep:
 
 
 def coordinate_step(rank_steps: Sequence[RankStep]) -> AgreedStep:
-    """The step that every rank runs. Raises RanksDisagree."""
-    first = rank_steps[0]
+    """The step that every rank runs. A rank without rows has the defaults of `RankStep`. Raises RanksDisagree."""
     if len(rank_steps) == 1:
-        return _single_rank_step(first)
+        return _single_rank_step(rank_steps[0])
+    (  # values by field: this runs in every step
+        steps, epochs, rows, tokens, sampled, per_row, verify, uniform, passes, drafts, drafters, before, deferred,
+        extended, checksums, controls, ended, waits,
+    ) = zip(*rank_steps, strict=True)  # fmt: skip
+    count = len(rank_steps)
+    if not steps.count(steps[0]) == epochs.count(epochs[0]) == checksums.count(checksums[0]) == count:
+        raise RanksDisagree(_difference(rank_steps))
+    has_drafter, most_sampled, query = all(drafters), max(sampled), max(per_row)
+    # the busiest rank decides; a rank that samples nothing is ignored
+    num_drafts = drafts[sampled.index(most_sampled)] if most_sampled and has_drafter else 0
+    extends = has_drafter and any(rows) and (num_drafts > 0 or any(map(gt, tokens, rows)))
+    is_uniform = all(uniform)
+    if is_uniform and per_row.count(query) < count:
+        is_uniform = all(n == query or not own for n, own in zip(per_row, rows, strict=True))
+    return AgreedStep(
+        ranks=count,
+        rows=max(rows),
+        tokens=max(tokens),
+        sampled_rows=most_sampled,
+        sampled_per_row=query,
+        is_verify=all(verify),
+        is_uniform=is_uniform,
+        prompt_logprobs_passes=max(passes),
+        num_drafts=num_drafts,
+        has_drafter=has_drafter,
+        written_before=max(before) * has_drafter,
+        written_after=max(extended if extends else deferred) * has_drafter,
+        extends=extends,
+        control=controls[0] if controls.count(controls[0]) == count else 0,
+        has_ended=all(ended),
+        may_prefill=_may_prefill(waits, any(rows)),
+    )
+
+
+def _difference(rank_steps: Sequence[RankStep]) -> str:
+    """What the first rank that differs from rank 0 does otherwise."""
+    first = rank_steps[0]
     for number, rank in enumerate(rank_steps):
         if (rank.step, rank.epoch) != (first.step, first.epoch):
-            raise RanksDisagree(
+            return (
                 f"rank {number} is at step {rank.step} with weights {rank.epoch}; rank 0 is at step {first.step} with"
                 f" weights {first.epoch}"
             )
         if rank.pass_checksum != first.pass_checksum:
-            raise RanksDisagree(f"before step {first.step} rank {number} ran other passes than rank 0")
-    busy = [rank for rank in rank_steps if rank.rows]
-    has_drafter = all(rank.has_drafter for rank in rank_steps)
-    # the busiest rank decides; a rank that samples nothing is ignored
-    busiest = max(rank_steps, key=lambda rank: rank.sampled_rows)
-    num_drafts = busiest.num_drafts if busiest.sampled_rows and has_drafter else 0
-    query = max((rank.sampled_per_row for rank in busy), default=1)
-    extends = bool(busy) and has_drafter and (num_drafts > 0 or any(rank.tokens > rank.rows for rank in busy))
-    return AgreedStep(
-        ranks=len(rank_steps),
-        rows=max(rank.rows for rank in rank_steps),
-        tokens=max(rank.tokens for rank in rank_steps),
-        sampled_rows=max(rank.sampled_rows for rank in rank_steps),
-        sampled_per_row=query,
-        is_verify=all(rank.is_verify for rank in busy),
-        is_uniform=all(rank.is_uniform and rank.sampled_per_row == query for rank in busy),
-        prompt_logprobs_passes=max(rank.prompt_logprobs_passes for rank in rank_steps),
-        num_drafts=num_drafts,
-        has_drafter=has_drafter,
-        written_before=max(rank.written_before for rank in rank_steps) * has_drafter,
-        written_after=max(rank.written_if_extended if extends else rank.written_if_deferred for rank in rank_steps)
-        * has_drafter,
-        extends=extends,
-        control=first.control if all(rank.control == first.control for rank in rank_steps) else 0,
-        has_ended=all(rank.has_ended for rank in rank_steps),
-        may_prefill=_may_prefill(rank_steps),
-    )
+            return f"before step {first.step} rank {number} ran other passes than rank 0"
+    raise AssertionError("the ranks agree")
 
 
-def _may_prefill(rank_steps: Sequence[RankStep]) -> bool:
+def _may_prefill(waits: Sequence[int], has_rows: bool) -> bool:
     """All ranks pad to the longest step, so prompts are computed on many ranks together: when at least half of them
     have some, when one has waited long enough, or when no rank has anything else to do.
     """
-    waiting = [rank for rank in rank_steps if rank.prefill_wait]
-    has_waited = any(rank.prefill_wait > MAX_PREFILL_WAIT for rank in waiting)
-    return 2 * len(waiting) >= len(rank_steps) or has_waited or not any(rank.rows for rank in rank_steps)
+    return not has_rows or 2 * waits.count(0) <= len(waits) or max(waits) > MAX_PREFILL_WAIT
 
 
 def _single_rank_step(own: RankStep) -> AgreedStep:

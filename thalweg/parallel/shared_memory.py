@@ -18,6 +18,7 @@ from typing import Any
 
 SHM = Path("/dev/shm")  # memory as a file system, on Linux
 SPIN_S = 50e-6  # how long a waiting process polls before it sleeps
+FIRST_SLEEP_S = 0.001  # a process that is not called, because it polled just before, looks again after this
 LONGEST_SLEEP_S = 1.0
 
 
@@ -48,17 +49,22 @@ def _attach(descriptor: Any, size: int) -> SharedMemory:
 
 
 class WakePipe:
-    """Wakes one process. A call that finds it awake is kept, so none is missed; several may become one."""
+    """Wakes one process. A call that finds it awake is kept, so none is missed; several may become one. While it polls
+    in `wait`, nothing is written to the pipe: a call of the system takes longer than all else that ranks do to agree.
+    """
 
     def __init__(self) -> None:
-        self._adopt(*os.pipe())
+        self._adopt(*os.pipe(), SharedMemory(8))
 
-    def _adopt(self, receives: int, sends: int) -> None:
+    def _adopt(self, receives: int, sends: int, memory: SharedMemory) -> None:
         self.receives, self._sends = receives, sends  # `receives` is readable once woken
+        self._memory, self._polls = memory, memory.words  # 1 while the process polls
         os.set_blocking(receives, False)
         os.set_blocking(sends, False)
 
     def wake(self) -> None:
+        if self._polls[0]:
+            return
         try:
             os.write(self._sends, b"\0")
         except BlockingIOError:
@@ -76,15 +82,25 @@ class WakePipe:
         """Polls `is_ready` for a moment, then after each call, until it is true. Returns False at the deadline, a
         time.monotonic().
         """
-        spin_end = time.perf_counter() + SPIN_S
+        if self._poll(is_ready):
+            return True
+        longest = FIRST_SLEEP_S
         while not is_ready():
-            if time.perf_counter() < spin_end:
-                continue
             left = deadline - time.monotonic()
             if left <= 0:
                 return False
-            self.sleep(min(left, LONGEST_SLEEP_S))
+            self.sleep(min(left, longest))
+            longest = LONGEST_SLEEP_S
         return True
+
+    def _poll(self, is_ready: Callable[[], bool]) -> bool:
+        self._polls[0], spin_end = 1, time.perf_counter() + SPIN_S
+        try:
+            while not (ready := is_ready()) and time.perf_counter() < spin_end:
+                pass
+            return ready
+        finally:
+            self._polls[0] = 0
 
     def sleep(self, timeout: float) -> None:
         """Returns when woken, or after `timeout` seconds. Clears the pipe: the caller looks at what has changed."""
@@ -92,14 +108,14 @@ class WakePipe:
         self.clear()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _attach_wake_pipe, (DupFd(self.receives), DupFd(self._sends))
+        return _attach_wake_pipe, (DupFd(self.receives), DupFd(self._sends), self._memory)
 
     def __del__(self) -> None:
         os.close(self.receives)
         os.close(self._sends)
 
 
-def _attach_wake_pipe(receives: Any, sends: Any) -> WakePipe:
+def _attach_wake_pipe(receives: Any, sends: Any, memory: SharedMemory) -> WakePipe:
     wake_pipe = WakePipe.__new__(WakePipe)
-    wake_pipe._adopt(receives.detach(), sends.detach())
+    wake_pipe._adopt(receives.detach(), sends.detach(), memory)
     return wake_pipe
