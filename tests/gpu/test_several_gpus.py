@@ -5,6 +5,7 @@ tokens. Each engine has a process of its own.
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,8 @@ import pytest
 import torch
 
 from tests.gpu.test_compose import SMALL
+from thalweg.config.options import ParallelOptions
+from thalweg.launch.parallelism import unsupported_parallelism
 
 ROOT = Path(__file__).parents[2]
 TOKENS = 96
@@ -27,7 +30,11 @@ LAYOUTS = {
     "dp2 ep2 graphs": (*DP2, GRAPHS),
     "dp2 alltoall graphs": (*DP2, 'moe_a2a_backend="alltoall"', GRAPHS),
     "tp2 nextn graphs": ("tp_size=2", 'speculative_algorithm="NEXTN"', GRAPHS),
+    "pp2 eager": ("pp_size=2", EAGER),
+    "pp2 graphs": ("pp_size=2", "chunked_prefill_size=64", GRAPHS),
+    "pp2 nextn graphs": ("pp_size=2", 'speculative_algorithm="NEXTN"', GRAPHS),
     "tp4 graphs": ("tp_size=4", GRAPHS),
+    "pp2 tp2 graphs": ("pp_size=2", "tp_size=2", GRAPHS),
 }
 
 
@@ -52,8 +59,11 @@ def engine(folder: Path, what: str, *wishes: str) -> list[Any]:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_several_gpus_give_one_gpus_tokens(layout: str, tmp_path: Path, cuda: torch.device) -> None:
     wishes = LAYOUTS[layout]
-    if torch.cuda.device_count() < int(wishes[0].removeprefix("tp_size=")):
+    sizes = (wish.partition("=") for wish in wishes)
+    if torch.cuda.device_count() < math.prod(int(size) for name, _, size in sizes if name in ("tp_size", "pp_size")):
         pytest.skip("takes more GPUs")
+    if "pp_size=2" in wishes and (reason := unsupported_parallelism(ParallelOptions(pp_size=2), "cuda")):
+        pytest.skip(reason)
     folder, file = small_model(tmp_path / "small"), tmp_path / "generated.json"
     file.write_text(json.dumps(engine(folder, str(TOKENS), *wishes)))
     for gaps in engine(folder, str(file), EAGER):

@@ -89,4 +89,6 @@ def build_mesh(sizes: MeshSizes, device: torch.device, timeout: float | None = N
         assert group is not None, "torch returns a group to each of its ranks"
         return ProcessAxis(group, len(ranks), ranks.index(rank), device.type == "cpu")
 
-    return layout_of(sizes, rank, lambda name, ranks: of_group(name == "published", ranks))
+    layout = layout_of(sizes, rank, lambda name, ranks: of_group(name == "published", ranks))
+    layout.pipe.connect(device)
+    return layout

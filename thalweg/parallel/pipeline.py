@@ -43,6 +43,17 @@ class Pipe:
     def is_last(self) -> bool:
         return self.hidden.rank == LAST
 
+    def connect(self, device: torch.device) -> None:
+        """All stages call it together, before the first step. NCCL connects two processes at their first transfer, for
+        which both wait; the last stage publishes a step before the others are ready to receive it.
+        """
+        rank, last, x = self.hidden.rank, self.stages - 1, torch.zeros(1, device=device)
+        self.hidden.transfer([(rank - 1, x)] if rank else [], [(rank + 1, x.clone())] if rank < last else [])
+        if self.is_last:
+            self.published.transfer([(other, x) for other in range(1, self.stages)], [])
+        else:
+            self.receive_published(x)
+
     def receive(self, like_TX: Tensor) -> Tensor:
         """Hidden states from the stage before, of this shape and type."""
         self.hidden.transfer([], [(self.hidden.rank + 1, like_TX)])

@@ -78,18 +78,24 @@ class ProcessAxis:
         return received
 
     def transfer(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
+        for work in self._begin(sends, receives):
+            work.wait()
+
+    def post(self, x: Tensor, ranks: Sequence[int]) -> Callable[[], object]:
+        sends = self._begin([(rank, x) for rank in ranks], [])
+        return lambda: [x, *(send.wait() for send in sends)]  # holds the tensor until then
+
+    def _begin(
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
+    ) -> Sequence[dist.Work]:
+        """In one batch: NCCL would run single transfers of a group one after the other."""
         directions = (dist.isend, sends), (dist.irecv, receives)
         transfers = [
             dist.P2POp(way, tensor, group=self.group, group_peer=rank)
             for way, some in directions
             for rank, tensor in some
         ]
-        for work in dist.batch_isend_irecv(transfers) if transfers else ():
-            work.wait()
-
-    def post(self, x: Tensor, ranks: Sequence[int]) -> Callable[[], object]:
-        sends = [dist.isend(x, group=self.group, group_dst=rank) for rank in ranks]
-        return lambda: [x, *(send.wait() for send in sends if send is not None)]  # holds the tensor until then
+        return dist.batch_isend_irecv(transfers) if transfers else ()
 
 
 def _ordered_sum(parts: Tensor) -> Tensor:
