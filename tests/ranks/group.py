@@ -4,10 +4,11 @@ its share of a script, and sends back what its requests got.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import tempfile
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -26,6 +27,7 @@ from thalweg.engine.local import sequences
 from thalweg.models import traced
 from thalweg.parallel.mesh import MeshSizes, build_mesh
 from thalweg.parallel.process_axis import connect, disconnect
+from thalweg.parallel.relay import Mirrors, Relay, RelayInbox
 from thalweg.runner.runner import Runner
 
 SPAWN = multiprocessing.get_context("spawn")
@@ -154,6 +156,7 @@ class ProcessGroup:
     def __init__(self, size: int, patience: float = PATIENCE) -> None:
         self.size, self.patience, self.is_broken, self.starts = size, patience, False, 0
         self.folder = tempfile.TemporaryDirectory()
+        self.inboxes, self.cases = list[RelayInbox](), 0
         self.start()
 
     def start(self) -> None:
@@ -174,7 +177,33 @@ class ProcessGroup:
         if self.is_broken:
             self.close()
             self.start()
-        members = members_of(config, Path())
+        with self._members(config) as members:
+            return self._serve(config, members, scripts, plant)
+
+    @contextlib.contextmanager
+    def _members(self, config: EngineConfig) -> Iterator[list[Member]]:
+        """Those of all nodes. Several nodes are on this machine, and a relay of each is in this process."""
+        members, nodes, failures, self.cases = list[Member](), range(config.nnodes), list[str](), self.cases + 1
+        every_mirrors = [Mirrors() for _ in nodes]
+        for node, mirrors in zip(nodes, every_mirrors, strict=True):
+            members += members_of(config, Path(), node, mirrors)
+        while len(self.inboxes) < config.nnodes:
+            self.inboxes.append(RelayInbox(failures.append))
+        addresses = [f"tcp://127.0.0.1:{inbox.port}" for inbox in self.inboxes]
+        for inbox, mirrors in zip(self.inboxes, every_mirrors, strict=False):
+            inbox.relay = Relay(mirrors, self.cases, addresses, PATIENCE, failures.append)
+        try:
+            yield members
+        finally:
+            for inbox in self.inboxes[: config.nnodes]:
+                relay, inbox.relay = inbox.relay, None
+                assert relay is not None
+                relay.close()
+        assert not failures
+
+    def _serve(
+        self, config: EngineConfig, members: Sequence[Member], scripts: Sequence[Script], plant: str
+    ) -> list[Served]:
         assert len(members) == self.size
         sizes = mesh_of(config)
         for member, connection in zip(members, self.jobs, strict=True):

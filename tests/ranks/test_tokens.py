@@ -88,6 +88,7 @@ COLUMNS: dict[str, list[Any]] = {
     "moe_a2a_backend": ["none", "alltoall"],
     "experts": ["fixed", "moving"],
     "graphs": list(GRAPHS),
+    "nnodes": [1, 2],
 }
 
 
@@ -101,7 +102,7 @@ def is_legal(levels: dict[str, Any]) -> bool:
 
 def case_of(levels: dict[str, Any]) -> Case:
     own = {name: value for name, value in levels.items() if name in Case.__dataclass_fields__}
-    names = ("chunked_prefill_size", "max_steps_in_flight", "radix_cache", "moe_a2a_backend")
+    names = ("chunked_prefill_size", "max_steps_in_flight", "radix_cache", "moe_a2a_backend", "nnodes")
     fields = {name: levels[name] for name in names} | GRAPHS[levels["graphs"]]
     return Case(**own, fields=fields | (EPLB if levels["experts"] == "moving" else {}))
 

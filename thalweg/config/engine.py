@@ -76,6 +76,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Of each layer, F: it selects context, S: it shares the last selection; "": as the checkpoint has it."""
 
     # ---- several devices ----
+    nnodes: int = 1
+    """Nodes, each with as many of the processes."""
+    dist_init_addr: str = ""
+    """HOST:PORT of the first node, where the others find it."""
     tp_size: int = 1
     """Processes that share the layers of one copy of the model."""
     pp_size: int = 1
@@ -184,6 +188,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     def processes(self) -> int:
         """Of the engine, a device each."""
         return self.copy_processes * self.copies
+
+    @property
+    def node_processes(self) -> int:
+        """Of one node."""
+        return self.processes // self.nnodes
+
+    def node_of(self, process: int) -> int:
+        """process: its number in the engine."""
+        return process // self.node_processes
 
     @property
     def copy_processes(self) -> int:

@@ -77,7 +77,7 @@ torch-compile-max-bs torch-compile enable-torch-compile: not needed: captured st
     torch.compile makes
 disable-cuda-graph-padding: use --cuda-graph-bs, which says which rows are recorded
 enable-memory-saver custom-weight-loader: not in this version
-api-server-count node-ips dist-init-addr: not in this version: one process serves one engine
+api-server-count: not in this version: one process serves one engine
 max-logprobs: not needed: the limit is fixed, and the error names it
 profile: use thalweg roofline, or POST /start_profile while a server runs
 middleware: use a proxy in front
@@ -109,8 +109,6 @@ disable-log-stats: steps are not logged; --no-metrics turns /metrics off
 enable-trace: --otlp-traces-endpoint alone turns traces on
 speculative-accept-threshold-single 1.0: drafts are accepted without loss
 speculative-accept-threshold-acc 1.0: drafts are accepted without loss
-nnodes 1: one node is all there is
-node-rank 0: one node is all there is
 """,
     splits=False,
 )

@@ -53,7 +53,7 @@ from thalweg.engine.compile_ahead import CompileAhead, NothingAhead, compile_ahe
 from thalweg.engine.coordination import OWN_PLAN, Coordinator, DataParallelSteps, SingleSchedulerSteps
 from thalweg.engine.follower import Follower, PlanSender
 from thalweg.engine.grammars import GrammarRegistry
-from thalweg.engine.group import ALONE, RankContext, place_of, timeout_of
+from thalweg.engine.group import ALONE, RankContext, timeout_of
 from thalweg.engine.loop import Channel, Loop
 from thalweg.engine.recording import StepRecorder
 from thalweg.engine.worker import NO_FOLLOWERS, InlineStream, ThreadStream, Worker
@@ -143,7 +143,7 @@ def build_follower(config: EngineConfig, rank_context: RankContext) -> Follower:
     """Builds what another process of a rank runs. Raises as `build`."""
     config, _, runner = prepare(config, rank_context, StartupTimes())
     assert rank_context.member.plans is not None, "a follower has a leader"
-    reader = PlanReader(rank_context.member.plans, place_of(config, rank_context.member.rank).number - 1)
+    reader = PlanReader(rank_context.member.plans, rank_context.member.follower)
     on_cpu = config.device == "cpu"  # its steps run in this thread, so that an error is noticed in its own step
     worker = Worker(runner, InlineStream() if on_cpu else _stream(config))
     return Follower(reader, worker, AdminOperations(runner, worker), 1 if on_cpu else config.max_steps_in_flight)

@@ -10,9 +10,11 @@ import contextlib
 import gc
 import logging
 import multiprocessing
+import os
 import signal
 import time
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from thalweg.core import logs
@@ -43,6 +45,22 @@ class EngineProcess:
         with contextlib.suppress(BrokenPipeError):  # it has ended, which its sentinel says
             self.sender.send((config, member, address))
         self.sender.close()
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a signal has stopped the process, where the system says so."""
+        try:
+            return Path(f"/proc/{self.child.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+        except OSError:
+            return False
+
+    @property
+    def how_ended(self) -> str:
+        return f"ended with exit code {self.child.exitcode}"
+
+    def signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            os.kill(self.child.pid or 0, number)
 
     def close(self) -> None:
         """Kills the process if it lives."""

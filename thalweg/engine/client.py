@@ -47,6 +47,7 @@ from thalweg.core.request import check_request
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.child import HANG, RECORD, EngineProcess
 from thalweg.engine.local import SubmitOptions, sequences
+from thalweg.engine.nodes import Nodes
 from thalweg.engine.owed import OwedReplies
 from thalweg.engine.processes import EngineProcesses
 from thalweg.engine.routing import RequestRouter
@@ -161,6 +162,7 @@ class EngineClient:
         self._ready: list[EngineReady] = []  # of the processes that serve, those with a scheduler first
         self._replies: dict[int, list[ControlReply]] = {}  # that some data-parallel ranks have not answered, by id
         self._folder: str  # with the sockets
+        self._nodes = Nodes(config) if config.nnodes > 1 else None
         self._first = first
         self._ended: asyncio.Future[str]
         # uids, and control ids below 0, that the engine has not finished: those that nobody waits for any more too
@@ -318,9 +320,8 @@ class EngineClient:
         if not self.config.crash_dump_folder:
             log.warning("nothing is recorded: start with --crash-dump-folder DIR")
         elif self.ready is not None:
-            for pid in self._processes.leader_pids if self._processes else ():
-                with contextlib.suppress(ProcessLookupError):  # it has just ended and has written its steps
-                    os.kill(pid, number)
+            if self._processes:
+                self._processes.signal_leaders(number)  # one that has just ended has written its steps
 
     async def drain(self, timeout: float) -> None:
         """Refuses new requests, waits up to `timeout` seconds for running ones, then stops the engine."""
@@ -362,6 +363,8 @@ class EngineClient:
         finally:
             self.ready = None
             self._fail_all(EngineDead(self.reason))
+            if self._nodes is not None:
+                self._nodes.close()
 
     async def _run_engine(self, deadline: float) -> None:
         """Runs one engine and sets `reason` to why it ended. It ends with any of its processes, or if it does not serve
@@ -369,7 +372,8 @@ class EngineClient:
         """
         loop = asyncio.get_running_loop()
         with _socket_folder() as self._folder:
-            processes = self._processes = EngineProcesses(self.config, Path(self._folder), first=self._first)
+            folder = Path(self._folder)
+            processes = self._processes = EngineProcesses(self.config, folder, first=self._first, nodes=self._nodes)
             self._first = None
             processes.start()
             self._router = RequestRouter(self.config.dp_size, self.config.num_pages)

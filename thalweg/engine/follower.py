@@ -83,7 +83,7 @@ class Follower:
 
     def run(self) -> None:
         """Until the leader says stop."""
-        while self._carry_out(self._decode(self.reader.read())):
+        while (message := self.reader.read()) is not None and self._carry_out(self._decode(message)):
             self.reader.done()
 
     def _carry_out(self, message: PlanMessage) -> bool:

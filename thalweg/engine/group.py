@@ -3,12 +3,14 @@
 Every data-parallel rank has one scheduler, in the process of its first tensor-parallel rank on the last pipeline stage,
 the leader. The leader's plans go to the rank's other processes, the followers, which decide nothing. Leaders agree on
 each step.
+
+On several nodes each has as many of the processes, in order, and a relay copies what leaders send to other nodes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +20,8 @@ from thalweg.config.engine import EngineConfig
 from thalweg.parallel.layout import SINGLE_RANK, Layout
 from thalweg.parallel.mesh import MeshSizes, build_mesh
 from thalweg.parallel.plan_channel import PlanChannel
-from thalweg.parallel.process_axis import connect, nothing_lost
+from thalweg.parallel.process_axis import Meeting, connect, nothing_lost
+from thalweg.parallel.relay import Mirrors, SentPlans, SharedRecords
 from thalweg.parallel.shared_memory import WakePipe
 from thalweg.parallel.step_records import StepRecords
 
@@ -30,10 +33,11 @@ class Member:
     rank: int = 0  # among the processes of the copy
     device: int = 0  # number of its GPU
     name: str = ""  # for errors
-    store: Path = Path()  # a file through which the processes find each other
+    meeting: Meeting = Path()  # where the processes find each other
     wake_pipe: WakePipe | None = None
     step_records: StepRecords | None = None  # of the leaders, if there are several
     plans: PlanChannel | None = None  # of its data-parallel rank, if that has followers
+    follower: int = 0  # of those that read these plans
 
 
 @dataclass(frozen=True)
@@ -57,33 +61,84 @@ def timeout_of(config: EngineConfig) -> float:
     return config.watchdog_timeout or 1e6
 
 
-def members_of(config: EngineConfig, folder: Path) -> list[Member]:
-    """All processes of an engine, copy by copy. folder: empty, for files of their start."""
-    return [member for copy in range(config.copies) for member in _copy(config, copy, folder / f"copy{copy}")]
+def members_of(config: EngineConfig, meeting: Meeting, node: int = 0, mirrors: Mirrors | None = None) -> list[Member]:
+    """The processes of a node, copy by copy. meeting: an empty folder for files of their start, or an address. mirrors:
+    gets what the node shares with others.
+    """
+    mirrors = Mirrors() if mirrors is None else mirrors
+    return [member for copy in range(config.copies) for member in _copy(config, copy, meeting, node, mirrors)]
 
 
-def _copy(config: EngineConfig, copy: int, store: Path) -> list[Member]:
+def named_members(config: EngineConfig) -> list[Member]:
+    """The processes of all nodes, without what they share."""
+    every = [(copy, rank) for copy in range(config.copies) for rank in range(config.copy_processes)]
+    return [Member(rank, name=rank_name(config, copy, rank)) for copy, rank in every]
+
+
+def _copy(config: EngineConfig, copy: int, meeting: Meeting, node: int, mirrors: Mirrors) -> list[Member]:
     count, first = config.copy_processes, copy * config.copy_processes
+    own = [rank for rank in range(count) if config.node_of(first + rank) == node]
+    members = [Member(rank, (first + rank) % config.node_processes, rank_name(config, copy, rank)) for rank in own]
     if count == 1:
-        return [Member(device=first, name=f"copy {copy}" if config.copies > 1 else "")]
-    names = [rank_name(config, copy, rank) for rank in range(count)]
-    wake_pipes, step_records = [WakePipe() for _ in names], None
+        return members
+    wake_pipes, records = {rank: WakePipe() for rank in own}, None
     groups = [[rank for rank in range(count) if place_of(config, rank).dp == dp] for dp in range(config.attention_dp)]
-    if config.attention_dp > 1:
-        leaders = [ranks[0] for ranks in groups]
-        step_records = StepRecords(
-            [wake_pipes[rank] for rank in leaders], [names[rank] for rank in leaders], timeout_of(config)
-        )
-    channels = [
-        PlanChannel([wake_pipes[rank] for rank in ranks], [names[rank] for rank in ranks]) if len(ranks) > 1 else None
-        for ranks in groups
-    ]
-    return [
-        Member(
-            rank, first + rank, names[rank], store, wake_pipes[rank], step_records, channels[place_of(config, rank).dp]
-        )
-        for rank in range(count)
-    ]
+    if len(groups) > 1:
+        records = _records(config, copy, [ranks[0] for ranks in groups], wake_pipes, mirrors)
+    channels = [_plans(config, copy, ranks, wake_pipes, mirrors) for ranks in groups]
+    meeting = meeting / f"copy{copy}" if isinstance(meeting, Path) else meeting.part(f"copy{copy}")
+    with_shared = list[Member]()
+    for member in members:
+        dp = place_of(config, member.rank).dp
+        before = sum(rank in wake_pipes for rank in groups[dp][1:] if rank < member.rank)
+        shared = replace(member, meeting=meeting, wake_pipe=wake_pipes[member.rank], step_records=records)
+        with_shared.append(replace(shared, plans=channels[dp], follower=before))
+    return with_shared
+
+
+WakePipes = dict[int, WakePipe]  # of the processes of this node, by rank
+
+
+def _records(
+    config: EngineConfig, copy: int, leaders: Sequence[int], wake_pipes: WakePipes, mirrors: Mirrors
+) -> StepRecords:
+    """leaders: ranks, in the order of the data-parallel ranks."""
+    relay, names = WakePipe(), [rank_name(config, copy, rank) for rank in leaders]
+    records = StepRecords([wake_pipes.get(rank, relay) for rank in leaders], names, timeout_of(config))
+    own = [dp for dp, rank in enumerate(leaders) if rank in wake_pipes]
+    nodes = _nodes(config, copy, (rank for rank in leaders if rank not in wake_pipes))
+    if own and nodes:
+        mirrors.records[copy] = SharedRecords(records, own, nodes, relay)
+    return records
+
+
+def _plans(
+    config: EngineConfig, copy: int, ranks: Sequence[int], wake_pipes: WakePipes, mirrors: Mirrors
+) -> PlanChannel | None:
+    """ranks: the leader and its followers. None where no two processes of this node share plans with each other or with
+    a relay.
+    """
+    leader, *followers = ranks
+    own, nodes = [rank for rank in followers if rank in wake_pipes], _nodes(config, copy, followers)
+    number = copy * config.copy_processes + leader
+    names = [rank_name(config, copy, rank) for rank in (leader, *own)]
+    if leader not in wake_pipes:
+        if not own:
+            return None
+        mirrors.received[number] = channel = PlanChannel([WakePipe(), *(wake_pipes[rank] for rank in own)], names)
+        return channel
+    others = [node for node in nodes if node != config.node_of(number)]
+    pipes = [wake_pipes[rank] for rank in (leader, *own)]
+    if others:
+        channel = PlanChannel([*pipes, WakePipe()], [*names, "the relay to other nodes"])
+        mirrors.sent[number] = SentPlans(channel, len(own), others)
+        return channel
+    return PlanChannel(pipes, names) if own else None
+
+
+def _nodes(config: EngineConfig, copy: int, ranks: Iterable[int]) -> list[int]:
+    """The nodes of these processes of a copy, each once."""
+    return sorted({config.node_of(copy * config.copy_processes + rank) for rank in ranks})
 
 
 class Place(NamedTuple):
@@ -108,17 +163,20 @@ def mesh_of(config: EngineConfig) -> MeshSizes:
 
 
 def rank_name(config: EngineConfig, copy: int, rank: int) -> str:
-    """Of a process, by its number in its copy: "rank 1 (DP 0, TP 1)"."""
-    place = place_of(config, rank)
+    """Of a process, by its number in its copy: "rank 1 (DP 0, TP 1)". "" for the only one."""
+    place, number = place_of(config, rank), copy * config.copy_processes + rank
+    if config.processes == 1:
+        return ""
+    if config.processes == config.copies and config.nnodes == 1:
+        return f"copy {copy}"
     places = {
+        f"node {config.node_of(number)}": config.nnodes > 1,
         f"copy {copy}": config.copies > 1,
         f"PP {place.stage}": config.pp_size > 1,
         f"DP {place.dp}": config.attention_dp > 1,
         f"TP {place.tp}": config.tp_size > 1,
     }
-    return (
-        f"rank {copy * config.copy_processes + rank} ({', '.join(name for name, is_said in places.items() if is_said)})"
-    )
+    return f"rank {number} ({', '.join(name for name, is_said in places.items() if is_said)})"
 
 
 def leaders_of(config: EngineConfig, members: Sequence[Member]) -> list[Member]:
@@ -137,7 +195,7 @@ def join(config: EngineConfig, member: Member, lost: Callable[[], str] = nothing
         return RankContext(member, device=device)
     # some ranks wait for others already while these compile or load, so a start's time is the limit
     timeout = max(timeout_of(config), config.restart_timeout)
-    store = connect(member.store, member.rank, config.copy_processes, device, timeout, lost)
+    store = connect(member.meeting, member.rank, config.copy_processes, device, timeout, lost)
     layout = build_mesh(mesh_of(config), device, timeout)
     del store  # torch holds it in C++ only, which does not keep a Python object alive
     return RankContext(member, layout, device)

@@ -12,7 +12,7 @@ from typing import Callable, Sequence, TypedDict, Unpack
 import msgspec
 
 from thalweg.config.engine import EngineConfig
-from thalweg.core.errors import EngineDead, InvalidRequest
+from thalweg.core.errors import EngineDead, InvalidRequest, UnsupportedConfig
 from thalweg.core.grammar import Grammar
 from thalweg.core.messages import (
     Abort,
@@ -117,6 +117,9 @@ class LocalEngine:
     """`submit` requests, then `step` until `idle`."""
 
     def __init__(self, config: EngineConfig) -> None:
+        """Raises UnsupportedConfig for several nodes."""
+        if config.nnodes > 1:
+            raise UnsupportedConfig("nnodes: an engine in this process has one node; use `thalweg serve` for several")
         self.others = OtherProcesses(config) if config.processes > 1 else NO_OTHERS
         self._close = weakref.finalize(self, self.others.close)
         self.channel = LocalChannel(self.others.wait)

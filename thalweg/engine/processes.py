@@ -13,7 +13,9 @@ import zmq
 from thalweg.config.engine import EngineConfig
 from thalweg.core.messages import EngineReady, Fatal, FromEngine, ToEngine
 from thalweg.engine.child import EngineProcess
-from thalweg.engine.group import Member, leaders_of, members_of, place_of
+from thalweg.engine.group import Member, leaders_of, members_of, named_members, place_of
+from thalweg.engine.node_link import split_address
+from thalweg.engine.nodes import Nodes, RemoteProcess
 
 BLAME_S = 0.5  # after a process is killed, another may report a broken connection first
 
@@ -22,21 +24,31 @@ class EngineProcesses:
     """All processes of an engine, or those beside the caller's own. Each has a PAIR socket of msgpack messages."""
 
     def __init__(
-        self, config: EngineConfig, folder: Path, with_own: bool = False, first: EngineProcess | None = None
+        self,
+        config: EngineConfig,
+        folder: Path,
+        with_own: bool = False,
+        first: EngineProcess | None = None,
+        nodes: Nodes | None = None,
     ) -> None:
         """folder: for sockets and the start's files. with_own: the caller is the first process itself. first: a process
-        that imports already.
+        that imports already. nodes: run the processes, if there are several.
         """
-        self.members = members_of(config, folder)
-        self.config, self.own = config, int(with_own)
+        self.members = members_of(config, folder) if nodes is None else named_members(config)
+        self.config, self.own, self.nodes = config, int(with_own), nodes
         self.context = zmq.Context(1)
         self.sockets: list[zmq.Socket[bytes]] = []  # of the spawned processes
-        self.spawned = [] if first is None else [first]
-        self.addresses = [f"ipc://{folder}/engine{i}" for i in range(len(self.members) - self.own)]
-        for address in self.addresses:
+        self.spawned: list[EngineProcess | RemoteProcess] = [] if first is None else [first]
+        self.addresses = list[str]()
+        host = "" if nodes is None else split_address(config.dist_init_addr)[0]
+        for i in range(len(self.members) - self.own):
             socket = self.context.socket(zmq.PAIR)
             socket.set_hwm(0)
-            socket.bind(address)
+            socket.setsockopt(zmq.IPV6, ":" in host)
+            socket.bind(
+                f"ipc://{folder}/engine{i}" if nodes is None else f"tcp://{f'[{host}]' if ':' in host else host}:*"
+            )
+            self.addresses.append(socket.getsockopt_string(zmq.LAST_ENDPOINT))
             self.sockets.append(socket)
         self.leaders = [self.members.index(member) for member in leaders_of(config, self.members)]
         self.fatals: list[Fatal] = []  # that have come
@@ -46,12 +58,16 @@ class EngineProcesses:
 
     def start(self) -> None:
         members = self.members[self.own :]
+        if self.nodes is not None:
+            self.spawned += self.nodes.start(self.config, members, self.addresses)
+            return
         self.spawned += [EngineProcess(member.name) for member in members[len(self.spawned) :]]
         for spawned, member, address in zip(self.spawned, members, self.addresses, strict=True):
+            assert isinstance(spawned, EngineProcess), "nodes start others"
             spawned.run(self.config, member, address)
 
     @property
-    def children(self) -> list[BaseProcess]:
+    def children(self) -> list[BaseProcess | RemoteProcess]:
         """The spawned processes."""
         return [spawned.child for spawned in self.spawned]
 
@@ -59,12 +75,11 @@ class EngineProcesses:
     def first(self) -> Member:
         return self.members[0]
 
-    @property
-    def leader_pids(self) -> list[int]:
-        return [self._child(leader).pid or 0 for leader in self.leaders if leader >= self.own]
-
-    def _child(self, member: int) -> BaseProcess:
-        return self.children[member - self.own]
+    def signal_leaders(self, number: int) -> None:
+        """Sends a signal to the processes with a scheduler."""
+        for leader in self.leaders:
+            if leader >= self.own:
+                self.spawned[leader - self.own].signal(number)
 
     # ---- messages
 
@@ -117,9 +132,10 @@ class EngineProcesses:
         return ""
 
     def _ended(self, is_it: Callable[[int], bool]) -> str:
-        for member, child in self._others():
-            if child.exitcode is not None and is_it(child.exitcode):
-                return f"{member.name or 'the engine process'} ended with exit code {child.exitcode}"
+        for member, spawned in self._others():
+            code = spawned.child.exitcode
+            if code is not None and is_it(code):
+                return f"{member.name or 'the engine process'} {spawned.how_ended}"
         return ""
 
     def stuck(self) -> str:
@@ -128,28 +144,29 @@ class EngineProcesses:
             return stopped
         behind = []
         for member in self.members:
-            plans, number = member.plans, place_of(self.config, member.rank).number
-            if plans is not None and number and plans.carried_out(number - 1) < plans.sent:
+            plans, is_follower = member.plans, place_of(self.config, member.rank).number > 0
+            if plans is not None and is_follower and plans.carried_out(member.follower) < plans.sent:
                 behind.append(member.name)
+        behind += [one.name for one in self.spawned if isinstance(one, RemoteProcess) and one.is_behind]
         return f"behind its leader: {' and '.join(behind)}" if behind else ""
 
     def _stopped(self) -> str:
-        names = [member.name for member, child in self._others() if _is_stopped(child.pid)]
+        names = [member.name for member, spawned in self._others() if spawned.is_stopped]
         return f"{' and '.join(names)}: stopped by a signal" if names else ""
 
     def states(self) -> dict[str, str]:
         """Of each spawned process, by name: starting, ready, stopped or ended."""
-        return {member.name: self._state(i, child) for i, (member, child) in enumerate(self._others())}
+        return {member.name: self._state(i, spawned) for i, (member, spawned) in enumerate(self._others())}
 
-    def _state(self, number: int, child: BaseProcess) -> str:
-        if child.exitcode is not None:
+    def _state(self, number: int, spawned: EngineProcess | RemoteProcess) -> str:
+        if spawned.child.exitcode is not None:
             return "ended"
-        if _is_stopped(child.pid):
+        if spawned.is_stopped:
             return "stopped"
         return "ready" if number in self.serving else "starting"
 
-    def _others(self) -> Iterator[tuple[Member, BaseProcess]]:
-        return zip(self.members[self.own :], self.children, strict=True)
+    def _others(self) -> Iterator[tuple[Member, EngineProcess | RemoteProcess]]:
+        return zip(self.members[self.own :], self.spawned, strict=True)
 
     def join(self, timeout: float) -> None:
         """Waits so many seconds for all to end, and kills those that have not."""
@@ -169,11 +186,3 @@ class EngineProcesses:
         for socket in self.sockets:
             socket.close(linger=0)
         self.context.term()
-
-
-def _is_stopped(pid: int | None) -> bool:
-    """Whether a signal has stopped a process, where the system says so."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-    except OSError:
-        return False

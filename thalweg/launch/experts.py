@@ -32,7 +32,7 @@ def resolve_experts(parallel: ParallelOptions, facts: ModelFacts, device: str, d
     if not parallel.enable_eplb and (wrong := next((name for name in MOVED if name in changed), "")):
         raise UnsupportedConfig(f"{wrong}: experts do not move; use --enable-eplb, or leave it out")
     for name in (*PLACED, *MOVED):
-        decisions.fields[name] = given[name] or known[name].default or 0
+        decisions.fields[name] = 0 if given[name] is None else given[name]
     groups = moe.groups if moe.method != "greedy" and moe.topk_groups < moe.groups else 1
     algorithm = "deepseek" if groups == 1 else "deepseek_hierarchical"
     if parallel.enable_eplb or parallel.init_expert_location != TRIVIAL:

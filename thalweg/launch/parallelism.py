@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 from thalweg.config.engine import EngineConfig
@@ -40,22 +41,44 @@ def resolve_parallelism(
     if parallel.enable_dp_attention:
         if tp % dp:
             raise UnsupportedConfig(f"dp_size: {dp} does not divide --tp-size {tp}; use --dp-size {_or(_divisors(tp))}")
+    _resolve_nodes(parallel, decisions)
     config = decisions.config()
     _check_heads(facts, config.attention_tp, config.attention_dp)
     _resolve_widths(parallel, facts, config.attention_tp, decisions)
     resolve_experts(parallel, facts, device, decisions)
-    if device == "cuda" and config.processes > len(machine.gpus):
+    gpus = len(machine.gpus) * config.nnodes
+    if device == "cuda" and config.processes > gpus:
         copies = f" ({config.copies} copies of {config.copy_processes})" if config.copies > 1 else ""
         raise UnsupportedConfig(
-            f"tp_size: {config.processes} GPUs are needed{copies}, and this process may use {len(machine.gpus)}; use"
-            f" {_that_fit(config, facts, len(machine.gpus))}"
+            f"tp_size: {config.processes} GPUs are needed{copies}, and this process may use {len(machine.gpus)}"
+            f"{' on each node' if config.nnodes > 1 else ''}; use {_that_fit(config, facts, gpus)}"
         )
     if config.processes > 1:
         copies = f"{config.copies} copies of " if config.copies > 1 else ""
         inner = f"{config.attention_dp} data-parallel x {config.attention_tp} tensor-parallel ranks"
         if config.pp_size > 1:
             inner = f"{config.pp_size} pipeline stages, each of {inner}"
+        if config.nnodes > 1:
+            inner += f", {config.node_processes} on each of {config.nnodes} nodes"
         decisions.entries.append(Decision("processes", config.processes, USER, f"{copies}{inner}"))
+
+
+def _resolve_nodes(parallel: ParallelOptions, decisions: Decisions) -> None:
+    nodes, node, address = parallel.nnodes, parallel.node_rank, parallel.dist_init_addr
+    if node >= nodes:
+        raise UnsupportedConfig(f"node_rank: {node} is none of --nnodes {nodes}, which count from 0")
+    if nodes > 1:
+        if address is None or not re.fullmatch(r".+:\d{1,5}", address):
+            raise UnsupportedConfig(
+                "dist_init_addr: several nodes find each other at an address of the first one; use --dist-init-addr"
+                " HOST:PORT, the same on all"
+            )
+        if (processes := decisions.config().processes) % nodes:
+            raise UnsupportedConfig(
+                f"nnodes: {processes} processes cannot be shared evenly by {nodes} nodes; use --nnodes"
+                f" {_or(_divisors(processes))}"
+            )
+    decisions.fields |= {"nnodes": nodes, "dist_init_addr": address or ""}
 
 
 def _that_fit(config: EngineConfig, facts: ModelFacts, gpus: int) -> str:

@@ -77,7 +77,7 @@ def resolve_resources(
     choose, schedule = decisions.choose, options.schedule
     device = _device(options, machine, decisions)
     resolve_parallelism(options.parallel, facts, machine, device, decisions)
-    defaults, processes = DEFAULTS[device], decisions.config().processes
+    defaults, processes = DEFAULTS[device], decisions.config().node_processes
     free = machine.gpu_free if device == "cuda" else machine.free // processes
     reason = "one core stays free for the server"
     if processes > 1:

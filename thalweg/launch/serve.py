@@ -16,6 +16,7 @@ import shlex
 import signal
 import socket
 import ssl
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
@@ -31,12 +32,14 @@ from thalweg.core.errors import EngineDead, UnsupportedConfig
 from thalweg.core.report import Decision
 from thalweg.engine.child import EngineProcess
 from thalweg.engine.client import EngineClient
+from thalweg.engine.node_agent import run_agent
 from thalweg.launch.report import as_json, show, wide_console
 from thalweg.launch.resolve import resolve
 from thalweg.launch.resolved import Resolved
 
 log = logging.getLogger("thalweg.serve")
 DOCS = Path(__file__).parents[2] / "docs" / "README.md"  # in a checkout; not installed with the package
+OF_A_NODE = ("model_path", "speculative_draft_model_path", "cache_dir", "crash_dump_folder")  # its own paths
 BACKLOG = 2048
 OTHER_FILES = 256  # that a server has open beside its connections
 LAST_WORDS = 5  # seconds that answers get to leave their sockets after the engine has finished them
@@ -59,6 +62,8 @@ def serve(
         logging.getLogger("uvicorn").setLevel(logging.WARNING)  # what it says of itself is said here
     if config.server.log_requests_level and not config.server.log_requests:
         log.warning("--log-requests-level %d says nothing without --log-requests", config.server.log_requests_level)
+    if config.parallel.node_rank:
+        return _run_node(config, first)
     _allow_files(config.server.max_connections + OTHER_FILES)
     with listen(config.listen) as sock:
         tls = _tls(config.listen)
@@ -71,6 +76,21 @@ def serve(
         else:
             resolved = dataclasses.replace(resolved, engine=resolved.engine.started((), log_start=False))
         return asyncio.run(_run(config, resolved, sock, tls, make_server, first))
+
+
+def _run_node(config: Options, first: EngineProcess | None) -> int:
+    """Runs the devices of this node for the first one, until that has ended or a signal says stop. Raises EngineDead
+    when the first node refuses this one.
+    """
+    engine = resolve(config).engine
+    if first is not None:
+        first.close()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
+    node, nodes = config.parallel.node_rank, engine.nnodes
+    log.info("node %d of %d, which count from 0: %d processes here", node, nodes, engine.node_processes)
+    with contextlib.suppress(KeyboardInterrupt):
+        run_agent(engine, node, {name: getattr(engine, name) for name in OF_A_NODE})
+    return 0
 
 
 class _Server(uvicorn.Server):
@@ -112,6 +132,9 @@ async def _run(
     first: EngineProcess | None,
 ) -> int:
     options = dataclasses.replace(config.server, served_model_name=resolved.names)
+    if resolved.engine.nnodes > 1 and first is not None:
+        first.close()
+        first = None
     front = EngineClient(resolved.engine, resolved.reader(), first)
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, front.record)
     if options.api_keys_file is not None:  # whoever rotates keys may send it, and must not end the server with it

@@ -10,7 +10,7 @@ it in parts. A position is written after its bytes, which other cores see in thi
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from thalweg.core.errors import RankLost
 from thalweg.parallel.shared_memory import SharedMemory, WakePipe
@@ -48,12 +48,16 @@ class PlanChannel:
         return self.memory.words[READ + 2 * follower + 1]
 
 
+def never() -> bool:
+    return False
+
+
 class PlanWriter:
     """The leader's end."""
 
-    def __init__(self, channel: PlanChannel, timeout: float) -> None:
-        """timeout: seconds that a follower may take to make room in the ring."""
-        self.channel, self.timeout, self.written = channel, timeout, 0
+    def __init__(self, channel: PlanChannel, timeout: float, is_closed: Callable[[], bool] = never) -> None:
+        """timeout: seconds that a follower may take to make room in the ring. is_closed: whether to stop waiting."""
+        self.channel, self.timeout, self.written, self.is_closed = channel, timeout, 0, is_closed
 
     def write(self, message: bytes) -> None:
         """Sends a message to every follower. Raises RankLost if one makes no room in time."""
@@ -83,9 +87,10 @@ class PlanWriter:
             slowest = min(words[READ + 2 * follower] for follower in range(channel.followers))
             return channel.ring - (self.written - slowest)
 
-        if room() < enough and not channel.wake_pipes[0].wait(
-            lambda: room() >= enough, time.monotonic() + self.timeout
-        ):
+        has_room = channel.wake_pipes[0].wait(
+            lambda: room() >= enough or self.is_closed(), time.monotonic() + self.timeout
+        )
+        if not has_room or self.is_closed():
             slowest = min(range(channel.followers), key=lambda follower: words[READ + 2 * follower])
             raise RankLost(f"{channel.names[1 + slowest]} has taken no step for {self.timeout:g} s")
         return room()
@@ -94,24 +99,30 @@ class PlanWriter:
 class PlanReader:
     """A follower's end. follower: its number, from 0."""
 
-    def __init__(self, channel: PlanChannel, follower: int) -> None:
-        self.channel, self.word, self.at = channel, READ + 2 * follower, 0
+    def __init__(self, channel: PlanChannel, follower: int, is_closed: Callable[[], bool] = never) -> None:
+        """is_closed: whether to stop waiting for messages."""
+        self.channel, self.word, self.at, self.is_closed = channel, READ + 2 * follower, 0, is_closed
         self.wake_pipe = channel.wake_pipes[1 + follower]
 
-    def read(self) -> bytes:
-        """The next message. Sleeps until there is one."""
-        return self._take(int.from_bytes(self._take(LENGTH), "little"))
+    def read(self) -> bytes | None:
+        """The next message. Sleeps until there is one. None: closed."""
+        length = self._take(LENGTH)
+        return None if length is None else self._take(int.from_bytes(length, "little"))
 
     def done(self) -> None:
         """The last message has been carried out."""
         self.channel.memory.words[self.word + 1] += 1
 
-    def _take(self, count: int) -> bytes:
+    def _take(self, count: int) -> bytes | None:
         channel, words, taken = self.channel, self.channel.memory.words, bytearray()
         ring = channel.memory.bytes[HEADER:]
         while len(taken) < count:
-            while not self.wake_pipe.wait(lambda: words[WRITTEN] > self.at, time.monotonic() + 3600):
+            while not self.wake_pipe.wait(
+                lambda: words[WRITTEN] > self.at or self.is_closed(), time.monotonic() + 3600
+            ):
                 pass
+            if self.is_closed():
+                return None
             at, unread = self.at % channel.ring, words[WRITTEN] - self.at
             n = min(count - len(taken), unread, channel.ring - at)
             taken += ring[at : at + n]

@@ -12,13 +12,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch._C._distributed_c10d import FileStore, Store  # torch.distributed has them without exporting them
+from torch._C._distributed_c10d import (  # torch.distributed has them without exporting them
+    FileStore,
+    PrefixStore,
+    Store,
+    TCPStore,
+)
 
 from thalweg.core.errors import RankLost
 
@@ -31,6 +36,7 @@ _all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else 
 
 SHARED_ROWS = 256  # from so many on, each rank adds up some of them
 POLL_S = 0.005  # between two looks at a store
+REACH_S = 30.0  # to connect to a store on another node
 
 
 @dataclass(eq=False, slots=True)
@@ -110,10 +116,24 @@ def nothing_lost() -> str:
     return ""
 
 
+class StoreAddress(NamedTuple):
+    """Of a TCPStore that processes of several nodes reach. prefix: of their keys in it."""
+
+    host: str
+    port: int
+    prefix: str
+
+    def part(self, name: str) -> StoreAddress:
+        return self._replace(prefix=f"{self.prefix}/{name}")
+
+
+Meeting = Path | StoreAddress  # where processes find each other: a file that all can write to, or a server
+
+
 class WatchedStore(Store):
     """A store through which processes find each other. torch's own waits until a timeout for one that has ended."""
 
-    def __init__(self, file: FileStore, timeout: float, lost: Callable[[], str]) -> None:
+    def __init__(self, file: Store, timeout: float, lost: Callable[[], str]) -> None:
         super().__init__()
         self.file, self.seconds, self.lost = file, timeout, lost
 
@@ -150,15 +170,16 @@ class WatchedStore(Store):
 
 
 def connect(
-    path: Path, rank: int, size: int, device: torch.device, timeout: float, lost: Callable[[], str] = nothing_lost
+    meeting: Meeting, rank: int, size: int, device: torch.device, timeout: float, lost: Callable[[], str] = nothing_lost
 ) -> WatchedStore:
-    """Joins the processes that share a model. path: a file in a folder that all of them can write to. timeout: seconds
-    after which a collective that some rank does not join fails. lost: why another process will not come; "" while all
-    may. Returns what the caller keeps until all groups are made. Raises RankLost.
+    """Joins the processes that share a model. timeout: seconds after which a collective that some rank does not join
+    fails. lost: why another process will not come; "" while all may. Returns what the caller keeps until all groups are
+    made. Raises RankLost.
     """
     if _is_left:
         disconnect()
-    store = WatchedStore(FileStore(str(path), size), timeout, lost)
+    own: Store = FileStore(str(meeting), size) if isinstance(meeting, Path) else _reached(meeting)
+    store = WatchedStore(own, timeout, lost)
     store.set(f"here{rank}", "")
     store.wait([f"here{other}" for other in range(size)])
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # multicast over NVLink: no kernel here needs it, and it may hang
@@ -171,6 +192,11 @@ def connect(
         device_id=None if device.type == "cpu" else device,
     )
     return store
+
+
+def _reached(address: StoreAddress) -> Store:
+    server = TCPStore(address.host, address.port, is_master=False, timeout=timedelta(seconds=REACH_S))
+    return PrefixStore(address.prefix, server)
 
 
 def abort() -> None:

@@ -8,6 +8,7 @@ reader takes contents whose checksum fits, so the order in which another core se
 
 from __future__ import annotations
 
+import sys
 import time
 import zlib
 from collections.abc import Sequence
@@ -33,6 +34,23 @@ class StepRecords:
         self.memory.words[-1] = rank + 1
         for wake_pipe in self.wake_pipes:
             wake_pipe.wake()
+
+    def places(self, ranks: Sequence[int]) -> list[int]:
+        """Of all records of some ranks."""
+        return [2 * rank + turn for rank in ranks for turn in (0, 1)]
+
+    def get(self, place: int) -> bytes | None:
+        """A record of RECORD bytes; None if it is empty or being written."""
+        record = bytes(self.memory.bytes[place * RECORD : (place + 1) * RECORD])
+        stamp = int.from_bytes(record[-8:], sys.byteorder)
+        is_whole = stamp >> 32 and stamp & 0xFFFFFFFF == zlib.crc32(record[:PACKED_BYTES])
+        return record if is_whole else None
+
+    def put(self, place: int, record: bytes) -> None:
+        """Writes a record that `get` has read on another node."""
+        at = place * RECORD
+        self.memory.bytes[at : at + PACKED_BYTES] = record[:PACKED_BYTES]
+        self.memory.words[(at + RECORD) // 8 - 1] = int.from_bytes(record[-8:], sys.byteorder)
 
     @property
     def lost(self) -> str:

@@ -1,0 +1,160 @@
+"""Two nodes of two ranks over Gloo: this machine and a network namespace of it, joined by a pair of virtual devices. A
+slow link, a partition and a killed node; the engine names the node, and serves again once it is back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.compose.matrix import MODEL
+from thalweg.engine.node_link import interface_of
+
+NAMESPACE, DEVICES, HOSTS = "thalweg-node1", ("thalweg0", "thalweg1"), ("10.87.65.1", "10.87.65.2")
+LAYOUT = "--tp-size 4 --dp-size 2 --enable-dp-attention --ep-size 4 --threads 1 --no-warmup".split()
+START_S, NAMED_S = 120.0, 30.0
+INSIDE = ["ip", "netns", "exec", NAMESPACE]
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
+@pytest.fixture(scope="module")
+def link() -> Iterator[None]:
+    """The namespace and the way to it; skips where this user may not make them."""
+    with contextlib.ExitStack() as undo:
+        try:
+            ip("netns", "add", NAMESPACE)
+            undo.callback(ip, "netns", "del", NAMESPACE)
+            ip("link", "add", DEVICES[0], "type", "veth", "peer", "name", DEVICES[1], "netns", NAMESPACE)
+        except (OSError, subprocess.CalledProcessError) as error:
+            pytest.skip(f"no network namespaces here: {error}")
+        ip("addr", "add", f"{HOSTS[0]}/24", "dev", DEVICES[0])
+        ip("link", "set", DEVICES[0], "up")
+        for words in ("link set lo up", f"addr add {HOSTS[1]}/24 dev {DEVICES[1]}", f"link set {DEVICES[1]} up"):
+            subprocess.run([*INSIDE, "ip", *words.split()], check=True)
+        yield
+
+
+class Nodes:
+    """The two commands. log: what they print."""
+
+    def __init__(self, folder: Path) -> None:
+        self.log, self.agent = folder / "log.txt", subprocess.Popen[bytes](["true"])
+        with socket.create_server((HOSTS[0], 0)) as free, socket.create_server(("127.0.0.1", 0)) as web:
+            self.address, self.port = f"{HOSTS[0]}:{free.getsockname()[1]}", web.getsockname()[1]
+        self.first = self._run(0, "--port", str(self.port))
+        self.start_agent()
+
+    def _run(self, node: int, *flags: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "thalweg", "serve", MODEL, *LAYOUT, "--nnodes", "2", "--node-rank", str(node)]
+        command = [*(INSIDE if node else []), *command, "--dist-init-addr", self.address, *flags]
+        with self.log.open("ab") as log:
+            return subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+
+    def start_agent(self) -> None:
+        self.agent = self._run(1)
+
+    def health(self) -> dict[str, str]:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5) as reply:
+                return dict(json.load(reply))
+        except urllib.error.HTTPError as error:
+            return dict(json.load(error))
+        except OSError:
+            return {"status": "no server"}
+
+    def wait(self, *states: str, seconds: float = START_S) -> dict[str, str]:
+        deadline = time.monotonic() + seconds
+        while (health := self.health())["status"] not in states:
+            assert time.monotonic() < deadline and self.first.poll() is None, (
+                f"{health}\n{self.log.read_text()[-3000:]}"
+            )
+            time.sleep(0.1)
+        return health
+
+    def answer(self, question: str) -> str:
+        message = {"role": "user", "content": question}
+        body = json.dumps({"model": "tiny", "messages": [message], "temperature": 0, "max_tokens": 24}).encode()
+        url, head = f"http://127.0.0.1:{self.port}/v1/chat/completions", {"Content-Type": "application/json"}
+        with urllib.request.urlopen(urllib.request.Request(url, body, head), timeout=60) as reply:
+            return str(json.load(reply)["choices"][0]["message"]["content"])
+
+    def check(self) -> None:
+        """Sums, some of which each data-parallel rank gets."""
+        for a, b in ((27, 58), (45, 23), (12, 34), (61, 17)):
+            assert str(a + b) in self.answer(f"What is {a} + {b}?")
+
+
+@pytest.fixture(scope="module")
+def nodes(link: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
+    made = Nodes(tmp_path_factory.mktemp("nodes"))
+    try:
+        made.wait("ready")
+        yield made
+    finally:
+        for process in made.first, made.agent:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def test_two_nodes_serve_also_over_a_slow_link(nodes: Nodes) -> None:
+    assert interface_of(HOSTS[0]) == DEVICES[0] and not interface_of(HOSTS[1])
+    ranks = nodes.health()["ranks"]
+    assert [name for name in ranks if "node 1" in name] == [
+        "rank 2 (node 1, DP 1, TP 0)",
+        "rank 3 (node 1, DP 1, TP 1)",
+    ]
+    begun = time.monotonic()
+    nodes.check()
+    quick = time.monotonic() - begun
+    slow = "rate 2mbit burst 16kb latency 400ms".split()
+    subprocess.run(["tc", "qdisc", "add", "dev", DEVICES[0], "root", "tbf", *slow], check=True)
+    begun = time.monotonic()
+    nodes.check()
+    assert time.monotonic() - begun > 2 * quick, "the link was slow"
+    subprocess.run(["tc", "qdisc", "del", "dev", DEVICES[0], "root"], check=True)
+
+
+def test_a_partition_is_named_and_mended(nodes: Nodes) -> None:
+    ip("link", "set", DEVICES[0], "down")
+    health = nodes.wait("restarting", seconds=NAMED_S)
+    assert "lost with node 1" in health["reason"]
+    ip("link", "set", DEVICES[0], "up")
+    nodes.wait("ready")
+    nodes.check()
+
+
+def test_a_killed_node_is_named_and_may_come_back(nodes: Nodes) -> None:
+    os.killpg(nodes.agent.pid, signal.SIGKILL)
+    nodes.agent.wait()
+    health = nodes.wait("restarting", seconds=NAMED_S)
+    assert "lost with node 1" in health["reason"]
+    nodes.start_agent()
+    nodes.wait("ready")
+    nodes.check()
+
+
+def test_a_node_that_does_not_fit_is_refused(nodes: Nodes) -> None:
+    command = [sys.executable, "-m", "thalweg", "serve", MODEL, *LAYOUT, "--nnodes", "2", "--node-rank", "1"]
+    done = subprocess.run([*command, "--dist-init-addr", nodes.address], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "there is a node 1 already" in done.stderr
+
+
+def test_the_agent_ends_with_the_server(nodes: Nodes) -> None:
+    nodes.first.send_signal(signal.SIGTERM)
+    assert nodes.first.wait(30) == 0 and nodes.agent.wait(30) == 0

@@ -1,0 +1,200 @@
+"""The agent of a node: runs the node's part of the processes of an engine, and copies plans from and to other nodes.
+
+The first node's client starts its own; on other nodes it is what `thalweg serve --node-rank N` runs. An agent that loses
+the first node ends its processes and connects again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from multiprocessing.connection import wait as wait_for
+from pathlib import Path
+
+import msgspec
+
+from thalweg import __version__
+from thalweg.config.engine import EngineConfig
+from thalweg.core import logs
+from thalweg.core.errors import EngineDead
+from thalweg.engine.child import EngineProcess
+from thalweg.engine.group import members_of, place_of, timeout_of
+from thalweg.engine.node_link import (
+    BEAT_S,
+    LOST_S,
+    Hello,
+    Kill,
+    Leave,
+    LinkLost,
+    LinkMessage,
+    NodeLink,
+    Processes,
+    Signal,
+    Start,
+    interface_of,
+    split_address,
+)
+from thalweg.parallel.process_axis import StoreAddress
+from thalweg.parallel.relay import Mirrors, Relay, RelayInbox
+
+log = logging.getLogger("thalweg.node")
+RETRY_S = 0.5  # between two attempts to connect
+SWITCH_S = 1e-4  # a thread that polls gives way to one that relays after this
+
+
+class NodeAgent:
+    """One node's. paths: fields of a configuration that are this node's own, such as the folder of the checkpoint."""
+
+    def __init__(self, config: EngineConfig, node: int, paths: Mapping[str, str]) -> None:
+        """config: as this node has resolved it."""
+        self.config, self.node, self.paths = config, node, paths
+        self.host, self.port = split_address(config.dist_init_addr)
+        self._inbox = RelayInbox(self._fail)
+        self._start, self._processes = 0, list[EngineProcess]()
+        self._spare = list[EngineProcess]()  # that import already
+        self._members = members_of(config, Path(), node) if node else []
+
+    def run(self) -> None:
+        """Until the first node says leave. Raises EngineDead if it refuses this node; of the first node's own agent also
+        when the client has ended.
+        """
+        while True:
+            link = self._connected()
+            try:
+                if self._serve(link):
+                    return
+            except LinkLost as error:
+                if not self.node:
+                    raise EngineDead(f"the client is lost: {error}") from error
+                log.error("the first node is lost: %s; waiting for it", error)
+            finally:
+                self._end()
+                link.close()
+
+    def _connected(self) -> NodeLink:
+        is_waiting = False
+        while True:
+            try:
+                link = NodeLink(socket.create_connection((self.host, self.port), timeout=LOST_S))
+            except OSError as error:
+                if not is_waiting:
+                    log.info("waiting for the first node at %s: %s", self.config.dist_init_addr, error)
+                is_waiting = True
+                time.sleep(RETRY_S)
+                continue
+            name = interface_of(link.hosts[0])
+            for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name else ():
+                os.environ.setdefault(variable, name)  # libraries would take the first interface
+            return link
+
+    def _serve(self, link: NodeLink) -> bool:
+        """True: this node is not needed any more. Raises LinkLost and EngineDead."""
+        link.send(Hello(__version__, self.node, self.config.nnodes, self._inbox.port))
+        self._prepare()
+        heard, told, codes = time.monotonic(), 0.0, list[int | None]()
+        while True:
+            living = [process.child.sentinel for process in self._processes if process.child.exitcode is None]
+            if link.socket in wait_for([link.socket, *living], BEAT_S):
+                message, heard = link.receive(), time.monotonic()
+                if isinstance(message, Leave):
+                    if message.error:
+                        raise EngineDead(message.error)
+                    return True
+                self._carry_out(message)
+            elif time.monotonic() - heard > LOST_S:
+                raise LinkLost(f"no word for {LOST_S:g} s")
+            now = [process.child.exitcode for process in self._processes]
+            if now != codes or time.monotonic() - told > BEAT_S:
+                codes, told = now, time.monotonic()
+                link.send(self._report())
+
+    def _prepare(self) -> None:
+        while len(self._spare) < self.config.node_processes:
+            self._spare.append(EngineProcess())
+
+    def _carry_out(self, message: LinkMessage) -> None:
+        match message:
+            case Start():
+                self._end()
+                self._begin(message)
+            case Kill() if message.start == self._start:
+                self._kill()
+            case Signal():
+                with contextlib.suppress(ProcessLookupError, IndexError):  # it has just ended
+                    os.kill(self._processes[message.process].child.pid or 0, message.number)
+            case _:
+                pass
+
+    def _begin(self, start: Start) -> None:
+        config, mirrors = msgspec.structs.replace(start.config, **self.paths), Mirrors()
+        meeting = StoreAddress(self.host, start.store_port, f"start{start.number}")
+        self._members = members_of(config, meeting, self.node, mirrors)
+        self._start = start.number
+        self._inbox.relay = Relay(mirrors, start.number, start.relays, timeout_of(config), self._fail)
+        self._prepare()
+        self._processes, self._spare = self._spare, []
+        for process, member, address in zip(self._processes, self._members, start.addresses, strict=True):
+            process.run(config, member, address)
+        log.info("start %d: %d processes", start.number, len(self._processes))
+
+    def _report(self) -> Processes:
+        behind = list[bool]()
+        for member in self._members if self._processes else ():
+            plans, is_follower = member.plans, place_of(self.config, member.rank).number > 0
+            behind.append(plans is not None and is_follower and plans.carried_out(member.follower) < plans.sent)
+        return Processes(
+            self._start,
+            tuple(process.child.pid or 0 for process in self._processes),
+            tuple(process.child.exitcode for process in self._processes),
+            tuple(process.is_stopped for process in self._processes),
+            tuple(behind),
+        )
+
+    def _fail(self, error: str) -> None:
+        """A process takes no plans, so this start is over."""
+        log.error("%s", error)
+        self._kill()
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            process.child.kill()
+
+    def _end(self) -> None:
+        for process in self._processes:
+            process.close()
+        relay, self._inbox.relay = self._inbox.relay, None
+        if relay is not None:
+            relay.close()
+        self._processes = []
+
+    def close(self) -> None:
+        self._end()
+        for process in self._spare:
+            process.close()
+
+
+def run_agent(config: EngineConfig, node: int, paths: Mapping[str, str]) -> None:
+    """Runs the agent of this node; see `NodeAgent.run`."""
+    sys.setswitchinterval(SWITCH_S)
+    agent = NodeAgent(config, node, paths)
+    try:
+        agent.run()
+    finally:
+        agent.close()
+
+
+def main(config: EngineConfig) -> None:
+    """Entry of the first node's own agent, a process of the client."""
+    for number in signal.SIGINT, signal.SIGTERM:  # the client decides when the engine ends
+        signal.signal(number, signal.SIG_IGN)
+    logs.configure(config.log_level, config.log_format)
+    try:
+        run_agent(config, 0, {})
+    except EngineDead as error:
+        log.debug("%s", error)

@@ -1,0 +1,267 @@
+"""The nodes of an engine, as its client sees them: an agent on each runs the processes there.
+
+The client listens at `--dist-init-addr`. Agents connect, and connect again after they were lost; a start of the engine
+waits until all nodes are there. The processes of a node that is lost count as killed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+from torch._C._distributed_c10d import TCPStore  # torch.distributed has it without exporting it
+
+from thalweg import __version__
+from thalweg.config.engine import EngineConfig
+from thalweg.core.errors import UnsupportedConfig
+from thalweg.engine import node_agent
+from thalweg.engine.child import SPAWN
+from thalweg.engine.group import Member
+from thalweg.engine.node_link import (
+    BEAT_S,
+    LOST_S,
+    Beat,
+    Hello,
+    Kill,
+    Leave,
+    LinkLost,
+    NodeLink,
+    Processes,
+    Signal,
+    Start,
+    split_address,
+)
+
+log = logging.getLogger("thalweg.nodes")
+REMIND_S = 30.0  # between two log lines about nodes that are missing
+KILLED = -9  # exit code of the processes of a lost node
+
+
+class RemoteProcess:
+    """A process that an agent runs; what `EngineProcess` and its `child` are on the client's own node."""
+
+    def __init__(self, name: str, kill: Callable[[], None], signal: Callable[[int], None]) -> None:
+        self.name, self.kill, self.signal = name, kill, signal
+        self.pid: int | None = None
+        self.exitcode: int | None = None
+        self.is_stopped = self.is_behind = False
+        self.how_ended = ""
+        self.sentinel, self._living = os.pipe()  # readable once the process has ended
+        self._ended = threading.Event()
+
+    @property
+    def child(self) -> RemoteProcess:
+        return self
+
+    def set_ended(self, code: int, how: str = "") -> None:
+        if self.exitcode is None:
+            self.how_ended, self.exitcode = how or f"ended with exit code {code}", code
+            os.close(self._living)
+            self._ended.set()
+
+    def join(self, timeout: float | None = None) -> None:
+        self._ended.wait(timeout)
+
+    def close(self) -> None:
+        """Kills the process if it lives."""
+        if self.exitcode is None:
+            self.kill()
+            if not self._ended.wait(LOST_S):
+                self.set_ended(KILLED)
+
+    def __del__(self) -> None:
+        os.close(self.sentinel)
+
+
+class Nodes:
+    """All nodes of an engine. The methods are for the client's thread; others watch the connections."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Raises UnsupportedConfig if the address is taken."""
+        self.count, self.per_node, self.address = config.nnodes, config.node_processes, config.dist_init_addr
+        self.host, port = split_address(self.address)
+        try:
+            self._listener = socket.create_server((self.host, port))
+        except OSError as error:
+            raise UnsupportedConfig(f"dist_init_addr: cannot listen at {self.address}: {error.strerror}") from error
+        self._store = TCPStore(self.host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=LOST_S))
+        self._links, self._relays = dict[int, NodeLink](), dict[int, str]()
+        self._changed = threading.Condition()  # holds for all fields
+        self._start = 0
+        self._processes = list[RemoteProcess]()  # of the last start
+        self._is_started = self._is_closed = False
+        self._own_agent = SPAWN.Process(target=node_agent.main, args=(config,), name="thalweg-node")
+        self._own_agent.start()
+        for work in self._accept, self._beat:
+            threading.Thread(target=work, name="nodes", daemon=True).start()
+
+    def start(self, config: EngineConfig, members: Sequence[Member], addresses: Sequence[str]) -> list[RemoteProcess]:
+        """The processes of a new engine, which start once all nodes are there. addresses: of the client's sockets."""
+        with self._changed:
+            self._start, self._is_started, number = self._start + 1, False, self._start + 1
+            made = self._processes = [
+                RemoteProcess(member.name, lambda: self._kill(number), self._signal(i))
+                for i, member in enumerate(members)
+            ]
+        threading.Thread(target=self._begin, args=(number, config, tuple(addresses)), daemon=True).start()
+        return made
+
+    def close(self) -> None:
+        """The agents leave."""
+        with self._changed:
+            self._is_closed = True
+            links = list(self._links.values())
+            self._changed.notify_all()
+        for link in links:
+            try:
+                link.send(Leave())
+            except LinkLost:
+                continue
+        self._listener.close()
+        self._own_agent.join(LOST_S)
+        self._own_agent.kill()
+        for link in links:
+            link.close()
+
+    # ---- starts
+
+    def _begin(self, number: int, config: EngineConfig, addresses: tuple[str, ...]) -> None:
+        if not self._wait_for_all(number):
+            return
+        with self._changed:
+            relays = tuple(self._relays[node] for node in range(self.count))
+            links, self._is_started = dict(self._links), True
+        for node, link in links.items():
+            own = addresses[node * self.per_node : (node + 1) * self.per_node]
+            try:
+                link.send(Start(number, config, own, relays, self._store.port))
+            except LinkLost as error:
+                self._lose(node, link, str(error))
+
+    def _wait_for_all(self, number: int) -> bool:
+        """False: this start is over before it began."""
+        with self._changed:
+            while self._is_current(number) and len(self._links) < self.count:
+                if not self._changed.wait(REMIND_S):
+                    missing = [str(node) for node in range(self.count) if node not in self._links]
+                    log.warning("waiting at %s for node %s", self.address, ", ".join(missing))
+            return self._is_current(number)
+
+    def _is_current(self, number: int) -> bool:
+        return not self._is_closed and number == self._start and self._processes[0].exitcode is None
+
+    def _kill(self, number: int) -> None:
+        with self._changed:
+            if number != self._start:
+                return
+            if not self._is_started:
+                for process in self._processes:
+                    process.set_ended(KILLED)
+                self._changed.notify_all()
+                return
+            links = dict(self._links)
+        for node, link in links.items():
+            try:
+                link.send(Kill(number))
+            except LinkLost as error:
+                self._lose(node, link, str(error))
+
+    def _signal(self, process: int) -> Callable[[int], None]:
+        node, own = divmod(process, self.per_node)
+
+        def send(number: int) -> None:
+            if (link := self._links.get(node)) is not None:
+                try:
+                    link.send(Signal(own, number))
+                except LinkLost as error:
+                    self._lose(node, link, str(error))
+
+        return send
+
+    # ---- connections
+
+    def _accept(self) -> None:
+        while not self._is_closed:
+            try:
+                link = NodeLink(self._listener.accept()[0])
+            except OSError:  # closed
+                return
+            threading.Thread(target=self._welcome, args=(link,), name="node", daemon=True).start()
+
+    def _welcome(self, link: NodeLink) -> None:
+        """Reads what the agent of a node sends until it is lost."""
+        node = -1
+        try:
+            hello = link.receive()
+            if not isinstance(hello, Hello):
+                raise LinkLost("its first message is no Hello")
+            if error := self._refusal(hello):
+                log.error("a node is refused: %s", error)
+                link.send(Leave(error))
+                return
+            node = hello.node
+            self._join(node, link, hello)
+            while True:
+                message = link.receive()
+                if isinstance(message, Processes):
+                    self._update(node, message)
+        except LinkLost as error:
+            self._lose(node, link, str(error))
+        finally:
+            link.close()
+
+    def _refusal(self, hello: Hello) -> str:
+        if hello.version != __version__:
+            return f"node_rank {hello.node}: it has Thalweg {hello.version}, and the first node {__version__}"
+        if hello.nnodes != self.count:
+            return f"nnodes: node {hello.node} has --nnodes {hello.nnodes}, and the first node {self.count}"
+        if hello.node in self._links:
+            return f"node_rank: there is a node {hello.node} already; each node has its own --node-rank"
+        return ""
+
+    def _join(self, node: int, link: NodeLink, hello: Hello) -> None:
+        host = link.hosts[1] if node else self.host
+        with self._changed:
+            self._links[node] = link
+            self._relays[node] = f"tcp://{f'[{host}]' if ':' in host else host}:{hello.relay_port}"
+            self._changed.notify_all()
+        if node:
+            log.info("node %d (%s) has joined", node, host)
+
+    def _update(self, node: int, report: Processes) -> None:
+        with self._changed:
+            if report.start != self._start or not self._is_started:
+                return
+            own = self._processes[node * self.per_node : (node + 1) * self.per_node]
+            values = zip(own, report.pids, report.exit_codes, report.stopped, report.behind, strict=False)
+            for process, pid, code, is_stopped, is_behind in values:
+                process.pid, process.is_stopped, process.is_behind = pid, is_stopped, is_behind
+                if code is not None:
+                    process.set_ended(code)
+
+    def _lose(self, node: int, link: NodeLink, why: str) -> None:
+        with self._changed:
+            if self._links.get(node) is not link:
+                return
+            del self._links[node]
+            if self._is_closed:
+                return
+            text = f"is lost with node {node} ({self._relays[node]}): {why}"
+            if self._is_started:
+                for process in self._processes[node * self.per_node : (node + 1) * self.per_node]:
+                    process.set_ended(KILLED, text)
+        log.error("node %d is lost: %s", node, why)
+
+    def _beat(self) -> None:
+        while not self._is_closed:
+            for node, link in list(self._links.items()):
+                try:
+                    link.send(Beat())
+                except LinkLost as error:
+                    self._lose(node, link, str(error))
+            time.sleep(BEAT_S)
