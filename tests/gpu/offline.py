@@ -27,7 +27,7 @@ from thalweg.batch.slots import Slots
 from thalweg.core.kernels import KernelConfig
 from thalweg.core.plan import PAGE, SamplingNeeds
 from thalweg.core.tree import TreeShape
-from thalweg.kernels.attend.args import KvWrite, LatentPlane
+from thalweg.kernels.attend.args import KvWrite, LatentPlane, QueryRows
 from thalweg.kernels.build_inputs import triton as input_kernels
 from thalweg.kernels.build_tree import triton as growing
 from thalweg.kernels.build_tree.ref import BuiltTree, TreeCandidates, TreeLevel, first_candidate
@@ -213,7 +213,7 @@ def weight_only() -> None:
 def sparse() -> None:
     """Attention to a chosen context, of DeepSeek-V3.2's sizes and of its heads on 1 to 8 ranks."""
     rows_T, positions = torch.zeros(3, dtype=torch.int32), torch.zeros(3, dtype=torch.int64)
-    rows, angles = dsa.QueryRows(rows_T, torch.zeros(2, 4, dtype=torch.int32), positions), torch.empty(8, 32)
+    rows, angles = QueryRows(rows_T, torch.zeros(2, 4, dtype=torch.int32), positions), torch.empty(8, 32)
     for dtype, scale in ((torch.bfloat16, None), (torch.float8_e4m3fn, torch.ones(1))):
         keys, latents = torch.empty(4, PAGE, 128, dtype=torch.bfloat16), torch.empty(4, PAGE, 576, dtype=dtype)
         key, query = torch.empty(3, 8320, dtype=torch.bfloat16).split((128, 8192), 1)
