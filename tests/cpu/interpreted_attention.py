@@ -15,7 +15,16 @@ from torch import Tensor
 from triton.runtime import interpreter
 
 from thalweg.kernels.attend import triton as attend
-from thalweg.kernels.attend.args import DecodeRows, KvPlanes, KvWrite, LatentPlane, PagedRows, RaggedRows, RowLengths
+from thalweg.kernels.attend.args import (
+    DecodeRows,
+    KvPlanes,
+    KvWrite,
+    LatentPlane,
+    PagedRows,
+    QueryRows,
+    RaggedRows,
+    RowLengths,
+)
 from thalweg.kernels.attend.case import PAGE, exact_rows, last_positions, page_table, paged_plane, row_tokens, starts_of
 from thalweg.kernels.attend.ref import merge_states, rotate_
 from thalweg.kernels.dsa import triton as dsa
@@ -150,7 +159,7 @@ def sparse(dtype: torch.dtype) -> None:
     generator, contexts, heads, dim, topk = torch.Generator().manual_seed(4), (200, 70, 300), 4, 32, 75
     lengths, (table, _) = RowLengths((3, 1, 2), contexts), page_table(generator, contexts)
     positions, tokens = last_positions(lengths), 6
-    rows = dsa.QueryRows(torch.tensor([0, 0, 0, 1, 2, 2], dtype=torch.int32), table, positions)
+    rows = QueryRows(torch.tensor([0, 0, 0, 1, 2, 2], dtype=torch.int32), table, positions)
     keys = paged_plane(generator, table, contexts, dim, dtype=torch.float32)
     # the step's own tokens
     key, query = torch.randn(tokens, dim, generator=generator), torch.randn(tokens, heads * dim, generator=generator)

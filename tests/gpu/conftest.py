@@ -19,6 +19,7 @@ if importlib.util.find_spec("triton") is None:  # they import kernels; test_devi
         "test_mla_backends.py",
         "test_models.py",
         "test_moe.py",
+        "test_nsa.py",
         "test_paged_steps.py",
         "test_acceptance_rules.py",
         "test_sparse.py",

@@ -27,13 +27,15 @@ from thalweg.batch.slots import Slots
 from thalweg.core.kernels import KernelConfig
 from thalweg.core.plan import PAGE, SamplingNeeds
 from thalweg.core.tree import TreeShape
-from thalweg.kernels.attend.args import KvWrite, LatentPlane
+from thalweg.kernels.attend.args import KvWrite, LatentPlane, QueryRows
 from thalweg.kernels.build_inputs import triton as input_kernels
 from thalweg.kernels.build_tree import triton as growing
 from thalweg.kernels.build_tree.ref import BuiltTree, TreeCandidates, TreeLevel, first_candidate
 from thalweg.kernels.draft_state import triton as drafting
 from thalweg.kernels.draft_state.ref import DraftChain, DraftedTokens, DraftRows, TokenPlaces
 from thalweg.kernels.dsa import triton as dsa
+from thalweg.kernels.nsa import triton as nsa
+from thalweg.kernels.nsa.ref import NsaConfig, NsaPlanes
 from thalweg.kernels.router.triton import RouterOutput
 from thalweg.kernels.verify import triton as verify
 from thalweg.kernels.verify.ref import AcceptedPaths, Verification
@@ -213,7 +215,7 @@ def weight_only() -> None:
 def sparse() -> None:
     """Attention to a chosen context, of DeepSeek-V3.2's sizes and of its heads on 1 to 8 ranks."""
     rows_T, positions = torch.zeros(3, dtype=torch.int32), torch.zeros(3, dtype=torch.int64)
-    rows, angles = dsa.QueryRows(rows_T, torch.zeros(2, 4, dtype=torch.int32), positions), torch.empty(8, 32)
+    rows, angles = QueryRows(rows_T, torch.zeros(2, 4, dtype=torch.int32), positions), torch.empty(8, 32)
     for dtype, scale in ((torch.bfloat16, None), (torch.float8_e4m3fn, torch.ones(1))):
         keys, latents = torch.empty(4, PAGE, 128, dtype=torch.bfloat16), torch.empty(4, PAGE, 576, dtype=dtype)
         key, query = torch.empty(3, 8320, dtype=torch.bfloat16).split((128, 8192), 1)
@@ -226,10 +228,24 @@ def sparse() -> None:
             dsa.attend(asked, LatentPlane(latents, scale), chosen, rows, scale=1.0, rank=512)
 
 
+def native_sparse() -> None:
+    """Native sparse attention, of 1 to 64 query heads of a key head."""
+    rows = QueryRows(torch.zeros(3, dtype=torch.int32), torch.zeros(2, 40, dtype=torch.int32), torch.zeros(3).long())
+    for heads, kv_heads, key, value, window in (
+        (4, 4, 128, 128, 512), (28, 4, 64, 64, 0), (40, 2, 128, 64, 64), (64, 4, 192, 128, 512), (64, 1, 192, 128, 512),
+    ):  # fmt: skip
+        shapes_of = [(4, PAGE, kv_heads, key), (4, PAGE, kv_heads, value), (4, kv_heads, key), (4, kv_heads, value)]
+        shapes_of += [(3, kv_heads, key), (3, kv_heads, value), (3, heads, key), (3, heads, 3)]
+        *planes, new_key, new_value, query, gates = (torch.empty(shape, dtype=torch.bfloat16) for shape in shapes_of)
+        nsa.write(new_key, new_value, rows.positions_T, NsaPlanes(*planes))
+        nsa.attend(query, gates, NsaPlanes(*planes), rows, NsaConfig(16, window, 1.0), 40 * PAGE)
+
+
 def main(wanted: list[str]) -> int:
     compiled = pretend()
     if not wanted or "sparse" in wanted:
         sparse()
+        native_sparse()
         print(f"sparse: {len(compiled.launches)} kernels so far", flush=True)
     if wanted == ["sparse"]:
         return report(compiled)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from thalweg.attention.selection import SelectedContexts, Selection, select_top_k
 from thalweg.config.model import ModelFacts
+from thalweg.kernels.attend.args import QueryRows
 from thalweg.kernels.dsa import triton as dsa
 from thalweg.kernels.mla.backends import MlaDecodeKernel, MlaPrefillKernel, values_of_splits
 from thalweg.kernels.norm.triton import rows_of
@@ -71,7 +72,7 @@ class SparseMla(LatentMla):
         """Attention of tokens that are stored. index: index queries and the weights of their heads. → [T, H * v]."""
         if step.rows_T is None:
             return self._of_stored(step, query_TX, latent_TD)
-        rows = dsa.QueryRows(step.rows_T, step.batch.table_RP, step.batch.positions_T)
+        rows = QueryRows(step.rows_T, step.batch.table_RP, step.batch.positions_T)
         if self.indexer is not None:
             step.chosen_TK[:] = [self._choose(self.indexer, index[0], index[1], step, rows)]
         query_THd = query_TX.view(len(query_TX), self.heads, -1)
@@ -84,7 +85,7 @@ class SparseMla(LatentMla):
         return values_of_splits(*states, self.uv)
 
     def _choose(
-        self, indexer: Indexer, query_TX: Tensor, weights_TH: Tensor, step: PagedStep, rows: dsa.QueryRows
+        self, indexer: Indexer, query_TX: Tensor, weights_TH: Tensor, step: PagedStep, rows: QueryRows
     ) -> Tensor:
         """The positions that each token attends to, of as many tokens at a time as scores have room for."""
         longest, parts = max(group.max_kv_len for group in step.batch.groups), list[Tensor]()

@@ -56,6 +56,14 @@ class DecodeRows(NamedTuple):
     paths_TD: Tensor | None = None  # int32: columns of the last positions, own first; `layers.paged.paths_of_tree`
 
 
+class QueryRows(NamedTuple):
+    """Where the contexts of query tokens lie. A token sees positions 0 to its own."""
+
+    rows_T: Tensor  # int32: the row of each token in the table
+    table_RL: Tensor  # int32
+    positions_T: Tensor  # int64
+
+
 class PagedRows(NamedTuple):
     """Rows with any number of query tokens, whose context is read page by page."""
 

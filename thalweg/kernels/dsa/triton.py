@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr
 
-from thalweg.kernels.attend.args import KvWrite, LatentPlane
+from thalweg.kernels.attend.args import KvWrite, LatentPlane, QueryRows
 from thalweg.kernels.attend.triton import (
     LOG2E,
     TileConfig,
@@ -39,14 +39,6 @@ TIE = constexpr(1e-20)
 CHUNK = 8  # pages whose scores one program computes
 COLUMNS = 2048  # scores that `_choose` compares at a time
 QUERIES_AT_ONCE = 8  # index heads that one program rotates
-
-
-class QueryRows(NamedTuple):
-    """Where the contexts of query tokens lie. A token sees positions 0 to its own."""
-
-    rows_T: Tensor  # int32: the row of each token in the table
-    table_RL: Tensor  # int32
-    positions_T: Tensor  # int64
 
 
 class KeyNorm(NamedTuple):
@@ -196,7 +188,8 @@ def choose(scores_TS: Tensor, positions_T: Tensor, topk: int) -> Tensor:
     the last where it sees fewer. Of equal scores at the border the latest are chosen, so all ranks choose the same.
     """
     out_TK = torch.empty(len(scores_TS), topk, dtype=torch.int32, device=scores_TS.device)
-    block = min(COLUMNS, triton.next_power_of_2(max(topk, scores_TS.shape[1])))
+    # at least a number for each thread of 8 warps
+    block = min(COLUMNS, triton.next_power_of_2(max(topk, scores_TS.shape[1], 256)))
     _choose[(len(scores_TS),)](
         scores_TS, positions_T, out_TK, scores_TS.shape[1], K=topk, BLOCK=block, **launch_config(scores_TS, 8)
     )
