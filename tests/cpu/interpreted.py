@@ -47,6 +47,8 @@ from thalweg.kernels.verify import case as verify
 from thalweg.kernels.weight_only import case as weight_only_case
 from thalweg.layers.kernel_layers import KernelLayers
 from thalweg.layers.kernel_moe import KernelMoe
+from thalweg.layers.reference import ReferenceLayers
+from thalweg.layers.residual import SingleStream
 from thalweg.parallel.axis import SINGLE
 from thalweg.parallel.layout import SINGLE_RANK, ExpertLayout, Layout
 from thalweg.quant.catalog import Declared
@@ -335,6 +337,37 @@ def weight_only() -> None:
             assert max(errors) <= one.tolerance, (one.name, errors)
 
 
+def rounded_alike() -> None:
+    """Kernels and plain torch round the activations of one checkpoint in the same way: experts and products."""
+    kernels = KernelConfig(decode="triton", prefill="triton")
+    for shared, quantization in (
+        (0, {"quant_method": "w4afp8"}),
+        (0, {"quant_method": "w4afp8", "activation_scheme": "static"}),
+        (1, {"quant_method": "w8a8_int8"}),
+        (1, {"quant_method": "blockwise_int8", "weight_block_size": [128, 128]}),
+    ):
+        sparse = {"method": "greedy", "renormalize": True, "sparse": (True,)}
+        moe = MoeFacts(experts=6, shared=shared, topk=2, intermediate=128, **sparse)
+        made = [
+            kind(torch.float32, torch.device("cpu"), kernels, schemes=Declared(quantization))
+            for kind in (KernelLayers, ReferenceLayers)
+        ]
+        blocks = [factory.moe(1, "mlp", moe, 256) for factory in made]
+        linears = [factory.row("a", (192, 256)) for factory in made]
+        for module in (*blocks, *linears):
+            load_random(module, table_of(module), quantization, 3, False)
+        for tokens in (2, 20):
+            x_TH = torch.randn(tokens, 256, generator=torch.Generator().manual_seed(tokens))
+            results = [x_TH.clone() for _ in blocks]
+            for block, h_TH in zip(blocks, results, strict=True):
+                block.add_to(SingleStream(h_TH), x_TH)
+            got, want = (result - x_TH for result in results)
+            assert float((got - want).norm() / want.norm()) < 5e-3, (quantization, tokens)
+            if shared:  # W4AFP8 has FP8 blocks beside its experts
+                got, want = (linear.forward(x_TH) for linear in linears)
+                assert float((got - want).norm() / want.norm()) < 1e-5, (quantization, tokens)
+
+
 def main() -> int:
     convert_scalars()
     round_as_a_gpu()
@@ -342,6 +375,7 @@ def main() -> int:
     ragged_inputs()
     grouped()
     divided_experts()
+    rounded_alike()
     tl.extra.cuda.libdevice.fast_logf = logarithm  # the device's own is nothing that is interpreted
     vars(penalties)["BLOCK"] = tl.constexpr(32)  # so that sequences have several
     tempered(256, every=2)

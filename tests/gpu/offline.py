@@ -238,7 +238,7 @@ def main(wanted: list[str]) -> int:
         print(f"weight-only: {len(compiled.launches)} kernels so far", flush=True)
     if wanted == ["weight-only"]:
         return report(compiled)
-    for shape in shapes.SHAPES:
+    for shape in (*shapes.SHAPES, *shapes.ROUNDED):
         for choice in CHOICES:
             if not wanted or shape in wanted or f"{shape}:{choice}" in wanted:
                 steps(shape, choice)

@@ -69,7 +69,7 @@ def _exact(weight: Codes, x_MK: Tensor) -> Tensor:
     rule = weight.activations
     if rule is None:
         return x_MK.double()
-    groups = x_MK.float().unflatten(-1, (-1, rule.group or x_MK.shape[-1]))
+    groups = x_MK.float().view(len(x_MK), -1, rule.group or x_MK.shape[1])
     limit = 448.0 if rule.kind == "e4m3" else 127.0
     scale = groups.abs().amax(-1, keepdim=True) / limit if weight.inputs is None else weight.inputs.max()
     codes = (groups / scale).clamp(-limit, limit)
