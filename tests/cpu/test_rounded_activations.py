@@ -17,8 +17,9 @@ from tests.cpu.test_formats import compressed, model_config
 from thalweg.config.model import MoeFacts, facts_of
 from thalweg.kernels.fp8_block.ref import dequantize as dequantize_blocks
 from thalweg.kernels.quantize.ref import Activations, rounded_rows
-from thalweg.layers.linear import Linear, PackedShard, RoundedLinear
+from thalweg.layers.linear import Linear, PackedShard
 from thalweg.layers.reference import ReferenceLayers
+from thalweg.layers.rounded import RoundedLinear
 from thalweg.models.catalog import assemble
 from thalweg.models.traced import TracedModel
 from thalweg.quant.catalog import Declared, Stored, format_of

@@ -21,7 +21,8 @@ from thalweg.layers.factory import LayerFactory
 from thalweg.layers.interface import Activation, ResidualStream
 from thalweg.layers.kernel_linear import quantized_parameters
 from thalweg.layers.module import Module, parameter
-from thalweg.layers.moe import ExpertStacks, InputScales, RouterWeights, experts_here, load_expert, load_experts
+from thalweg.layers.moe import ExpertStacks, RouterWeights, experts_here, load_expert, load_experts
+from thalweg.layers.rounded import InputScales
 from thalweg.parallel.axis import width_of
 from thalweg.parallel.experts import ExpertPlacement
 from thalweg.quant.scheme import Quantized

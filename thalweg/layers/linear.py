@@ -8,8 +8,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
-from operator import itemgetter
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,7 +16,6 @@ from torch import Tensor, nn
 
 from thalweg.kernels.gemm.prefetch import no_prefetch, prefetch_for
 from thalweg.kernels.norm.ref import rms_norm, rms_norm_
-from thalweg.kernels.quantize.ref import Activations, rounded_rows
 from thalweg.layers.interface import Activation, ResidualStream
 from thalweg.layers.module import Module, parameter
 from thalweg.parallel.axis import vocabulary_of
@@ -127,43 +124,6 @@ class Linear(LinearLayer):
         self._prefetch(self._transposed)
         h.addmm_(x, self._transposed)
         return h if self.bias is None else h.add_(self.bias)
-
-    def swiglu(self, x: Tensor) -> Tensor:
-        gate, up = self.forward(x).chunk(2, -1)
-        return F.silu(gate).mul_(up)
-
-
-class RoundedLinear(LinearLayer):
-    """weight [out, in], whose products round their inputs to 8-bit codes as the scheme of each part says."""
-
-    def __init__(
-        self,
-        layers: LayerFactory,
-        widths: Sequence[int],
-        inputs: int,
-        rules: Sequence[Activations | None],
-        is_partial: bool = False,
-    ) -> None:
-        """rules: of each part."""
-        super().__init__(widths, is_partial)
-        self.weight = parameter(sum(widths), inputs, dtype=layers.dtype, device=layers.device)
-        self._transposed, self._prefetch = self.weight.data.t(), prefetch_for(self.weight)
-        # neighbours with one rule have one product
-        runs = [
-            (rule, [width for _, width in run]) for rule, run in groupby(zip(rules, widths, strict=True), itemgetter(0))
-        ]
-        self._rules, self._widths = [rule for rule, _ in runs], [sum(run) for _, run in runs]
-
-    def forward(self, x: Tensor) -> Tensor:
-        self._prefetch(self._transposed)
-        parts = zip(self._rules, torch.split(self._transposed, self._widths, 1), strict=True)
-        products = [
-            torch.mm(x if rule is None else rounded_rows(x, rule.kind, rule.group, None), w) for rule, w in parts
-        ]
-        return products[0] if len(products) == 1 else torch.cat(products, 1)
-
-    def add_(self, h: Tensor, x: Tensor) -> Tensor:
-        return h.add_(self.forward(x))
 
     def swiglu(self, x: Tensor) -> Tensor:
         gate, up = self.forward(x).chunk(2, -1)

@@ -20,10 +20,10 @@ from thalweg.layers.interface import Activation, ResidualStream
 from thalweg.layers.linear import taken
 from thalweg.layers.module import Module, parameter
 from thalweg.layers.residual import rows_of
+from thalweg.layers.rounded import InputScales
 from thalweg.parallel.axis import width_of
 from thalweg.parallel.experts import ExpertPlacement
-from thalweg.quant.scheme import Quantized, TensorSpec
-from thalweg.quant.w4afp8 import INPUT_SCALE, W4aFp8
+from thalweg.quant.scheme import Quantized
 from thalweg.weights.table import WeightTable
 
 
@@ -117,30 +117,6 @@ class ExpertStacks(Module):
         self.placement.place(by_slot)
         self.weights = WeightTable()
         self.declare()
-
-
-class InputScales(Module):
-    """Static scales of what the experts of a layer read, of all experts on every rank: float32 [3, E], of gate, up and
-    down. The largest count.
-    """
-
-    def __init__(self, layers: LayerFactory, name: str, moe: MoeFacts, hidden: int) -> None:
-        super().__init__()
-        self.scales = parameter(3, moe.experts, dtype=torch.float32, device=layers.device)
-        inter = moe.intermediate
-        for part, (half, *shape) in enumerate(
-            (("gate", inter, hidden), ("up", inter, hidden), ("down", hidden, inter))
-        ):
-            for expert in range(moe.experts):
-                weight = TensorSpec(f"{name}.{expert}.{half}_proj.weight", tuple(shape), layers.published)
-                scheme = layers.schemes.of(weight)
-                assert isinstance(scheme, W4aFp8), "no other format has static scales that are read"
-                published, into = scheme.named(weight, INPUT_SCALE), (part, slice(expert, expert + 1))
-                self.loads("scales", published, (1,), torch.float32, into=into)
-
-    def of_products(self) -> tuple[Tensor, Tensor]:
-        """Of gate and up; of down."""
-        return self.scales[:2], self.scales[2:]
 
 
 class Experts(ExpertStacks):

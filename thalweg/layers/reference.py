@@ -11,10 +11,11 @@ from thalweg.config.model import ModelFacts, MoeFacts
 from thalweg.layers import rotary
 from thalweg.layers.factory import LayerFactory
 from thalweg.layers.gqa import Gqa
-from thalweg.layers.linear import Embedding, Linear, LinearLayer, PackedShard, RMSNorm, RoundedLinear
+from thalweg.layers.linear import Embedding, Linear, LinearLayer, PackedShard, RMSNorm
 from thalweg.layers.mha import Mha
 from thalweg.layers.mla import Mla
 from thalweg.layers.moe import MoeBlock
+from thalweg.layers.rounded import RoundedLinear
 from thalweg.quant.catalog import Schemes
 from thalweg.quant.scheme import Quantized
 

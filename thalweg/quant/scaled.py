@@ -1,8 +1,8 @@
 """8-bit codes, e4m3 or INT8, with a multiplier for the tensor, for each row, or for blocks: `X.weight` with
 `X.weight_scale` or `X.weight_scale_inv`. DeepSeek's FP8 blocks are `fp8_block.Fp8Block`.
 
-INT8 weights multiply INT8 activations where the checkpoint declares dynamic ones: with a scale for each row, or for each
-row and block of columns. Other products multiply 16-bit activations; static scales of activations are not read.
+INT8 weights multiply INT8 activations where the checkpoint declares dynamic ones: with a scale for each row, or for
+each row and block of columns. Other products multiply 16-bit activations; static scales of activations are not read.
 """
 
 from __future__ import annotations

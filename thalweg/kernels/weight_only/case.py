@@ -32,10 +32,13 @@ WEIGHTS = (
 )  # fmt: skip
 # the same with 8-bit activations
 EIGHT_BITS = (
-    ("int4", 128, torch.float32, False, Activations("e4m3")), ("int4", 128, torch.bfloat16, False, Activations("e4m3", 0, True)),
-    ("int4", 0, None, True, Activations("e4m3")), ("int8", 0, None, True, Activations("int8")),
-    ("int8", 128, torch.float32, False, Activations("int8", 128)), ("int8", 128, torch.bfloat16, False, Activations("int8")),
-)  # fmt: skip
+    ("int4", 128, torch.float32, False, Activations("e4m3")),
+    ("int4", 128, torch.bfloat16, False, Activations("e4m3", is_static=True)),
+    ("int4", 0, None, True, Activations("e4m3")),
+    ("int8", 0, None, True, Activations("int8")),
+    ("int8", 128, torch.float32, False, Activations("int8", 128)),
+    ("int8", 128, torch.bfloat16, False, Activations("int8")),
+)
 PARTS = ("codes", "scale", "zero", "row", "activations", "inputs")
 
 
