@@ -186,7 +186,8 @@ def test_what_is_declared_decides() -> None:
     by_block = INT8_INPUTS | {"strategy": "group", "group_size": 128}
     assert rounding_of(with_inputs(blocks, by_block)) == Activations("int8", 128)
     for config, inputs in (
-        (CHANNEL, INT8_INPUTS | {"dynamic": False, "strategy": "tensor"}),
+        (CHANNEL, INT8_INPUTS | {"dynamic": False}),
+        (CHANNEL, INT8_INPUTS | {"strategy": "tensor"}),
         (CHANNEL, INT8_INPUTS | {"symmetric": False}),
         (CHANNEL, by_block),
         (INT4, INT8_INPUTS),

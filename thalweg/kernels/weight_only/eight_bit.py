@@ -2,8 +2,9 @@
 
 INT4 becomes e4m3 exactly: the numbers 0 to 8 times 2^-9 are the bit patterns 0 to 8, with and without a leading one.
 So a code's sign goes to the byte's, and is added to the bits of -1 - v (`ref.arranged`): nine instructions for eight
-codes, in the registers from which the tensor cores take their left operand. A group is summed in float32 by the tensor
-cores and scaled once. Products of INT8 are summed in int32: of a whole row of up to 133,000 columns, or of a group.
+codes, in the registers from which the tensor cores take their left operand. These add e4m3 with some 14 bits
+(DeepSeek-V3 report §3.3.2), so each block of 128 columns is scaled and added in float32 by itself. Products of INT8 are
+summed in int32: of a whole row of up to 133,000 columns, or of a group.
 """
 
 from __future__ import annotations
@@ -58,11 +59,10 @@ def int4_sum(
         codes = tl.load(code_at + start // 2)  # rows past the end read another row, of the weight and of x
         x_low, x_high = tl.load(x_at + start), tl.load(x_at + start + 64)
         low, high = _signed_bytes(codes, PTX)
-        if scale_GN is None:
-            acc_NM = tl.dot(high, x_high.T, tl.dot(low, x_low.T, acc_NM))
-        else:
-            scale_N = group_scales(scale_GN + start // GROUP * stride_g + at_N, live_N, IS_EXPONENT)
-            acc_NM += tl.dot(high, x_high.T, tl.dot(low, x_low.T)) * scale_N[:, None]
+        part_NM = tl.dot(high, x_high.T, tl.dot(low, x_low.T))
+        if scale_GN is not None:
+            part_NM *= group_scales(scale_GN + start // GROUP * stride_g + at_N, live_N, IS_EXPONENT)[:, None]
+        acc_NM += part_NM
     return acc_NM * 512.0
 
 
