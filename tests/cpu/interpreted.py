@@ -38,6 +38,7 @@ from thalweg.kernels.moe_align import triton as align
 from thalweg.kernels.moe_align.ref import order
 from thalweg.kernels.penalties import triton as penalties
 from thalweg.kernels.quantize import case as quantize_case
+from thalweg.kernels.quantize.ref import rounded_rows
 from thalweg.kernels.router.triton import RouterOutput
 from thalweg.kernels.sample.triton import SampledRows
 from thalweg.kernels.temperature import case
@@ -337,6 +338,18 @@ def weight_only() -> None:
             assert max(errors) <= one.tolerance, (one.name, errors)
 
 
+def broken_rows() -> None:
+    """Rows of activations with a NaN have no numbers, others have theirs; with INT8 codes too."""
+    x, static = torch.randn(3, 256, generator=torch.Generator().manual_seed(4)), torch.ones(1)
+    x[1, 200] = torch.nan
+    for kind, group, scales in (("int8", 0, None), ("int8", 128, None), ("e4m3", 0, None), ("e4m3", 0, static)):
+        got = quantize_case.run_rows_triton(x, kind, group, scales)[0]
+        want = rounded_rows(x, kind, group, scales)
+        numbers = ~want.isnan()
+        assert got[1, 200].isnan() and got[[0, 2]].isfinite().all() and numbers[[0, 2]].all()
+        assert torch.allclose(got[numbers & ~got.isnan()], want[numbers & ~got.isnan()], rtol=1e-6)
+
+
 def rounded_alike() -> None:
     """Kernels and plain torch round the activations of one checkpoint in the same way: experts and products."""
     kernels = KernelConfig(decode="triton", prefill="triton")
@@ -375,6 +388,7 @@ def main() -> int:
     ragged_inputs()
     grouped()
     divided_experts()
+    broken_rows()
     rounded_alike()
     tl.extra.cuda.libdevice.fast_logf = logarithm  # the device's own is nothing that is interpreted
     vars(penalties)["BLOCK"] = tl.constexpr(32)  # so that sequences have several

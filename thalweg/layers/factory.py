@@ -105,8 +105,7 @@ class LayerFactory(ABC):
         device how they round its inputs; None is plain numbers.
         """
         scheme = self.schemes.of(weight)
-        fits = isinstance(scheme, Quantized) and scheme.holds(take, weight.shape, is_reordered)
-        return scheme if isinstance(scheme, Quantized) and fits else None
+        return scheme if isinstance(scheme, Quantized) and scheme.holds(take, weight.shape, is_reordered) else None
 
     def scheme_of_part(self, part: PackedShard, inputs: int) -> Quantized | None:
         """`kernel_scheme` of a part of a packed linear layer."""

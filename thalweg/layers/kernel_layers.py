@@ -76,17 +76,19 @@ class KernelLayers(LayerFactory):
         return MixedLinear(linears, [place[i] for i in range(len(parts))])
 
     def kernel_scheme(self, weight: TensorSpec, take: Take, is_reordered: bool = False) -> Quantized | None:
-        scheme, held = self.schemes.of(weight), LayerFactory.kernel_scheme(self, weight, take, is_reordered)
+        scheme = self.schemes.of(weight)
         if not isinstance(scheme, Quantized):
             return None
         if scheme.note and (note := f"{scheme.name}: {scheme.note}") not in self.notes:
             self.notes.append(note)
-        if held is None and not is_reordered:
+        if scheme.holds(take, weight.shape, is_reordered):
+            return scheme
+        if not is_reordered:
             self.notes.append(
                 f"{weight.name} is dequantized: its {scheme.name} blocks of {scheme.block} are cut, or are not what the"
                 " kernels multiply by"
             )
-        return held
+        return None
 
     def mla(self, facts: ModelFacts, layer: int, name: str, is_indexed: bool) -> PagedMla | Mla:
         if own := DECODE[self.kernels.decode].mla_layer:

@@ -122,7 +122,9 @@ def _quantize_rows(
     else:
         e = tl.arange(0, INPUTS)
         scale_G = tl.zeros([BLOCK // GROUP], tl.float32) + tl.max(tl.load(inputs + e, mask=e < COUNT, other=0.0))
+    is_broken_G = tl.max(tl.where(x == x, 0, 1), 1) > 0  # a NaN, which has no INT8 code, makes the scale one
     x = tl.minimum(tl.maximum(_divided(x, scale_G), -LIMIT), LIMIT)
+    scale_G = tl.where(is_broken_G, float("nan"), scale_G)
     if IS_INT8:
         # adding 1.5 · 2^23 leaves no bits behind the point, and rounds as IEEE does
         codes = (x + 12582912.0 - 12582912.0).to(tl.int8)
