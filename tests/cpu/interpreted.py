@@ -37,6 +37,8 @@ from thalweg.kernels.experts import triton as experts
 from thalweg.kernels.moe_align import triton as align
 from thalweg.kernels.moe_align.ref import order
 from thalweg.kernels.penalties import triton as penalties
+from thalweg.kernels.quantize import case as quantize_case
+from thalweg.kernels.quantize.ref import rounded_rows
 from thalweg.kernels.router.triton import RouterOutput
 from thalweg.kernels.sample.triton import SampledRows
 from thalweg.kernels.temperature import case
@@ -46,6 +48,8 @@ from thalweg.kernels.verify import case as verify
 from thalweg.kernels.weight_only import case as weight_only_case
 from thalweg.layers.kernel_layers import KernelLayers
 from thalweg.layers.kernel_moe import KernelMoe
+from thalweg.layers.reference import ReferenceLayers
+from thalweg.layers.residual import SingleStream
 from thalweg.parallel.axis import SINGLE
 from thalweg.parallel.layout import SINGLE_RANK, ExpertLayout, Layout
 from thalweg.quant.catalog import Declared
@@ -300,11 +304,31 @@ def divided_experts() -> None:
 WIDE = {"x_MK", "x_TH", "out_TH", "residual_MN"}
 
 
+def round_as_a_gpu() -> None:
+    """Triton's interpreter is wrong at binade edges of e4m3, and rounds a fused multiplication and addition twice."""
+    convert = interpreter._convert_float
+
+    def by_torch(data: Any, from_type: Any, to_type: Any, rounding: Any) -> Any:
+        if to_type == tl.float8e4nv and from_type == tl.float32:
+            return torch.from_numpy(data.copy()).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+        return convert(data, from_type, to_type, rounding)
+
+    def fused(self: Any, x: Any, y: Any, z: Any) -> Any:
+        wide = x.data.astype("float64") * y.data + z.data
+        return interpreter.TensorHandle(wide.astype(x.data.dtype), z.dtype.scalar)
+
+    interpreter._convert_float = by_torch
+    interpreter.InterpreterBuilder.create_fma = fused
+
+
 def weight_only() -> None:
     """Products of codes of every kind, and a weight cut along K."""
     operations = (
+        (quantize_case.cases_of_rows, quantize_case.run_rows_triton),
         (weight_only_case.cases, weight_only_case.run_triton),
         (weight_only_case.cases_of_experts, weight_only_case.run_experts_triton),
+        (weight_only_case.EIGHT_BIT.cases, weight_only_case.run_triton),
+        (weight_only_case.EIGHT_BIT_EXPERTS.cases, weight_only_case.run_experts_triton),
     )
     for cases, run in operations:
         for one in list(cases(torch.Generator().manual_seed(1)))[::3]:  # 3 has no factor with the kinds of rows
@@ -314,12 +338,58 @@ def weight_only() -> None:
             assert max(errors) <= one.tolerance, (one.name, errors)
 
 
+def broken_rows() -> None:
+    """Rows of activations with a NaN have no numbers, others have theirs; with INT8 codes too."""
+    x, static = torch.randn(3, 256, generator=torch.Generator().manual_seed(4)), torch.ones(1)
+    x[1, 200] = torch.nan
+    for kind, group, scales in (("int8", 0, None), ("int8", 128, None), ("e4m3", 0, None), ("e4m3", 0, static)):
+        got = quantize_case.run_rows_triton(x, kind, group, scales)[0]
+        want = rounded_rows(x, kind, group, scales)
+        numbers = ~want.isnan()
+        assert got[1, 200].isnan() and got[[0, 2]].isfinite().all() and numbers[[0, 2]].all()
+        assert torch.allclose(got[numbers & ~got.isnan()], want[numbers & ~got.isnan()], rtol=1e-6)
+
+
+def rounded_alike() -> None:
+    """Kernels and plain torch round the activations of one checkpoint in the same way: experts and products."""
+    kernels = KernelConfig(decode="triton", prefill="triton")
+    for shared, quantization in (
+        (0, {"quant_method": "w4afp8"}),
+        (0, {"quant_method": "w4afp8", "activation_scheme": "static"}),
+        (1, {"quant_method": "w8a8_int8"}),
+        (1, {"quant_method": "blockwise_int8", "weight_block_size": [128, 128]}),
+    ):
+        sparse = {"method": "greedy", "renormalize": True, "sparse": (True,)}
+        moe = MoeFacts(experts=6, shared=shared, topk=2, intermediate=128, **sparse)
+        made = [
+            kind(torch.float32, torch.device("cpu"), kernels, schemes=Declared(quantization))
+            for kind in (KernelLayers, ReferenceLayers)
+        ]
+        blocks = [factory.moe(1, "mlp", moe, 256) for factory in made]
+        linears = [factory.row("a", (192, 256)) for factory in made]
+        for module in (*blocks, *linears):
+            load_random(module, table_of(module), quantization, 3, False)
+        for tokens in (2, 20):
+            x_TH = torch.randn(tokens, 256, generator=torch.Generator().manual_seed(tokens))
+            results = [x_TH.clone() for _ in blocks]
+            for block, h_TH in zip(blocks, results, strict=True):
+                block.add_to(SingleStream(h_TH), x_TH)
+            got, want = (result - x_TH for result in results)
+            assert float((got - want).norm() / want.norm()) < 5e-3, (quantization, tokens)
+            if shared:  # W4AFP8 has FP8 blocks beside its experts
+                got, want = (linear.forward(x_TH) for linear in linears)
+                assert float((got - want).norm() / want.norm()) < 1e-5, (quantization, tokens)
+
+
 def main() -> int:
     convert_scalars()
+    round_as_a_gpu()
     weight_only()
     ragged_inputs()
     grouped()
     divided_experts()
+    broken_rows()
+    rounded_alike()
     tl.extra.cuda.libdevice.fast_logf = logarithm  # the device's own is nothing that is interpreted
     vars(penalties)["BLOCK"] = tl.constexpr(32)  # so that sequences have several
     tempered(256, every=2)

@@ -87,6 +87,22 @@ def test_all_kernels_of_the_warm_up_are_compiled_once(
     assert any(call[1][1][0]["shape"] == [7168, 16384] for call in calls)
 
 
+@pytest.mark.parametrize("shape", ["v3-w4afp8", "v3-int8"])
+def test_kernels_that_round_activations_are_compiled_ahead(
+    shape: str, guard: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    config = EngineConfig(model_path=str(shapes.folder(shape, tmp_path)), **SMALL)
+    messages = dry_run(guard, config, tmp_path / "claims")
+    assert [message.error for message in messages if message.error] == []
+    kernels = [message.kernel for message in messages if message.kernel]
+    codes, quantize = "thalweg.kernels.weight_only.triton.", "thalweg.kernels.quantize.triton."
+    wanted = {f"{codes}_up", f"{codes}_down", f"{quantize}_quantize_rows"}
+    assert wanted | ({f"{codes}_linear"} if shape == "v3-int8" else {f"{quantize}_quantize"}) <= set(kernels)
+    assert len(list((tmp_path / "triton").rglob("*.cubin"))) == len(kernels)
+
+
 def test_names_of_compiled_kernels_do_not_depend_on_the_order_of_launches() -> None:
     pytest.importorskip("triton")
     script = """

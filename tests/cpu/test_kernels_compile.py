@@ -11,7 +11,7 @@ import pytest
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-@pytest.mark.parametrize("shape", ["v2-lite:plain", "v3:plain", "qwen3:plain", "sparse"])
+@pytest.mark.parametrize("shape", ["v2-lite:plain", "v3:plain", "v3-w4afp8:plain", "qwen3:plain", "sparse"])
 def test_kernels_compile_without_a_gpu(shape: str) -> None:
     done = subprocess.run([sys.executable, "-m", "tests.gpu.offline", shape], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

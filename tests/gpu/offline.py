@@ -198,9 +198,9 @@ def trees(rows: int, query: int, deepest: int) -> None:
 
 
 def weight_only() -> None:
-    """Products of codes of every kind."""
+    """Products of codes of every kind, with activations of 16 bits and of 8."""
     generator = torch.Generator().manual_seed(1)
-    for kind in codes_case.WEIGHTS:
+    for kind in (*codes_case.WEIGHTS, *codes_case.EIGHT_BITS):
         for rows in (1, 300):
             weight = arranged(codes_case.draw_weight(generator, (256, 1024), *kind))
             codes.linear(torch.empty(rows, 1024, dtype=torch.bfloat16), weight)
@@ -254,7 +254,7 @@ def main(wanted: list[str]) -> int:
         print(f"weight-only: {len(compiled.launches)} kernels so far", flush=True)
     if wanted == ["weight-only"]:
         return report(compiled)
-    for shape in shapes.SHAPES:
+    for shape in (*shapes.SHAPES, *shapes.ROUNDED):
         for choice in CHOICES:
             if not wanted or shape in wanted or f"{shape}:{choice}" in wanted:
                 steps(shape, choice)

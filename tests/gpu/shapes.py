@@ -66,10 +66,16 @@ DENSE = {
     "v3-dense": {k: v for k, v in SHAPES["v3"].items() if k != "quantization_config"} | {"first_k_dense_replace": 2}
 }
 
+# weights whose products round activations to 8 bits, on a CPU too
+ROUNDED = {
+    "v3-w4afp8": SHAPES["v3"] | {"quantization_config": {"quant_method": "w4afp8"}},
+    "v3-int8": SHAPES["v3"] | {"quantization_config": {"quant_method": "w8a8_int8"}},
+}
+
 
 def published(shape: str) -> dict[str, Any]:
     """What config.json says of a shape."""
-    return (SHAPES | DENSE)[shape]
+    return (SHAPES | DENSE | ROUNDED)[shape]
 
 
 def facts(shape: str) -> ModelFacts:
@@ -91,7 +97,8 @@ def twins(of: ModelFacts, device: torch.device, choice: KernelConfig) -> tuple[A
     """See `pair`."""
     kernels = catalog.assemble(of, kernel_layers(of, device, choice))
     kept = KernelConfig(kv=choice.kv, latent=choice.latent)
-    reference = catalog.assemble(of, ReferenceLayers(torch.float32, device, kernels=kept))
+    schemes = Declared(of.quantization_config)
+    reference = catalog.assemble(of, ReferenceLayers(torch.float32, device, kernels=kept, schemes=schemes))
     for model in (kernels, reference):
         zoo.fill(model)  # random weights are a function of their published names
     return reference, kernels

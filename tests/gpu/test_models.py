@@ -1,7 +1,8 @@
 """Whole models on kernels against the same models in float32 by the reference, step after step on the same pages.
 
 bf16: each GEMM rounds its result to 8 bits, 2^-9 relative, and a layer chains a handful of them: 2 %. FP8: activations
-are quantized too, to 4 bits of fraction, about 2.5 % in each of five chained products: 15 %.
+are quantized too, to 4 bits of fraction, about 2.5 % in each of five chained products: 15 %. INT8: the reference rounds
+activations alike, but bf16 moves some codes, each by 0.8 % of the largest: 5 %.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.gpu.shapes import SHAPES, Part, batches, facts, pair, planes
+from tests.gpu.shapes import ROUNDED, SHAPES, Part, batches, facts, pair, planes
 
 STEPS: dict[str, list[Part]] = {
     "a prompt": [(1, 0, 100)],
@@ -22,11 +23,12 @@ STEPS: dict[str, list[Part]] = {
 }
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [*SHAPES, *ROUNDED])
 def test_logits_are_the_references(shape: str, cuda: torch.device) -> None:
     reference, kernels = pair(shape, cuda)
     there, here = planes(reference, cuda), planes(kernels, cuda)
-    generator, bound = torch.Generator().manual_seed(1), 0.15 if facts(shape).quantization_config else 0.02
+    bound = 0.05 if shape == "v3-int8" else 0.15 if facts(shape).quantization_config else 0.02
+    generator = torch.Generator().manual_seed(1)
     for name, rows in STEPS.items():
         plain, paged = batches(rows, cuda, generator, 1024)
         with torch.inference_mode():

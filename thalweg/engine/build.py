@@ -376,12 +376,11 @@ def layer_factory(
     layout: Layout = SINGLE_RANK,
 ) -> LayerFactory:
     """The factory of a model's layers. schemes: of the checkpoint's weights; None: as its configuration declares."""
-    published = published_dtype(facts)
+    published, schemes = published_dtype(facts), schemes or Declared(facts.quantization_config)
     if kernels.decode == "reference":
-        return ReferenceLayers(DTYPES[dtype], torch.device(device), kernels, layout, published)
+        return ReferenceLayers(DTYPES[dtype], torch.device(device), kernels, layout, published, schemes=schemes)
     from thalweg.layers.kernel_layers import KernelLayers  # needs Triton, which a CPU installation does not have
 
-    schemes = schemes or Declared(facts.quantization_config)
     return KernelLayers(DTYPES[dtype], torch.device(device), kernels, layout, published, schemes=schemes)
 
 

@@ -9,6 +9,8 @@ from importlib import import_module
 from thalweg.kernels.case import Operation, no_sizes
 from thalweg.kernels.experts.case import FP8 as EXPERTS_FP8
 from thalweg.kernels.gemm.case import FP8 as GEMM_FP8
+from thalweg.kernels.quantize.case import ROWS
+from thalweg.kernels.weight_only.case import EIGHT_BIT, EIGHT_BIT_EXPERTS
 from thalweg.kernels.weight_only.case import EXPERTS as WEIGHT_ONLY_EXPERTS
 
 FOLDERS = (
@@ -26,5 +28,8 @@ def _operation(folder: str) -> Operation:
 OPERATIONS = {folder: _operation(folder) for folder in FOLDERS} | {
     "experts_fp8": EXPERTS_FP8,
     "gemm_fp8": GEMM_FP8,
+    "quantize_rows": ROWS,
     "weight_only_experts": WEIGHT_ONLY_EXPERTS,
+    "eight_bit": EIGHT_BIT,
+    "eight_bit_experts": EIGHT_BIT_EXPERTS,
 }

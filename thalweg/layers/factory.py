@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -21,9 +21,11 @@ from thalweg.memory.planes import FP8, PlaneSpec, kv_cache_dtype, vector_plane
 from thalweg.parallel.axis import Axis, share_of, width_of
 from thalweg.parallel.experts import ExpertPlacement
 from thalweg.parallel.layout import SINGLE_RANK, Layout
-from thalweg.quant.catalog import Schemes
+from thalweg.quant.catalog import Declared, Schemes
 from thalweg.quant.scheme import Quantized, Take, TensorSpec
 from thalweg.weights.table import Transform, unchanged
+
+NO_SCHEMES = Declared({})  # every weight is plain numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +37,14 @@ class LayerFactory(ABC):
     norm_type: ClassVar[type[Any]]
     vocabulary_type: ClassVar[type[Any]]
     gqa_type: ClassVar[type[Any]]
+    holds_codes: ClassVar[bool]  # whether memory holds weights in the schemes of `kernel_scheme`
     dtype: torch.dtype  # in which the model computes
     device: torch.device
     kernels: KernelConfig = KernelConfig()
     layout: Layout = SINGLE_RANK
     published: torch.dtype = torch.bfloat16  # of an unquantized checkpoint's tensors
     notes: list[str] = field(default_factory=list)  # what a user should know of how weights are held
+    schemes: Schemes = NO_SCHEMES  # of the checkpoint's weights
 
     @abstractmethod
     def for_drafter(self, facts: ModelFacts, schemes: Schemes) -> LayerFactory:
@@ -62,7 +66,7 @@ class LayerFactory(ABC):
         is_partial: bool = False,
         held: Quantized | None = None,
     ) -> LinearLayer:
-        """A linear layer that declares no tensors yet. held: the scheme in which memory holds its weight."""
+        """A linear layer that declares no tensors yet. held: the scheme of its weight, see `kernel_scheme`."""
 
     def vocabulary(self, name: str, vocab: int, hidden: int) -> Vocabulary:
         vocabulary: Vocabulary = self.vocabulary_type(self, name, vocab, hidden)
@@ -96,9 +100,39 @@ class LayerFactory(ABC):
     @abstractmethod
     def metadata(self, facts: ModelFacts, workspace: WorkspaceNeed) -> MetadataBuilder: ...
 
-    def held(self, weight: TensorSpec, take: Take, is_reordered: bool = False) -> Quantized | None:
-        """The scheme in which memory holds this slice of a weight; None is plain numbers in the model's dtype."""
-        return None
+    def kernel_scheme(self, weight: TensorSpec, take: Take, is_reordered: bool = False) -> Quantized | None:
+        """The scheme by which a GPU's kernels multiply by this slice of a weight, and which therefore says on any
+        device how they round its inputs; None is plain numbers.
+        """
+        scheme = self.schemes.of(weight)
+        return scheme if isinstance(scheme, Quantized) and scheme.holds(take, weight.shape, is_reordered) else None
+
+    def scheme_of_part(self, part: PackedShard, inputs: int) -> Quantized | None:
+        """`kernel_scheme` of a part of a packed linear layer."""
+        weight = TensorSpec(f"{part.name}.weight", (part.rows, inputs), self.published)
+        return self.kernel_scheme(weight, taken(part.here), part.reorder is not unchanged)
+
+    def expert_schemes(self, name: str, moe: MoeFacts, hidden: int) -> tuple[Quantized | None, Quantized | None]:
+        """`kernel_scheme` of routed and shared experts. One expert that kernels cannot multiply by as it is stored
+        keeps all from it.
+        """
+        inner, width = moe.intermediate, width_of(moe.intermediate, self.layout.moe_tp)
+        # what of the inner width lies in the stacks as one expert
+        part = width if self.layout.moe_tp.size > 1 else range(inner) if moe.shared > 1 else None
+        routed = [self._expert_scheme(f"{name}.experts.{i}", inner, hidden, part) for i in range(moe.experts)]
+        shared = self._expert_scheme(f"{name}.shared_experts", moe.shared * inner, hidden, part)
+        return _common(routed), shared
+
+    def _expert_scheme(self, name: str, inner: int, hidden: int, part: range | None) -> Quantized | None:
+        up, down = ((inner, hidden), taken(part)), ((hidden, inner), taken(columns=part))
+        matrices = {"gate": up, "up": up, "down": down}
+        scheme = _common(
+            [
+                self.kernel_scheme(TensorSpec(f"{name}.{half}_proj.weight", shape, self.published), take)
+                for half, (shape, take) in matrices.items()
+            ]
+        )
+        return scheme if scheme is not None and scheme.has_expert_kernels else None
 
     def packed(self, parts: Sequence[PackedShard], inputs: int, has_bias: bool = False) -> LinearLayer:
         """A linear layer whose weight is that of several published ones, below one another."""
@@ -115,8 +149,9 @@ class LayerFactory(ABC):
         is_here = columns is None or columns.start == 0  # of several ranks, the first adds the bias
         inputs = shape[1] if columns is None else len(columns)
         weight, take = TensorSpec(f"{name}.weight", shape, self.published), taken(columns=columns)
-        held = None if has_bias else self.held(weight, take)
-        linear = self.linear([shape[0]], inputs, has_bias and is_here, columns is not None, held)
+        scheme = None if has_bias else self.kernel_scheme(weight, take)
+        linear = self.linear([shape[0]], inputs, has_bias and is_here, columns is not None, scheme)
+        held = scheme if self.holds_codes else None
         linear.loads("weight", weight.name, shape, self.published, take=take, held=held)
         if has_bias and is_here:
             linear.loads("bias", f"{name}.bias", shape[:1], self.published)
@@ -161,3 +196,14 @@ class LayerFactory(ABC):
     @abstractmethod
     def head_widths(self, facts: ModelFacts) -> tuple[int, int]:
         """Numbers of a head's key and value where latents are not kept."""
+
+
+def _common(schemes: Sequence[Quantized | None]) -> Quantized | None:
+    """The scheme that all have; None where they differ."""
+    first = schemes[0]
+    return first if all(memory_of(scheme) == memory_of(first) for scheme in schemes) else None
+
+
+def memory_of(scheme: Quantized | None) -> Hashable:
+    """See `Quantized.memory`; None of plain numbers."""
+    return None if scheme is None else scheme.memory

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -16,11 +16,11 @@ from thalweg.core.kernels import TORCH
 from thalweg.kernels.gqa.backends import GqaShape
 from thalweg.kernels.mla.backends import MlaDecodeKernel, MlaShape
 from thalweg.layers import rotary
-from thalweg.layers.factory import LayerFactory
+from thalweg.layers.factory import LayerFactory, memory_of
 from thalweg.layers.invariant_mla import InvariantMla, own_rows
 from thalweg.layers.kernel_linear import KernelEmbedding, KernelLinear, KernelNorm, MixedLinear, QuantizedLinear
 from thalweg.layers.kernel_moe import KernelMoe
-from thalweg.layers.linear import LinearLayer, PackedShard, taken
+from thalweg.layers.linear import LinearLayer, PackedShard
 from thalweg.layers.mla import Mla
 from thalweg.layers.paged import PagedMetadataBuilder, nothing, ragged
 from thalweg.layers.paged_gqa import PagedGqa
@@ -29,12 +29,9 @@ from thalweg.layers.paged_mha import WIDTH, PagedMha
 from thalweg.layers.paged_mla import LatentMla, PagedMla, prepare_by
 from thalweg.layers.paged_sparse import SparseMla
 from thalweg.memory.planes import FP8, kv_cache_dtype
-from thalweg.parallel.axis import share_of, width_of
-from thalweg.quant.catalog import Declared, Schemes
-from thalweg.quant.scheme import Quantized, Scheme, Take, TensorSpec
-from thalweg.weights.table import unchanged
-
-NO_SCHEMES = Declared({})  # every weight is plain numbers
+from thalweg.parallel.axis import share_of
+from thalweg.quant.catalog import Schemes
+from thalweg.quant.scheme import Quantized, Take, TensorSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +41,7 @@ class KernelLayers(LayerFactory):
     """
 
     norm_type, vocabulary_type, gqa_type = KernelNorm, KernelEmbedding, PagedGqa
-    schemes: Schemes = NO_SCHEMES  # of the checkpoint's weights
+    holds_codes = True
 
     def for_drafter(self, facts: ModelFacts, schemes: Schemes) -> KernelLayers:
         """On our own kernels; attention to a selection of context on plain torch."""
@@ -66,7 +63,7 @@ class KernelLayers(LayerFactory):
 
     def packed(self, parts: Sequence[PackedShard], inputs: int, has_bias: bool = False) -> LinearLayer:
         """One product for the parts of each scheme."""
-        held = [None if has_bias else self._held_part(part, inputs) for part in parts]
+        held = [None if has_bias else self.scheme_of_part(part, inputs) for part in parts]
         groups, linears = _groups(parts, held), []
         for group in groups:
             some, scheme = [parts[i] for i in group], held[group[0]]
@@ -78,12 +75,8 @@ class KernelLayers(LayerFactory):
         place = {i: (number, at) for number, group in enumerate(groups) for at, i in enumerate(group)}
         return MixedLinear(linears, [place[i] for i in range(len(parts))])
 
-    def _held_part(self, part: PackedShard, inputs: int) -> Quantized | None:
-        weight = TensorSpec(f"{part.name}.weight", (part.rows, inputs), self.published)
-        return self.held(weight, taken(part.here), part.reorder is not unchanged)
-
-    def held(self, weight: TensorSpec, take: Take, is_reordered: bool = False) -> Quantized | None:
-        scheme: Scheme = self.schemes.of(weight)
+    def kernel_scheme(self, weight: TensorSpec, take: Take, is_reordered: bool = False) -> Quantized | None:
+        scheme = self.schemes.of(weight)
         if not isinstance(scheme, Quantized):
             return None
         if scheme.note and (note := f"{scheme.name}: {scheme.note}") not in self.notes:
@@ -121,36 +114,17 @@ class KernelLayers(LayerFactory):
         return kernel
 
     def moe(self, layer: int, name: str, moe: MoeFacts, hidden: int) -> KernelMoe:
-        routed, shared = self._expert_schemes(name, moe, hidden)
-        is_stacked, wish = moe.shared > 0 and _memory(routed) == _memory(shared), self.kernels.fusion
+        routed, shared = self.expert_schemes(name, moe, hidden)
+        is_stacked, wish = moe.shared > 0 and memory_of(routed) == memory_of(shared), self.kernels.fusion
+        if moe.shared > 1 and routed is not None and routed.activations is not None:
+            is_stacked = False  # the inner row of all shared experts has one scale
         if wish and moe.shared and not is_stacked:
             raise UnsupportedConfig(
-                f"shared_experts_fusion: {name} stores routed experts as {_name(routed)} and shared ones as"
-                f" {_name(shared)}, which no stack holds together; leave --enforce-shared-experts-fusion out"
+                f"shared_experts_fusion: {name} stores {moe.experts} routed experts as {_name(routed)} and {moe.shared}"
+                f" shared ones as {_name(shared)}, which no stack holds together; leave --enforce-shared-experts-fusion"
+                " out"
             )
         return KernelMoe(self, layer, name, moe, hidden, routed, is_stacked and wish is not False)
-
-    def _expert_schemes(self, name: str, moe: MoeFacts, hidden: int) -> tuple[Quantized | None, Quantized | None]:
-        """In which memory holds routed and shared experts. One expert that cannot be held as it is stored keeps all
-        from it.
-        """
-        inner, width = moe.intermediate, width_of(moe.intermediate, self.layout.moe_tp)
-        # what of the inner width lies in the stacks as one expert
-        part = width if self.layout.moe_tp.size > 1 else range(inner) if moe.shared > 1 else None
-        routed = [self._expert_scheme(f"{name}.experts.{i}", inner, hidden, part) for i in range(moe.experts)]
-        shared = self._expert_scheme(f"{name}.shared_experts", moe.shared * inner, hidden, part)
-        return _common(routed), shared
-
-    def _expert_scheme(self, name: str, inner: int, hidden: int, part: range | None) -> Quantized | None:
-        up, down = ((inner, hidden), taken(part)), ((hidden, inner), taken(columns=part))
-        matrices = {"gate": up, "up": up, "down": down}
-        scheme = _common(
-            [
-                self.held(TensorSpec(f"{name}.{half}_proj.weight", shape, self.published), take)
-                for half, (shape, take) in matrices.items()
-            ]
-        )
-        return scheme if scheme is not None and scheme.has_expert_kernels else None
 
     def metadata(self, facts: ModelFacts, workspace: WorkspaceNeed) -> PagedMetadataBuilder | AttentionMetadataBuilder:
         kernels, device = self.kernels, self.device
@@ -179,16 +153,6 @@ def _name(scheme: Quantized | None) -> str:
     return "plain numbers" if scheme is None else scheme.name
 
 
-def _common(schemes: Sequence[Quantized | None]) -> Quantized | None:
-    """The scheme that all have; None where they differ."""
-    first = schemes[0]
-    return first if all(_memory(scheme) == _memory(first) for scheme in schemes) else None
-
-
-def _memory(scheme: Quantized | None) -> Hashable:
-    return None if scheme is None else scheme.memory
-
-
 def _groups(parts: Sequence[PackedShard], held: Sequence[Quantized | None]) -> list[list[int]]:
     """Which parts have one product: those of one scheme, as long as each begins with a block."""
     groups: list[list[int]] = []
@@ -196,7 +160,7 @@ def _groups(parts: Sequence[PackedShard], held: Sequence[Quantized | None]) -> l
         for group in groups:
             first = held[group[0]]
             rows = sum(parts[j].width for j in group)
-            if _memory(scheme) == _memory(first) and (scheme is None or rows % scheme.block[0] == 0):
+            if memory_of(scheme) == memory_of(first) and (scheme is None or rows % scheme.block[0] == 0):
                 group.append(i)
                 break
         else:

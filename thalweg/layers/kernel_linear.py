@@ -97,7 +97,7 @@ class QuantizedLinear(LinearLayer):
         self, layers: LayerFactory, scheme: Quantized, widths: Sequence[int], inputs: int, is_partial: bool = False
     ) -> None:
         super().__init__(widths, is_partial)
-        self.product, self.reads_codes = scheme.product(layers.kernels), scheme.quantizes_activations
+        self.product, self.reads_codes = scheme.product(layers.kernels), scheme.reads_codes
         self._held = quantized_parameters(self, "weight", scheme, (sum(widths), inputs), layers.device)
 
     def forward(self, x: Rows) -> Tensor:

@@ -22,6 +22,7 @@ from thalweg.layers.interface import Activation, ResidualStream
 from thalweg.layers.kernel_linear import quantized_parameters
 from thalweg.layers.module import Module, parameter
 from thalweg.layers.moe import ExpertStacks, RouterWeights, experts_here, load_expert, load_experts
+from thalweg.layers.rounded import InputScales
 from thalweg.parallel.axis import width_of
 from thalweg.parallel.experts import ExpertPlacement
 from thalweg.quant.scheme import Quantized
@@ -132,6 +133,9 @@ class KernelExperts(ExpertStacks):
                 setattr(self, weight, parameter(*stack, dtype=layers.dtype, device=layers.device))
             else:
                 quantized_parameters(self, weight, scheme, stack, layers.device)
+        rule = None if scheme is None else scheme.activations
+        is_static = rule is not None and rule.is_static
+        self.inputs = InputScales(layers, f"{name}.experts", moe, hidden) if is_static else None
         self.declare = partial(self._load, layers, name, moe, hidden, stacked)
         self.declare()
 
@@ -155,14 +159,15 @@ class KernelExperts(ExpertStacks):
 
     def stacks(self) -> ExpertWeights | CodedExperts:
         if isinstance(self.scheme, WeightOnly):
-            kind = self.scheme.codes.kind
+            kind, rule = self.scheme.codes.kind, self.scheme.activations
+            up, down = (None, None) if self.inputs is None else self.inputs.of_products()
             return CodedExperts(
-                KernelCodes(kind, self.w13, self.w13_scale, self.w13_zero, self.w13_row),
-                KernelCodes(kind, self.w2, self.w2_scale, self.w2_zero, self.w2_row),
+                KernelCodes(kind, self.w13, self.w13_scale, self.w13_zero, self.w13_row, rule, up),
+                KernelCodes(kind, self.w2, self.w2_scale, self.w2_zero, self.w2_row, rule, down),
             )
         return ExpertWeights(self.w13, self.w2, self.w13_scale, self.w2_scale)
 
     @property
     def reads_codes(self) -> bool:
-        """Whether the products multiply quantized activations."""
-        return self.scheme is not None and self.scheme.quantizes_activations
+        """Whether the products read the codes that a router or a norm writes."""
+        return self.scheme is not None and self.scheme.reads_codes

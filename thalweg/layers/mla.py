@@ -109,7 +109,7 @@ class Mla(MlaProjections):
         self._prefetch_before: Prefetch = no_prefetch
         self._prefetch_after: Prefetch = no_prefetch
         self._before = self._after = self.uk.data
-        if isinstance(self.down, Linear):
+        if all(isinstance(linear, Linear | None) for linear in (self.down, self.up, self.out)):
             self._place()
         absorbed, expanded = 2 * self.rank + self.rope, self.nope + self.rope + self.v  # work for one key by one head
         self.long = self.rank * (self.nope + self.v) // (absorbed - expanded) if absorbed > expanded else 1 << 30

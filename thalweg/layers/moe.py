@@ -12,6 +12,7 @@ from torch import Tensor
 from thalweg.config.model import MoeFacts
 from thalweg.kernels.experts.ref import SCRIPTABLE, add_experts_, scripted
 from thalweg.kernels.gemm.prefetch import PREFETCH_SINK, no_prefetch, prefetch_for
+from thalweg.kernels.quantize.ref import Activations
 from thalweg.kernels.router import ref
 from thalweg.kernels.router.ref import RouterConfig
 from thalweg.layers.factory import LayerFactory
@@ -19,6 +20,7 @@ from thalweg.layers.interface import Activation, ResidualStream
 from thalweg.layers.linear import taken
 from thalweg.layers.module import Module, parameter
 from thalweg.layers.residual import rows_of
+from thalweg.layers.rounded import InputScales
 from thalweg.parallel.axis import width_of
 from thalweg.parallel.experts import ExpertPlacement
 from thalweg.quant.scheme import Quantized
@@ -28,11 +30,20 @@ from thalweg.weights.table import WeightTable
 class MoeBlock(Module):
     """Σ_k w_k · expert_k(x) + shared(x); the shared experts are one MLP, without a gate."""
 
-    def __init__(self, layers: LayerFactory, layer: int, name: str, moe: MoeFacts, hidden: int) -> None:
+    def __init__(
+        self,
+        layers: LayerFactory,
+        layer: int,
+        name: str,
+        moe: MoeFacts,
+        hidden: int,
+        activations: Activations | None = None,
+    ) -> None:
+        """activations: how routed experts round theirs."""
         super().__init__()
         self.router = Router(layers, f"{name}.gate", moe, hidden)
         self.placement = layers.placement(layer, moe)
-        self.experts = Experts(layers, f"{name}.experts", moe, hidden, self.placement)
+        self.experts = Experts(layers, f"{name}.experts", moe, hidden, self.placement, activations)
         self.shared = layers.shared_experts(name, moe, hidden) if moe.shared else None
 
     def add_to(self, h: ResidualStream, x: Activation, real_T: Tensor | None = None) -> None:
@@ -114,7 +125,13 @@ class Experts(ExpertStacks):
     """
 
     def __init__(
-        self, layers: LayerFactory, name: str, moe: MoeFacts, hidden: int, placement: ExpertPlacement | None
+        self,
+        layers: LayerFactory,
+        name: str,
+        moe: MoeFacts,
+        hidden: int,
+        placement: ExpertPlacement | None,
+        activations: Activations | None,
     ) -> None:
         super().__init__()
         layout, device, self.placement = layers.layout, layers.device, placement
@@ -128,12 +145,11 @@ class Experts(ExpertStacks):
         # views on the parameters, which are loaded in place
         gate_up, down = ([weight.t() for weight in stack] for stack in (self.w13.data, self.w2.data))
         prefetched = [] if prefetch_for(memory[0]) is no_prefetch else list(memory)
-        self._operands: tuple[list[Tensor], list[Tensor], list[Tensor], Tensor] = (
-            gate_up,
-            down,
-            prefetched,
-            PREFETCH_SINK,
-        )
+        is_static = activations is not None and activations.is_static
+        self.inputs = InputScales(layers, name, moe, hidden) if is_static else None
+        scales = [] if self.inputs is None else list(self.inputs.of_products())
+        kind, group = ("", 0) if activations is None else activations[:2]
+        self._operands = gate_up, down, prefetched, PREFETCH_SINK, kind, group, scales
         self._run = scripted() if device.type == "cpu" and SCRIPTABLE else add_experts_
 
     def add_(self, out_TH: Tensor, x_TH: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> None:

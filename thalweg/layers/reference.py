@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from thalweg.attention.context import AttentionMetadataBuilder, WorkspaceNeed
 from thalweg.attention.selection import Selection, select_top_k
@@ -11,23 +11,27 @@ from thalweg.config.model import ModelFacts, MoeFacts
 from thalweg.layers import rotary
 from thalweg.layers.factory import LayerFactory
 from thalweg.layers.gqa import Gqa
-from thalweg.layers.linear import Embedding, Linear, RMSNorm
+from thalweg.layers.linear import Embedding, Linear, LinearLayer, PackedShard, RMSNorm
 from thalweg.layers.mha import Mha
 from thalweg.layers.mla import Mla
 from thalweg.layers.moe import MoeBlock
+from thalweg.layers.rounded import RoundedLinear
 from thalweg.quant.catalog import Schemes
 from thalweg.quant.scheme import Quantized
 
 
 @dataclass(frozen=True, slots=True)
 class ReferenceLayers(LayerFactory):
-    """Quantized weights are dequantized as they are loaded."""
+    """Quantized weights are dequantized as they are loaded. Activations are rounded where a GPU's kernels round them,
+    but for FP8 blocks.
+    """
 
     norm_type, vocabulary_type, gqa_type = RMSNorm, Embedding, Gqa
+    holds_codes = False
     selection: Selection = select_top_k  # chooses the context under DSA
 
     def for_drafter(self, facts: ModelFacts, schemes: Schemes) -> ReferenceLayers:
-        return self
+        return replace(self, schemes=schemes)
 
     def linear(
         self,
@@ -36,15 +40,27 @@ class ReferenceLayers(LayerFactory):
         has_bias: bool,
         is_partial: bool = False,
         held: Quantized | None = None,
-    ) -> Linear:
+    ) -> Linear | RoundedLinear:
+        if held is not None and held.activations is not None:
+            return RoundedLinear(self, widths, inputs, [held.activations] * len(widths), is_partial)
         return Linear(self, widths, inputs, has_bias, is_partial)
+
+    def packed(self, parts: Sequence[PackedShard], inputs: int, has_bias: bool = False) -> LinearLayer:
+        schemes = [None if has_bias else self.scheme_of_part(part, inputs) for part in parts]
+        rules = [None if scheme is None else scheme.activations for scheme in schemes]
+        if not any(rules):
+            return LayerFactory.packed(self, parts, inputs, has_bias)
+        linear = RoundedLinear(self, [part.width for part in parts], inputs, rules)
+        linear.load_parts(parts, inputs, self.published, has_bias)
+        return linear
 
     def mla(self, facts: ModelFacts, layer: int, name: str, is_indexed: bool) -> Mla:
         kind = Mla if self.kernels.latent else Mha
         return kind(self, facts, layer, name, is_indexed, self.selection)
 
     def moe(self, layer: int, name: str, moe: MoeFacts, hidden: int) -> MoeBlock:
-        return MoeBlock(self, layer, name, moe, hidden)
+        routed, _ = self.expert_schemes(name, moe, hidden)
+        return MoeBlock(self, layer, name, moe, hidden, None if routed is None else routed.activations)
 
     def metadata(self, facts: ModelFacts, workspace: WorkspaceNeed) -> AttentionMetadataBuilder:
         return AttentionMetadataBuilder(rotary.table(facts.rope, facts.context, self.device), workspace)

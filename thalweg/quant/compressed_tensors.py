@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from thalweg.core.errors import CheckpointError
+from thalweg.kernels.quantize.ref import Activations
 from thalweg.quant.fp8_block import Fp8Block
 from thalweg.quant.matching import Format, Matcher, by_pattern, names, one_of, refuse
 from thalweg.quant.pairs import NibblePairs, mxfp4, nvfp4
-from thalweg.quant.scaled import CHANNEL, TENSOR, ScaledCodes
+from thalweg.quant.scaled import CHANNEL, SIXTEEN_BITS, TENSOR, ScaledCodes
 from thalweg.quant.scheme import UNQUANTIZED, Scheme, TensorSpec
 
 MIXED = "mixed-precision"
@@ -85,10 +86,11 @@ def _scheme(group: Mapping[str, Any], top: Any, at: str) -> Scheme:
         one_of(weights, "strategy", f"{at}.weights", ("group", "channel"))
         if strategy == "group" and (type(size) is not int or size < 1):
             raise CheckpointError(f"{at}.weights: group_size must be a positive integer, got {size!r}")
-        is_plain = weights.get("symmetric", True)
+        is_plain, columns = weights.get("symmetric", True), int(size or 0) if strategy == "group" else 0
+        inputs, note = _activations(group, "float", 0) if is_plain and columns in (0, 128) else (None, _note(group))
         return PackedInts(
-            written, "int4" if is_plain else "uint4", int(size or 0) if strategy == "group" else 0,
-            code_types=(torch.int32,), zero="" if is_plain else "weight_zero_point",
+            written, "int4" if is_plain else "uint4", columns, code_types=(torch.int32,),
+            zero="" if is_plain else "weight_zero_point", inputs=inputs, note=note,
         )  # fmt: skip
     kind = {"int": "int8", "float": "e4m3"}.get(weights.get("type", "int"), "")
     if weights.get("num_bits") != 8 or not kind or written.split("-")[0] not in ("naive", weights.get("type", "int")):
@@ -102,10 +104,39 @@ def _scheme(group: Mapping[str, Any], top: Any, at: str) -> Scheme:
         block = Fp8Block.of_config(
             {"weight_block_size": weights.get("block_structure")}, f"{at}.weights.block_structure"
         ).block
-        return Fp8Block(block, "_scale") if kind == "e4m3" else ScaledCodes(written, kind, block)
-    if strategy == "group":
-        return ScaledCodes(written, kind, (1, int(size or 0)))
-    return ScaledCodes(written, kind, TENSOR if strategy == "tensor" else CHANNEL)
+        if kind == "e4m3":
+            return Fp8Block(block, "_scale")
+    else:
+        block = (1, int(size or 0)) if strategy == "group" else TENSOR if strategy == "tensor" else CHANNEL
+    inputs, note = None, ""
+    if kind == "int8":
+        inputs, note = _activations(group, "int", block[1]) if block[1] in (0, 128) else (None, _note(group))
+    return ScaledCodes(written, kind, block, inputs=inputs, note=note)
+
+
+def _activations(group: Mapping[str, Any], of_type: str, columns: int) -> tuple[Activations | None, str]:
+    """How a group of modules rounds activations, or None with a note where no kernel does it so. columns: of the
+    weight's blocks, 0 for whole rows.
+    """
+    wish = group.get("input_activations")
+    if not isinstance(wish, dict):
+        return None, ""
+    fits = wish.get("num_bits") == 8 and wish.get("type", "int") == of_type and wish.get("dynamic") is True
+    fits = fits and wish.get("symmetric", True) is True
+    kind = "e4m3" if of_type == "float" else "int8"
+    if fits and wish.get("strategy") == "token":
+        return Activations(kind), ""
+    if fits and columns and wish.get("strategy") == "group" and wish.get("group_size") == columns:
+        return Activations(kind, columns), ""
+    return None, _note(group)
+
+
+def _note(group: Mapping[str, Any]) -> str:
+    wish = group.get("input_activations")
+    if not isinstance(wish, dict):
+        return ""
+    shown = ", ".join(f"{name} {wish.get(name)}" for name in ("type", "num_bits", "strategy", "dynamic"))
+    return f"{SIXTEEN_BITS}, and not its input_activations ({shown})"
 
 
 def _require(weights: Mapping[str, Any], at: str, written: str, **fields: Any) -> None:

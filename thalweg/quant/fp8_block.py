@@ -37,7 +37,7 @@ class Fp8Block(Quantized):
 
     name = "fp8_block"
     operation = "fp8_gemm"
-    quantizes_activations = True
+    quantizes_activations = reads_codes = True
     has_expert_kernels = True
     code_spread = 64.0  # the largest code is 448
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from thalweg.core.errors import CheckpointError
+from thalweg.kernels.quantize.ref import Activations
 from thalweg.kernels.weight_only.ref import Codes, dequantize
 from thalweg.quant.matching import Format, by_part, is_expert, names
 from thalweg.quant.packing import unpack_words
@@ -44,13 +45,14 @@ class NibblePairs(WeightOnly):
     index: str = ""  # each input's group, where these are scattered
     others: tuple[str, ...] = ("weight_shape", "input_scale", "input_global_scale")  # not read
     note: str = ""
+    inputs: Activations | None = None  # of int4 with groups of 128 or of all
 
     @property
     def codes(self) -> CodesInMemory:
         if not self.group and not self.zero:
-            return CodesInMemory(self.kind, 0, None, has_row=True)
+            return CodesInMemory(self.kind, 0, None, has_row=True, activations=self.inputs)
         scale = torch.float8_e8m0fnu if self.scale_types[0] == torch.uint8 else self.scale_types[0]
-        return CodesInMemory(self.kind, self.group, scale, bool(self.zero), bool(self.total))
+        return CodesInMemory(self.kind, self.group, scale, bool(self.zero), bool(self.total), self.inputs)
 
     def named(self, weight: TensorSpec, name: str) -> str:
         """The published name of a tensor of this weight."""

@@ -1,7 +1,8 @@
 """8-bit codes, e4m3 or INT8, with a multiplier for the tensor, for each row, or for blocks: `X.weight` with
 `X.weight_scale` or `X.weight_scale_inv`. DeepSeek's FP8 blocks are `fp8_block.Fp8Block`.
 
-Products multiply 16-bit activations, so static and dynamic scales of activations are not read.
+INT8 weights multiply INT8 activations where the checkpoint declares dynamic ones: with a scale for each row, or for
+each row and block of columns. Other products multiply 16-bit activations; static scales of activations are not read.
 """
 
 from __future__ import annotations
@@ -15,14 +16,16 @@ import torch
 from torch import Tensor
 
 from thalweg.core.errors import CheckpointError
+from thalweg.kernels.quantize.ref import Activations
 from thalweg.kernels.weight_only.ref import Codes
-from thalweg.quant.fp8_block import Fp8Block
+from thalweg.quant.fp8_block import KERNEL_BLOCK, Fp8Block
 from thalweg.quant.matching import Format, by_part, names, one_of
 from thalweg.quant.scheme import UNQUANTIZED, Draw, Read, Take, TensorSpec, both, check_cut, outward
 from thalweg.quant.weight_only import CODE_DTYPES, CodesInMemory, WeightOnly, check_groups, found_or_raise, module_of
 
 SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
 TENSOR, CHANNEL = (0, 0), (1, 0)  # blocks
+SIXTEEN_BITS = "its products multiply 16-bit activations"
 
 
 @dataclass(frozen=True)
@@ -34,12 +37,14 @@ class ScaledCodes(WeightOnly):
     steps: tuple[int, int]
     suffix: str = "_scale"
     scale: torch.dtype = torch.float32  # as stored; uint8 holds e8m0
+    inputs: Activations | None = None
+    note: str = ""
 
     @property
     def codes(self) -> CodesInMemory:
         if not self.steps[1]:
-            return CodesInMemory(self.kind, 0, None, has_row=True)
-        return CodesInMemory(self.kind, self.steps[1], _numbers(self.scale))
+            return CodesInMemory(self.kind, 0, None, has_row=True, activations=self.inputs)
+        return CodesInMemory(self.kind, self.steps[1], _numbers(self.scale), activations=self.inputs)
 
     def stored(self, weight: TensorSpec) -> tuple[TensorSpec, ...]:
         blocks = tuple(1 if not step else -(-size // step) for size, step in zip(weight.shape, self.steps, strict=True))
@@ -135,8 +140,13 @@ def int8_format(config: Mapping[str, Any], where: str) -> Format:
     at = f"{where}: quantization_config"
     lists = (names(config.get(name), f"{at}.{name}") for name in ("ignored_layers", "ignore", "modules_to_not_convert"))
     plain = [module for listed in lists for module in listed]
-    scheme = ScaledCodes("w8a8_int8", "int8", CHANNEL)
+    block, columns = CHANNEL, 0
     if config["quant_method"] == "blockwise_int8":
         block = Fp8Block.of_config(config, where).block
-        scheme = ScaledCodes("blockwise_int8", "int8", block, "_scale_inv")
+        columns = block[1]
+    is_dynamic = config.get("activation_scheme", "dynamic") == "dynamic" and config.get("is_dynamic", True)
+    inputs = Activations("int8", columns) if is_dynamic and columns in (0, KERNEL_BLOCK[1]) else None
+    note = "" if inputs else f"{SIXTEEN_BITS}: kernels quantize dynamically, by row or in blocks of {KERNEL_BLOCK[1]}"
+    suffix = "_scale_inv" if columns else "_scale"
+    scheme = ScaledCodes(str(config["quant_method"]), "int8", block, suffix, inputs=inputs, note=note)
     return Format(((by_part(plain), UNQUANTIZED),), scheme)

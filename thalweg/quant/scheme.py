@@ -18,6 +18,7 @@ from torch import Tensor
 
 from thalweg.core.errors import CheckpointError
 from thalweg.core.kernels import KernelConfig
+from thalweg.kernels.quantize.ref import Activations
 
 Take = tuple[slice, ...]  # a slice of a tensor by its leading dims; () is all of it
 Index = tuple[int | slice, ...]
@@ -118,6 +119,12 @@ class Quantized(Scheme):
     operation: str  # the option that chooses the backend of its products, e.g. "fp8_gemm"
     block: tuple[int, int]  # rows and columns that share a scale
     quantizes_activations: bool  # whether its products multiply quantized activations
+    reads_codes: (
+        bool  # whether these are the codes of `kernels.quantize.triton.quantize`, which other kernels write too
+    )
+    activations: Activations | None = (
+        None  # how inputs are rounded on any device; a GPU's FP8 blocks round by themselves
+    )
     has_expert_kernels: bool  # whether grouped experts multiply by it, too
     note: str = ""  # what a user should know of how it is computed
 

@@ -1,5 +1,6 @@
-"""What schemes have in common whose products multiply 16-bit activations by codes of 4 or 8 bits: how memory holds them
-(`kernels.weight_only.ref.Codes`), how they are dequantized and multiplied.
+"""What schemes have in common whose products multiply activations by codes of 4 or 8 bits: how memory holds them
+(`kernels.weight_only.ref.Codes`), how they are dequantized and multiplied. Activations have 16 bits, or are rounded to
+8 where the checkpoint says so and kernels do it.
 
 A format adds how its tensors are named, cut and unpacked.
 """
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from thalweg.core.errors import CheckpointError
 from thalweg.core.kernels import KernelConfig
+from thalweg.kernels.quantize.ref import Activations
 from thalweg.kernels.weight_only.ref import FOUR_BITS, Codes, KernelCodes, arranged, dequantize
 from thalweg.quant.scheme import Index, LinearProduct, ParameterShapes, Quantized, Take, TensorSpec
 
@@ -32,6 +34,7 @@ class CodesInMemory(NamedTuple):
     scale: torch.dtype | None
     has_zero: bool = False
     has_row: bool = False
+    activations: Activations | None = None
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class WeightOnly(Quantized):
     """A scheme whose weights memory holds as `KernelCodes`."""
 
     operation = "weight_only"
-    quantizes_activations = False
+    reads_codes = False
     has_expert_kernels = True
 
     @property
@@ -55,6 +58,14 @@ class WeightOnly(Quantized):
         return self.codes
 
     @property
+    def activations(self) -> Activations | None:  # type: ignore[override]
+        return self.codes.activations
+
+    @property
+    def quantizes_activations(self) -> bool:  # type: ignore[override]
+        return self.activations is not None
+
+    @property
     def code_spread(self) -> float:  # type: ignore[override]
         return SPREADS[self.codes.kind]
 
@@ -68,10 +79,12 @@ class WeightOnly(Quantized):
     def holds(self, take: Take, shape: tuple[int, ...], is_reordered: bool) -> bool:
         group, kind = self.codes.group, self.codes.kind
         is_group = group in KERNEL_GROUPS and (group != 16 or kind == "e2m1")
-        return not is_reordered and is_group and shape[1] % max(group, 64) == 0
+        columns = shape[1] if len(take) < 2 else len(range(*take[1].indices(shape[1])))
+        step = 128 if kind == "int4" and self.activations is not None else 64
+        return not is_reordered and is_group and columns % max(group, step) == 0
 
     def parameters(self, shape: tuple[int, ...]) -> ParameterShapes:
-        kind, group, scale, has_zero, has_row = self.codes
+        kind, group, scale, has_zero, has_row, _ = self.codes
         *rows, columns = shape
         made: ParameterShapes = {"": ((*rows, columns // 2), torch.uint8)}
         if kind not in FOUR_BITS:
@@ -85,8 +98,8 @@ class WeightOnly(Quantized):
         return made
 
     def pack(self, weight: TensorSpec, tensors: Sequence[Tensor], take: Take) -> dict[str, Tensor]:
-        _, *parts = arranged(self.unpack(weight, tensors, take))
-        suffixes = ("", "_scale", "_zero", "_row")
+        codes = self.unpack(weight, tensors, take)._replace(activations=self.activations)
+        parts, suffixes = arranged(codes)[1:5], ("", "_scale", "_zero", "_row")
         return {suffix: part for suffix, part in zip(suffixes, parts, strict=True) if part is not None}
 
     def places(self, into: Index) -> dict[str, Index]:
@@ -98,13 +111,13 @@ class WeightOnly(Quantized):
         from thalweg.kernels.gemm.epilogue import Epilogue
         from thalweg.kernels.weight_only.triton import linear  # needs Triton
 
-        kind, suffixes = self.codes.kind, list(self.parameters((1, 1024)))
+        kind, rule, suffixes = self.codes.kind, self.activations, list(self.parameters((1, 1024)))
 
         def product(
             x: Any, weights: Sequence[Tensor], residual_MN: Tensor | None = None, out_MN: Tensor | None = None
         ) -> Tensor:
             parts = dict(zip(suffixes, weights, strict=True))
-            held = KernelCodes(kind, parts[""], parts.get("_scale"), parts.get("_zero"), parts.get("_row"))
+            held = KernelCodes(kind, parts[""], parts.get("_scale"), parts.get("_zero"), parts.get("_row"), rule)
             y: Tensor = linear(x, held, Epilogue(None, residual_MN, out_MN), kernels.deterministic)
             return y
 

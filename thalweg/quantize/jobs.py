@@ -86,7 +86,7 @@ def plan_jobs(
         target = written(declared.of(weight)) if len(weight.shape) == 2 else UNQUANTIZED
         job = _job(weight, source, target, reads, stream)
         if has_inputs and isinstance(target, W4aFp8):
-            name = replace(target, is_renamed=(False, True)).named(weight, INPUT)
+            name = target.named(weight, INPUT)
             job = replace(job, writes=(*job.writes, TensorSpec(name, (1,), torch.float32)))
         if not job.is_copied:
             check_groups(target, weight)

@@ -5,11 +5,13 @@ runs without Python, and inside a traced step (`models/traced.py`).
 import sys
 import warnings
 from functools import cache
-from typing import Any, Callable, List
+from typing import Any, Callable, List, Optional
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from thalweg.kernels.quantize.ref import rounded_rows
 
 SCRIPTABLE = sys.version_info < (3, 14)  # TorchScript supports no later Python
 
@@ -23,6 +25,9 @@ def add_experts_(
     down_IH: List[Tensor],
     memory: List[Tensor],
     sink: Tensor,
+    kind: str = "",
+    group: int = 0,
+    scales: Optional[List[Tensor]] = None,
 ) -> Tensor:
     """out[t] += Σ_k weights[t, k] · down(silu(gate(x[t])) · up(x[t])) of expert ids[t, k]; in place, returns out.
 
@@ -30,8 +35,15 @@ def add_experts_(
     down_IH: [I, H]. Tokens are sorted by expert, then one GEMM pair runs for each expert that has some, at most min(E,
     T · K): on a CPU only the weights that are read count, and counts cost nothing to read there. memory: for each
     expert the memory that holds both weights, to be read ahead into sink (`gemm/prefetch.py`); empty: nothing is read
-    ahead.
+    ahead. kind, group, scales: of activations that are rounded before both products, see `rounded_rows`; "": they are
+    not. scales: static ones, of each product.
     """
+    up_scales: Optional[Tensor] = None
+    down_scales: Optional[Tensor] = None
+    if scales is not None and len(scales) > 0:
+        up_scales, down_scales = scales[0], scales[1]
+    if kind != "":
+        x_TH = rounded_rows(x_TH, kind, group, up_scales)
     pairs = ids_TK.reshape(-1)
     chosen: List[int] = []
     sizes: List[int] = []
@@ -56,7 +68,10 @@ def add_experts_(
             torch.sum(memory[expert], [0], dtype=torch.float32, out=sink)
         hidden.append(torch.mm(rows[i], gate_up_HI[expert]))
     gate, up = torch.cat(hidden).chunk(2, -1)
-    rows = list(torch.split_with_sizes(F.silu(gate).mul_(up), sizes))
+    inner = F.silu(gate).mul_(up)
+    if kind != "":
+        inner = rounded_rows(inner, kind, group, down_scales)
+    rows = list(torch.split_with_sizes(inner, sizes))
     y: List[Tensor] = []
     for i, expert in enumerate(chosen):
         y.append(torch.mm(rows[i], down_IH[expert]))

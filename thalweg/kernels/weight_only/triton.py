@@ -1,4 +1,5 @@
-"""y = x Wᵀ and experts with weights of 4-bit or 8-bit codes (`ref.KernelCodes`) and 16-bit activations.
+"""y = x Wᵀ and experts with weights of 4-bit or 8-bit codes (`ref.KernelCodes`) and 16-bit activations, or 8-bit ones
+(`eight_bit.py`).
 
 Floor: the codes, read once: 0.52 bytes a weight of INT4 in groups of 128. A program owns BLOCK_N rows of the weight. It
 computes Wxᵀ, so that codes become bf16 in registers and are the left operand from there: they never pass through
@@ -28,8 +29,10 @@ from thalweg.kernels.launch import SMS, launch_config
 from thalweg.kernels.moe_align.triton import combine, sort
 from thalweg.kernels.norm.triton import Rows, rows_of
 from thalweg.kernels.pdl import pdl_launch, pdl_wait
+from thalweg.kernels.quantize.triton import quantize_rows
 from thalweg.kernels.router.triton import RouterOutput
 from thalweg.kernels.silu_mul.triton import gated
+from thalweg.kernels.weight_only.eight_bit import group_scales, int4_sum, int8_sum
 from thalweg.kernels.weight_only.ref import FOUR_BITS, KernelCodes
 
 DETERMINISTIC = 48  # rows of an expert for which tiles are chosen where bits must not depend on the batch
@@ -130,14 +133,6 @@ def _pairs(words, zero, factor, i: constexpr, KIND: constexpr, IS_SHIFTED: const
 
 
 @triton.jit
-def _scales(at, mask, IS_EXPONENT: constexpr):
-    """float32 scales; bytes of exponents (e8m0) are powers of two."""
-    if IS_EXPONENT:
-        return (tl.load(at, mask=mask, other=127).to(tl.uint32) << 23).to(tl.float32, bitcast=True)
-    return tl.load(at, mask=mask, other=0.0).to(tl.float32)
-
-
-@triton.jit
 def _zeros(zero_GN, at, live_N, KIND: constexpr):
     """128 + the code that is 0, float32 [N]."""
     if KIND == "uint4":
@@ -170,8 +165,8 @@ def _paired_sum(
             zero = _zeros(zero_GN, at, live_N, KIND)
             factor = None
             if IS_SMALL:
-                first_N = _scales(scale_GN + at, live_N, IS_EXPONENT)
-                second_N = _scales(scale_GN + at + stride_g, live_N, IS_EXPONENT)
+                first_N = group_scales(scale_GN + at, live_N, IS_EXPONENT)
+                second_N = group_scales(scale_GN + at + stride_g, live_N, IS_EXPONENT)
                 factor = tl.where(c[None, :] < PRODUCT // 4, first_N[:, None], second_N[:, None])
                 factor *= 1.2980742146337069e33  # 2^110
             zeros = tl.broadcast_to(zero[:, None], (BLOCK_N, PRODUCT))
@@ -184,7 +179,7 @@ def _paired_sum(
             if scale_GN is None or IS_SMALL:
                 acc_NM = part
             else:
-                acc_NM += part * _scales(scale_GN + at, live_N, IS_EXPONENT)[:, None]
+                acc_NM += part * group_scales(scale_GN + at, live_N, IS_EXPONENT)[:, None]
     return acc_NM * 65536.0 if IS_SMALL else acc_NM
 
 
@@ -212,25 +207,41 @@ def _byte_sum(
         number = codes.to(tl.float32)
         at = (start // ALL) * stride_g + at_N
         if GROUPS > 1:
-            scale_NG = _scales(scale_GN + at[:, None] + g[None, :] * stride_g, live_N[:, None], IS_EXPONENT)
+            scale_NG = group_scales(scale_GN + at[:, None] + g[None, :] * stride_g, live_N[:, None], IS_EXPONENT)
             number *= _spread(scale_NG, BLOCK_N, GROUPS, BLOCK_K)
         part = tl.dot(number.to(x_MK.dtype), x_MK.T, input_precision="ieee")
         if GROUPS == 1 and scale_GN is not None:
-            part *= _scales(scale_GN + at, live_N, IS_EXPONENT)[:, None]
+            part *= group_scales(scale_GN + at, live_N, IS_EXPONENT)[:, None]
         acc_NM += part
     return acc_NM
 
 
 @triton.jit
 def _sum(
-    codes_NK, scale_GN, zero_GN, n_N, at_N, live_N, x_M, live_M, first, last, stride_g,
-    K: constexpr, GROUP: constexpr, KIND: constexpr, IS_EXPONENT: constexpr,
+    codes_NK, scale_GN, zero_GN, n_N, at_N, live_N, x_MK, x_scale_MG, row_M, stride_x, live_M, first, last, stride_g,
+    K: constexpr, GROUP: constexpr, KIND: constexpr, IS_EXPONENT: constexpr, X_GROUP: constexpr,
     BLOCK_M: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr, STAGES: constexpr, PTX: constexpr,
 ):  # fmt: skip
-    """float32 [N, M]: rows n of the weight times rows of x, whose addresses are x_M, over columns first to last. at_N:
-    where the scales of a row's first group are, those of the next group stride_g later.
+    """float32 [N, M]: rows n of the weight times rows of x over columns first to last. at_N: where the scales of a
+    row's first group are, those of the next group stride_g later. X_GROUP: columns of x that share a scale, 0 for all;
+    -1 where x has 16 bits.
     """
-    if KIND == "int8" or KIND == "e4m3":
+    row_M = tl.where(live_M, row_M, 0).to(tl.int64)
+    x_M = x_MK + row_M * stride_x
+    if X_GROUP >= 0:
+        scale_M = x_scale_MG + row_M * (K // X_GROUP if X_GROUP > 0 else 1)
+        if KIND == "int4":
+            sums_NM = int4_sum(
+                codes_NK, scale_GN, n_N, at_N, live_N, x_M, first, last, stride_g,
+                K, GROUP, IS_EXPONENT, BLOCK_M, BLOCK_N, STAGES, PTX,
+            )  # fmt: skip
+        else:
+            sums_NM = int8_sum(
+                codes_NK, scale_GN, n_N, at_N, live_N, x_M, scale_M, first, last, stride_g,
+                K, GROUP, IS_EXPONENT, X_GROUP, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
+            )  # fmt: skip
+        return sums_NM if X_GROUP > 0 else sums_NM * tl.load(scale_M)[None, :]
+    elif KIND == "int8" or KIND == "e4m3":
         return _byte_sum(
             codes_NK, scale_GN, n_N, at_N, live_N, x_M, live_M, first, last, stride_g,
             K, GROUP, IS_EXPONENT, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
@@ -244,8 +255,8 @@ def _sum(
 
 @triton.jit(do_not_specialize=["M"])
 def _linear(
-    x_MK, codes_NK, scale_GN, zero_GN, row_N, residual_MN, y_MN, parts_SMN, M, N, stride_x, stride_y,
-    K: constexpr, GROUP: constexpr, KIND: constexpr, IS_EXPONENT: constexpr, SPLITS: constexpr,
+    x_MK, x_scale_MG, codes_NK, scale_GN, zero_GN, row_N, residual_MN, y_MN, parts_SMN, M, N, stride_x, stride_y,
+    K: constexpr, GROUP: constexpr, KIND: constexpr, IS_EXPONENT: constexpr, X_GROUP: constexpr, SPLITS: constexpr,
     BLOCK_M: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr, STAGES: constexpr, PDL: constexpr,
 ):  # fmt: skip
     """y = x Wᵀ (+ residual), or the sums over one of SPLITS parts of K."""
@@ -253,13 +264,12 @@ def _linear(
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     live_N, live_M = n < N, m < M
     n_N = tl.where(live_N, n, 0).to(tl.int64)
-    x_M = x_MK + tl.where(live_M, m, 0).to(tl.int64) * stride_x
     pdl_wait(PDL)
     pdl_launch(PDL)
     first = tl.program_id(2) * (K // SPLITS)
     sums_NM = _sum(
-        codes_NK, scale_GN, zero_GN, n_N, n, live_N, x_M, live_M, first, first + K // SPLITS, N,
-        K, GROUP, KIND, IS_EXPONENT, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, PDL,
+        codes_NK, scale_GN, zero_GN, n_N, n, live_N, x_MK, x_scale_MG, m, stride_x, live_M,
+        first, first + K // SPLITS, N, K, GROUP, KIND, IS_EXPONENT, X_GROUP, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, PDL,
     )  # fmt: skip
     if row_N is not None:
         sums_NM *= tl.load(row_N + n, mask=live_N, other=0.0)[:, None]
@@ -300,11 +310,12 @@ def linear(x: Rows, weight: KernelCodes, epilogue: Epilogue = PLAIN, determinist
     rows, group = len(x_MK), weight.group if weight.scale is not None else 0
     tile = linear_tile(1 if deterministic else rows, outputs, inputs, group, weight.kind in FOUR_BITS)
     y, residual = epilogue.result(rows, outputs, x_MK), epilogue.residual_MN
+    x_MK, x_scale = _quantized(x_MK, weight)
     parts = torch.empty(tile.splits, rows, outputs, dtype=torch.float32, device=y.device) if tile.splits > 1 else None
     if not rows:
         return y
     _linear[(triton.cdiv(outputs, tile.n), triton.cdiv(rows, tile.m), tile.splits)](
-        x_MK, *_tensors(weight), residual, y, parts, rows, outputs, x_MK.stride(0), y.stride(0),
+        x_MK, x_scale, *_tensors(weight), residual, y, parts, rows, outputs, x_MK.stride(0), y.stride(0),
         *_constants(weight), tile.splits, tile.m, tile.n, tile.k, tile.stages,
         **launch_config(x_MK, tile.warps, tile.stages),
     )  # fmt: skip
@@ -315,17 +326,25 @@ def linear(x: Rows, weight: KernelCodes, epilogue: Epilogue = PLAIN, determinist
     return y
 
 
+def _quantized(x_MK: Tensor, weight: KernelCodes) -> tuple[Tensor, Tensor | None]:
+    """x as products with this weight read it: rows, or codes and their scales."""
+    rule = weight.activations
+    return (x_MK, None) if rule is None else quantize_rows(x_MK, rule.kind, rule.group, weight.inputs)
+
+
 def _tensors(weight: KernelCodes) -> tuple[Tensor | None, ...]:
     codes, scale = weight.codes, weight.scale
     if scale is not None and scale.dtype == torch.float8_e8m0fnu:
         scale = scale.view(torch.uint8)
-    return codes.view(torch.int32) if weight.kind in FOUR_BITS else codes, scale, weight.zero, weight.row
+    has_words = weight.kind in FOUR_BITS and weight.activations is None
+    return codes.view(torch.int32) if has_words else codes, scale, weight.zero, weight.row
 
 
-def _constants(weight: KernelCodes) -> tuple[int, int, str, bool]:
-    """K, group, kind, and whether scales are exponents."""
+def _constants(weight: KernelCodes) -> tuple[int, int, str, bool, int]:
+    """K, group, kind, whether scales are exponents, and columns of x that share a scale (`_sum`)."""
     is_exponent = weight.scale is not None and weight.scale.dtype == torch.float8_e8m0fnu
-    return weight.columns, weight.group, weight.kind, is_exponent
+    x_group = -1 if weight.activations is None else weight.activations.group
+    return weight.columns, weight.group, weight.kind, is_exponent, x_group
 
 
 @triton.jit
@@ -345,8 +364,8 @@ def _tile_of(
 
 @triton.jit
 def _up(
-    inner_PI, x_TH, codes, scale, zero, row, order, tile_expert, tile_row, end_N, total_tiles, stride_x,
-    HIDDEN: constexpr, GROUP: constexpr, KIND: constexpr, IS_EXPONENT: constexpr,
+    inner_PI, x_TH, x_scale_TG, codes, scale, zero, row, order, tile_expert, tile_row, end_N, total_tiles, stride_x,
+    HIDDEN: constexpr, GROUP: constexpr, KIND: constexpr, IS_EXPONENT: constexpr, X_GROUP: constexpr,
     N: constexpr, INNER: constexpr, CHOICES: constexpr, IS_DIRECT: constexpr,
     BLOCK_M: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr, STAGES: constexpr, PDL: constexpr,
 ):  # fmt: skip
@@ -361,14 +380,14 @@ def _up(
         position = begin + tl.arange(0, BLOCK_M)
         live_M = position < end
         pair = position if IS_DIRECT else tl.load(order + position, mask=live_M, other=0)
-        x_M = x_TH + tl.where(live_M, pair // CHOICES, 0).to(tl.int64) * stride_x
         i_N = block * HALF + tl.arange(0, BLOCK_N) % HALF
         live_N = i_N < INNER
         row_N = tl.where(live_N, i_N + tl.arange(0, BLOCK_N) // HALF * INNER, 0)
         n_N, groups = expert * (2 * INNER) + row_N, HIDDEN // GROUP if GROUP else 1
         sums_NM = _sum(
-            codes, scale, zero, n_N, expert * (groups * 2 * INNER) + row_N, live_N, x_M, live_M, 0, HIDDEN, 2 * INNER,
-            HIDDEN, GROUP, KIND, IS_EXPONENT, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, PDL,
+            codes, scale, zero, n_N, expert * (groups * 2 * INNER) + row_N, live_N,
+            x_TH, x_scale_TG, pair // CHOICES, stride_x, live_M, 0, HIDDEN, 2 * INNER,
+            HIDDEN, GROUP, KIND, IS_EXPONENT, X_GROUP, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, PDL,
         )  # fmt: skip
         if row is not None:
             sums_NM *= tl.load(row + n_N, mask=live_N, other=0.0)[:, None]
@@ -381,8 +400,8 @@ def _up(
 
 @triton.jit
 def _down(
-    y_PH, inner_PI, codes, scale, zero, row, order, tile_expert, tile_row, end_N, total_tiles,
-    INNER: constexpr, GROUP: constexpr, KIND: constexpr, IS_EXPONENT: constexpr,
+    y_PH, inner_PI, inner_scale_PG, codes, scale, zero, row, order, tile_expert, tile_row, end_N, total_tiles,
+    INNER: constexpr, GROUP: constexpr, KIND: constexpr, IS_EXPONENT: constexpr, X_GROUP: constexpr,
     N: constexpr, HIDDEN: constexpr, IS_DIRECT: constexpr,
     BLOCK_M: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr, STAGES: constexpr, PDL: constexpr,
 ):  # fmt: skip
@@ -396,14 +415,14 @@ def _down(
         position = begin + tl.arange(0, BLOCK_M)
         live_M = position < end
         pair = position if IS_DIRECT else tl.load(order + position, mask=live_M, other=0)
-        x_M = inner_PI + tl.where(live_M, position, begin).to(tl.int64) * INNER
         h = block * BLOCK_N + tl.arange(0, BLOCK_N)
         live_N = h < HIDDEN
         row_N = tl.where(live_N, h, 0)
         n_N, groups = expert * HIDDEN + row_N, INNER // GROUP if GROUP else 1
         sums_NM = _sum(
-            codes, scale, zero, n_N, expert * (groups * HIDDEN) + row_N, live_N, x_M, live_M, 0, INNER, HIDDEN,
-            INNER, GROUP, KIND, IS_EXPONENT, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, PDL,
+            codes, scale, zero, n_N, expert * (groups * HIDDEN) + row_N, live_N,
+            inner_PI, inner_scale_PG, position, INNER, live_M, 0, INNER, HIDDEN,
+            INNER, GROUP, KIND, IS_EXPONENT, X_GROUP, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, PDL,
         )  # fmt: skip
         if row is not None:
             sums_NM *= tl.load(row + n_N, mask=live_N, other=0.0)[:, None]
@@ -444,12 +463,14 @@ def run_experts(
         count, table = by.most_tiles, (by.pair, by.tile_expert, by.tile_row, by.end_N, by.tiles)
     inner_PI = torch.empty(pairs, inner, dtype=x_TH.dtype, device=x_TH.device)
     y_PH = torch.empty(pairs, hidden, dtype=out_TH.dtype, device=x_TH.device)
+    x_TH, x_scale = _quantized(x_TH, w13)
     _up[(count * triton.cdiv(inner, up.n // 2),)](
-        inner_PI, x_TH, *_tensors(w13), *table, x_TH.stride(0), *_constants(w13), experts, inner, choices, is_direct,
-        up.m, up.n, up.k, up.stages, **launch_config(x_TH, up.warps, up.stages),
+        inner_PI, x_TH, x_scale, *_tensors(w13), *table, x_TH.stride(0), *_constants(w13), experts, inner, choices,
+        is_direct, up.m, up.n, up.k, up.stages, **launch_config(x_TH, up.warps, up.stages),
     )  # fmt: skip
+    inner_PI, inner_scale = _quantized(inner_PI, w2)
     _down[(count * triton.cdiv(hidden, down.n),)](
-        y_PH, inner_PI, *_tensors(w2), *table, *_constants(w2), experts, hidden, is_direct,
+        y_PH, inner_PI, inner_scale, *_tensors(w2), *table, *_constants(w2), experts, hidden, is_direct,
         up.m, down.n, down.k, down.stages, **launch_config(x_TH, down.warps, down.stages),
     )  # fmt: skip
     combine(out_TH, y_PH, None, routed.ids_TK, routed.weights_TK, experts, accumulate)
