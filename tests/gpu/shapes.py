@@ -90,7 +90,7 @@ def pair(shape: str, device: torch.device, choice: KernelConfig = KERNELS) -> tu
 def twins(of: ModelFacts, device: torch.device, choice: KernelConfig) -> tuple[Any, Any]:
     """See `pair`."""
     kernels = catalog.assemble(of, kernel_layers(of, device, choice))
-    kept = KernelConfig(kv=choice.kv, latent=choice.latent)
+    kept = KernelConfig(kv=choice.kv, latent=choice.latent, fp8_index=choice.fp8_index)
     reference = catalog.assemble(of, ReferenceLayers(torch.float32, device, kernels=kept))
     for model in (kernels, reference):
         zoo.fill(model)  # random weights are a function of their published names
