@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tests.compose import deterministic, matrix
 from tests.configs import config
-from tests.gpu.shapes import COMMON, LATENT, SHAPES, Part, batches, branched, planes, twins
+from tests.gpu.shapes import SHAPES, SPARSE, Part, batches, branched, planes, twins
 from tests.gpu.test_engine import agreement, engine, tokens
 from thalweg.attention.selection import select_top_k
 from thalweg.batch.batch import TreeMask
@@ -35,14 +35,8 @@ from thalweg.memory.planes import Planes, index_plane, record_plane
 from thalweg.memory.records import encode_record, quantize
 from thalweg.models.token_by_token import TokenByToken
 
-TOPK, PROMPT, NEW = 2048, 3900, 12
-SHAPE: dict[str, Any] = COMMON | LATENT | {
-    "architectures": ["DeepseekV32ForCausalLM"], "hidden_size": 512, "intermediate_size": 1024, "moe_intermediate_size": 256,
-    "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "num_attention_heads": 8, "q_lora_rank": 256,
-    "num_hidden_layers": 3, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True, "n_group": 2,
-    "topk_group": 1, "routed_scaling_factor": 2.5, "index_topk": TOPK, "index_head_dim": 128, "index_n_heads": 8,
-}  # fmt: skip
-FP8 = SHAPE | {"quantization_config": SHAPES["v3"]["quantization_config"]}
+TOPK, PROMPT, NEW = SPARSE["index_topk"], 3900, 12
+FP8 = SPARSE | {"quantization_config": SHAPES["v3"]["quantization_config"]}
 KINDS = {name: KernelConfig(decode=name, prefill=name) for name in ("torch", "triton_sparse")}
 KINDS["records"] = msgspec.structs.replace(KINDS["triton_sparse"], kv="fp8_ds_mla", fp8_index=True)
 KINDS["records on torch"] = msgspec.structs.replace(KINDS["torch"], kv="fp8_ds_mla", fp8_index=True)
@@ -86,7 +80,7 @@ def answer(path: Path, device: str, budget: int, **more: Any) -> list[tuple[floa
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path: Path = tmp_path_factory.mktemp("sparse")
-    (path / "config.json").write_text(json.dumps(SHAPE))
+    (path / "config.json").write_text(json.dumps(SPARSE))
     return path
 
 
@@ -103,7 +97,7 @@ def test_past_the_chosen_context_it_is_the_cpus(checkpoint: Path, cuda: torch.de
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", [SHAPE, FP8], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("shape", [SPARSE, FP8], ids=["bf16", "fp8"])
 def test_beside_kernels_it_is_the_references(shape: dict[str, Any], kind: str, cuda: torch.device) -> None:
     """The bounds of test_models.py, for the median token. What the indexer chooses is compared apart from what becomes
     of a choice: a near tie that rounding decides moves a tenth of what attention to 256 tokens of random weights
@@ -135,7 +129,7 @@ def test_beside_kernels_it_is_the_references(shape: dict[str, Any], kind: str, c
         assert float((kept - exact).norm() / exact.norm()) < (0.05 if is_fp8 else 0.01), plane
 
 
-@pytest.mark.parametrize("shape", [SHAPE, FP8], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("shape", [SPARSE, FP8], ids=["bf16", "fp8"])
 def test_chunks_and_prefix_hits_change_few_tokens(shape: dict[str, Any], cuda: torch.device, tmp_path: Path) -> None:
     """Past index_topk tokens. Rounding differs between steps of other sizes, and decides near ties of choice, experts
     and tokens.
@@ -246,7 +240,7 @@ def test_keys_and_latents_in_fp8_are_plain_torchs(has_trees: bool, cuda: torch.d
                 assert float((result[t].float() - exact).norm() / exact.norm()) < 0.02
 
 
-@pytest.mark.parametrize("shape", [SHAPE, FP8], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("shape", [SPARSE, FP8], ids=["bf16", "fp8"])
 @pytest.mark.parametrize("cache", [None, "fp8_e4m3"])
 def test_kernels_under_graphs_are_the_eager_ones(
     shape: dict[str, Any], cache: str | None, cuda: torch.device, tmp_path: Path
@@ -272,7 +266,7 @@ def test_bits_depend_on_the_sequence_alone(kind: str, cuda: torch.device) -> Non
     deterministic.assert_equal_bits(plain, got)
 
 
-@pytest.mark.parametrize("shape", [SHAPE, FP8], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("shape", [SPARSE, FP8], ids=["bf16", "fp8"])
 def test_a_deterministic_one_starts_warm(shape: dict[str, Any], cuda: torch.device, tmp_path: Path) -> None:
     """Every token is a step of its own: what runs before the first request, and what is measured, is one token's."""
     (tmp_path / "config.json").write_text(json.dumps(shape))
