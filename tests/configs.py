@@ -43,6 +43,8 @@ def fields(
             "shared_experts_fusion": kernels.fusion,
             "fp8_gemm_backend": kernels.fp8_gemm,
             "kv_cache_dtype": kernels.kv,
+            "dsa_topk_backend": kernels.topk,
+            "fp8_index_keys": kernels.fp8_index,
             "mla": kernels.latent,
             "deterministic_inference": kernels.deterministic,
         }

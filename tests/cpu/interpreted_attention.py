@@ -10,10 +10,13 @@ import sys
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
+import triton.language as tl
 from torch import Tensor
 from triton.runtime import interpreter
 
+from thalweg.batch.batch import TreeMask
 from thalweg.kernels.attend import triton as attend
 from thalweg.kernels.attend.args import (
     DecodeRows,
@@ -26,13 +29,14 @@ from thalweg.kernels.attend.args import (
     RowLengths,
 )
 from thalweg.kernels.attend.case import PAGE, exact_rows, last_positions, page_table, paged_plane, row_tokens, starts_of
-from thalweg.kernels.attend.ref import merge_states, rotate_
+from thalweg.kernels.attend.ref import hadamard, merge_states, rotate_
 from thalweg.kernels.dsa import triton as dsa
 from thalweg.kernels.gqa import triton as gqa
 from thalweg.kernels.mla import triton as mla
 from thalweg.kernels.mla.backends import MlaShape, TritonMlaDecode
-from thalweg.memory.planes import decode as decode_plane
-from thalweg.memory.planes import encode
+from thalweg.layers.paged import paths_of_tree
+from thalweg.memory.planes import Planes, index_plane, record_plane, vector_plane
+from thalweg.memory.records import quantize
 
 States = tuple[Tensor, Tensor]
 HEADS, RANK, ROPE, SCALE = 3, 32, 16, 0.1
@@ -48,6 +52,25 @@ def interpret_scalars() -> None:
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     vars(interpreter)["_patch_lang_tensor"] = patched
+
+
+def exact_casts() -> None:
+    """Lets the interpreter round to e4m3 and bfloat16 as a GPU does, to nearest."""
+    builder: Any = interpreter.InterpreterBuilder
+    types = {tl.float8e4nv: torch.float8_e4m3fn, tl.bfloat16: torch.bfloat16}
+
+    def patched(plain: Any) -> Any:
+        def cast(self: Any, src: Any, target: Any, *rounding: Any) -> Any:
+            if src.dtype.scalar != tl.float32 or target.scalar not in types:
+                return plain(self, src, target, *rounding)
+            rounded = torch.from_numpy(np.ascontiguousarray(src.data)).to(types[target.scalar])
+            stored = torch.uint8 if rounded.itemsize == 1 else torch.uint16
+            return interpreter.TensorHandle(rounded.view(stored).numpy(), target.scalar)
+
+        return cast
+
+    for name in ("create_fp_to_fp", "create_fp_trunc"):
+        setattr(builder, name, patched(getattr(builder, name)))
 
 
 def close(got: States, want: States) -> None:
@@ -152,15 +175,28 @@ def backend() -> None:
     assert lse.shape == (2, HEADS) and lse.dtype == torch.float32
 
 
-def sparse(dtype: torch.dtype) -> None:
-    """Index keys are stored as the plain layer stores them, scored and chosen as by plain torch, and attention to the
-    chosen tokens is attention with a mask. Many scores are 0, and rows have fewer tokens than are chosen.
+def sparse(is_fp8: bool, has_trees: bool) -> None:
+    """Index keys are stored as plain torch stores them, scored and chosen as by plain torch, and attention to the
+    chosen tokens is attention with a mask. Many scores are 0, and rows have fewer tokens than are chosen. is_fp8: keys
+    and queries in e4m3, turned, and latents in records. has_trees: the last tokens of a row are drafts that branch.
     """
     generator, contexts, heads, dim, topk = torch.Generator().manual_seed(4), (200, 70, 300), 4, 32, 75
+    rank = 256 if is_fp8 else RANK
     lengths, (table, _) = RowLengths((3, 1, 2), contexts), page_table(generator, contexts)
-    positions, tokens = last_positions(lengths), 6
-    rows = QueryRows(torch.tensor([0, 0, 0, 1, 2, 2], dtype=torch.int32), table, positions)
-    keys = paged_plane(generator, table, contexts, dim, dtype=torch.float32)
+    columns, tokens = last_positions(lengths), 6
+    # a tree: the third token follows the first, beside the second
+    positions = columns - (torch.arange(tokens) == 2).long() * has_trees
+    tree = TreeMask(columns, torch.tensor([-1, -1, -1 - 2, -1, -1, -1]), 1)
+    paths = paths_of_tree(tree, tokens) if has_trees else None
+    rows = QueryRows(torch.tensor([0, 0, 0, 1, 2, 2], dtype=torch.int32), table, positions, paths)
+    spec = index_plane(0, dim) if is_fp8 else vector_plane("index", 0, dim, torch.float32)
+    planes = Planes((spec, record_plane(0, rank, ROPE)), int(table.max()) + 1)
+    slots = [table[row, : -(-n // PAGE)].repeat_interleave(PAGE)[:n] * PAGE + torch.arange(n) % PAGE
+             for row, n in enumerate(contexts)]  # fmt: skip
+    for slot in slots:
+        planes.write("index", 0, slot.long(), torch.randn(len(slot), dim, generator=generator))
+        planes.write("latent", 0, slot.long(), torch.randn(len(slot), rank + ROPE, generator=generator))
+    before = planes.paged("index", 0).clone()
     # the step's own tokens
     key, query = torch.randn(tokens, dim, generator=generator), torch.randn(tokens, heads * dim, generator=generator)
     norm = dsa.KeyNorm(torch.rand(dim, generator=generator), torch.randn(dim, generator=generator), 1e-6)
@@ -169,50 +205,92 @@ def sparse(dtype: torch.dtype) -> None:
     rotation = torch.polar(torch.ones_like(angle), angle)[positions].unsqueeze(1)
     rotate_(turned, rotation, 0, 1, dim)
     rotate_(asked, rotation, 0, heads, dim)
-    at = torch.stack([table[row, p // PAGE] * PAGE + p % PAGE for row, p in zip(rows.rows_T, positions, strict=True)])
-    dsa.write(key, query, norm, KvWrite(angle.cos(), angle.sin(), positions, at.long()), keys)
-    torch.testing.assert_close(query, asked, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(keys.view(-1, dim)[at.long()], turned, rtol=1e-5, atol=1e-5)
+    at = torch.stack([slots[row][c] for row, c in zip(rows.rows_T, columns, strict=True)]).long()
     weights = torch.randn(tokens, heads, generator=generator)
-    got = dsa.scores(query, weights, keys, rows, max(contexts), 0.3)
-    context, chosen = row_tokens(keys, table, contexts), dsa.choose(got, positions, topk)
-    latents = paged_plane(generator, table, contexts, RANK + ROPE, dtype=torch.float32)
-    scale, bound = (None, 1e-5) if dtype == torch.float32 else (torch.tensor([0.5]), 3e-3)
-    plane = LatentPlane(encode(latents, dtype, scale), scale)
-    latents = decode_plane(plane.paged_PSD, torch.float32, scale)
-    q = torch.randn(tokens, HEADS, RANK + ROPE, generator=generator)
-    sums, _ = attend.merge_with_lse(*dsa.attend(q, plane, chosen, rows, scale=SCALE, rank=RANK), torch.float32)
-    for t, (row, position) in enumerate(zip(rows.rows_T.tolist(), positions.tolist(), strict=True)):
-        seen = context[row][: position + 1]
-        want = 0.3 * (weights[t] @ (query[t].view(heads, dim) @ seen.T).relu()) + torch.arange(position + 1) * 1e-20
-        torch.testing.assert_close(got[t, : position + 1], want, rtol=1e-4, atol=1e-5)
-        best = got[t, : position + 1].topk(min(topk, position + 1)).indices.sort().values
+    given, write = weights.clone(), KvWrite(angle.cos(), angle.sin(), positions, at)
+    stored = dsa.write(key, query, weights, norm, write, planes.paged("index", 0), is_fp8)
+    if is_fp8:
+        codes, scale = quantize(hadamard(asked.view(tokens, heads, dim)).flatten(1), dim)
+        assert float((codes.float() != stored.float()).float().mean()) < 0.02, "sums in another order, near a tie"
+        torch.testing.assert_close(stored.float(), codes.float(), rtol=0.13, atol=1e-2)
+        torch.testing.assert_close(weights, given * scale, rtol=1e-6, atol=0.0)
+        query = stored.float()
+    else:
+        torch.testing.assert_close(query, asked, rtol=1e-5, atol=1e-5)
+        assert torch.equal(weights, given) and stored is query
+    got = dsa.scores(stored, weights, planes.paged("index", 0), rows, max(contexts), 0.3)
+    ours = planes.paged("index", 0).clone()
+    planes.paged("index", 0).copy_(before)
+    planes.write("index", 0, at, hadamard(turned) if is_fp8 else turned)
+    for mine, theirs in zip(
+        *(planes.read("index", 0, x, torch.float32) for x in (ours, planes.paged("index", 0))), strict=True
+    ):
+        torch.testing.assert_close(mine, theirs, rtol=0.13 if is_fp8 else 1e-5, atol=1e-2 if is_fp8 else 1e-5)
+    keys = planes.read("index", 0, ours, torch.float32).flatten(0, 1)
+    chosen = dsa.choose(got, positions, topk)
+    bound = 1e-5
+    if is_fp8:
+        plane = LatentPlane(planes.paged("latent", 0))
+        latents = planes.read("latent", 0, planes.tokens("latent", 0), torch.float32)
+    else:
+        latents = torch.randn(planes.pages * PAGE, rank + ROPE, generator=generator)
+        plane = LatentPlane(latents.view(planes.pages, PAGE, -1))
+    q = torch.randn(tokens, HEADS, rank + ROPE, generator=generator)
+    results = [
+        attend.merge_with_lse(*dsa.attend(q, plane, *of, rank=rank, scale=SCALE, splits=splits), torch.float32)[0]
+        for of in ((chosen, rows, topk), (None, rows, 320))
+        for splits in (0, 3)
+    ]
+    for t, (row, column) in enumerate(zip(rows.rows_T.tolist(), columns.tolist(), strict=True)):
+        path = [c for c in range(column + 1) if not (has_trees and t == 2 and c == column - 1)]
+        assert len(path) == int(positions[t]) + 1
+        seen = slots[row][path].long()
+        want = 0.3 * (weights[t] @ (query[t].view(heads, dim) @ keys[seen].T).relu())
+        torch.testing.assert_close(got[t, : len(path)], want, rtol=1e-4, atol=1e-5)
+        order = torch.sort(got[t, : len(path)], descending=True, stable=True).indices
+        best = order[:topk].sort().values
         filled = torch.nn.functional.pad(best, (0, topk - len(best)), value=-1)
         assert chosen[t].tolist() == filled.tolist(), t
-        latent = row_tokens(latents, table, contexts)[row][best]
-        exact = (SCALE * q[t] @ latent.T).softmax(-1) @ latent[:, :RANK]
-        torch.testing.assert_close(sums[t], exact, rtol=10 * bound, atol=bound)
+        for places, sums in zip((seen[best], seen), (results[:2], results[2:]), strict=True):
+            exact = (SCALE * q[t] @ latents[places].T).softmax(-1) @ latents[places, :rank]
+            for of in sums:
+                torch.testing.assert_close(of[t], exact, rtol=10 * bound, atol=bound)
 
 
 def chosen_of_ties() -> None:
-    """All scores of a few values, negative ones too: the latest of equal ones, exactly as many as there is room for."""
-    generator = torch.Generator().manual_seed(5)
-    for topk, columns in ((64, 320), (100, 5000), (2048, 2049)):
-        values = torch.tensor([-torch.inf, -2.0, -1e-20, 0.0, 1e-20, 3.0])
-        scores = values[torch.randint(0, 6, (2, columns), generator=generator)]
-        positions = torch.tensor([columns - 1, columns - 7])
+    """All scores of a few values, negative ones too: the first of equal ones, exactly as many as there is room for; of
+    contexts that one program compares at once, and of some that several cut into parts, in several rounds.
+    """
+    generator, values = torch.Generator().manual_seed(5), torch.tensor([-torch.inf, -2.0, -1e-20, -0.0, 0.0, 3.0])
+    for topk, columns, at_once in ((64, 320, 8192), (100, 5000, 512), (2048, 2049, 8192), (100, 5000, 8192)):
+        dsa.AT_ONCE = at_once
+        scores = values[torch.randint(0, 6, (3, columns), generator=generator)]
+        scores[2] = torch.randn(columns, generator=generator)
+        scores[:, (0, columns - 1)] = 4.0
+        positions = torch.tensor([columns - 1, columns - 7, columns - 70])
         chosen = dsa.choose(scores, positions, topk)
         for t, position in enumerate(positions.tolist()):
-            order = sorted(range(position + 1), key=lambda i, t=t: (float(scores[t, i]), i))  # type: ignore[misc]
-            wanted = sorted(order[-topk:])
-            assert chosen[t].tolist() == wanted + [-1] * (topk - len(wanted))
+            wanted = sorted(sorted(range(position + 1), key=lambda i, t=t: (-float(scores[t, i]), i))[:topk])  # type: ignore[misc]
+            assert chosen[t].tolist() == wanted + [-1] * (topk - len(wanted)), (topk, columns, t)
+
+
+def weights_of_heads() -> None:
+    """A token's bits are its own."""
+    generator = torch.Generator().manual_seed(6)
+    x, weight = (torch.randn(rows, 100, generator=generator) for rows in (40, 5))
+    got = dsa.head_weights(x, weight)
+    torch.testing.assert_close(got, x @ weight.T, rtol=1e-5, atol=1e-5)
+    assert torch.equal(dsa.head_weights(x[17:18], weight), got[17:18])
 
 
 def main() -> int:
     interpret_scalars()
-    sparse(torch.float32)
-    sparse(torch.float8_e4m3fn)
+    exact_casts()
+    for is_fp8 in (False, True):
+        for has_trees in (False, True):
+            sparse(is_fp8, has_trees)
     chosen_of_ties()
+    weights_of_heads()
     for query, splits in ((1, 3), (2, 1)):
         decode(query, splits)
     prefill()

@@ -1,5 +1,6 @@
-"""A model with sparse attention on our kernels, in Triton's interpreter, beside plain torch: prompts, chunks and decode
-steps, shorter and longer than the choice, with layers that share one. A process of its own, since Triton looks once
+"""A model with sparse attention on our kernels, in Triton's interpreter, beside plain torch: prompts, chunks, decode steps
+and trees of drafts, shorter and longer than the choice, with layers that share one; in FP8; and bit for bit the same in
+other batches in deterministic mode. A process of its own, since Triton looks once
 whether it interprets.
 
     TRITON_INTERPRET=1 python -m tests.cpu.interpreted_sparse
@@ -8,27 +9,33 @@ whether it interprets.
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
+from triton.runtime import interpreter
 
 from tests.cpu import zoo
-from tests.cpu.interpreted_attention import interpret_scalars
+from tests.cpu.interpreted_attention import exact_casts, interpret_scalars
 from tests.gpu import shapes
-from thalweg.attention.selection import select_top_k
+from thalweg.attention.selection import Selection, select_top_k
 from thalweg.core.kernels import KernelConfig
+from thalweg.kernels.attend.args import ContextChunk
+from thalweg.kernels.dsa import triton as dsa
 from thalweg.layers.kernel_layers import KernelLayers
 from thalweg.layers.mla import Indexer
+from thalweg.layers.paged_sparse import gather_records
 from thalweg.layers.reference import ReferenceLayers
-from thalweg.memory.planes import Planes
+from thalweg.memory.planes import Planes, record_plane
 from thalweg.models import catalog
 from thalweg.models.catalog import read_config_facts
 
 TOPK = 64
 CONFIG: dict[str, Any] = {
     "architectures": ["DeepseekV32ForCausalLM"], "vocab_size": 64, "hidden_size": 64, "intermediate_size": 64,
-    "num_attention_heads": 2, "num_hidden_layers": 3, "first_k_dense_replace": 3, "q_lora_rank": 32, "kv_lora_rank": 32,
-    "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+    "num_attention_heads": 2, "num_hidden_layers": 3, "first_k_dense_replace": 3, "q_lora_rank": 64, "kv_lora_rank": 64,
+    "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 32, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
     "max_position_embeddings": 1024, "tie_word_embeddings": False, "index_topk": TOPK, "index_head_dim": 32,
     "index_n_heads": 16, "index_topk_pattern": "FFS", "moe_intermediate_size": 32, "n_routed_experts": 4,
     "num_experts_per_tok": 2, "n_shared_experts": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "n_group": 1,
@@ -42,6 +49,8 @@ STEPS = {
     "decode rows": [(2, 40, 1), (3, 151, 1), (1, 100, 1)],
     "rows of two tokens": [(2, 41, 2), (3, 152, 2)],
 }
+TREES = {"a tree": [(3, 154, 6)], "short trees": [(2, 43, 4), (1, 40, 5)]}
+FP8 = {"kv": "fp8_ds_mla", "fp8_index": True}
 
 
 def scattered(scores_NS: torch.Tensor, topk: int) -> torch.Tensor:
@@ -50,28 +59,107 @@ def scattered(scores_NS: torch.Tensor, topk: int) -> torch.Tensor:
     return select_top_k(torch.where(scores_NS == -torch.inf, -torch.inf, order.float()), topk)
 
 
-def main() -> int:
-    interpret_scalars()
+def pair(selection: Selection, **kinds: Any) -> tuple[Any, Any]:
+    """Kernels and plain torch with the same weights."""
     facts, device = read_config_facts(CONFIG, "sparse"), torch.device("cpu")
-    choice = KernelConfig(decode="triton_sparse", prefill="triton_sparse")
+    choice = KernelConfig(decode="triton_sparse", prefill="triton_sparse", **kinds)
     kernels = catalog.assemble(facts, KernelLayers(torch.float32, device, choice))
-    reference = catalog.assemble(facts, ReferenceLayers(torch.float32, device))
+    reference = catalog.assemble(facts, ReferenceLayers(torch.float32, device, kernels=KernelConfig(**kinds)))
     for model in (kernels, reference):
         zoo.fill(model)
-    ours, theirs = (Planes(model.planes(), 16, device) for model in (kernels, reference))
-    generator = torch.Generator().manual_seed(1)
-    for name, rows in STEPS.items():
-        plain, paged = shapes.batches(rows, device, generator, 64)
-        want, got = reference.forward(plain, theirs), kernels.forward(paged, ours)
-        torch.testing.assert_close(got, want, rtol=2e-3, atol=2e-3, msg=lambda text, name=name: f"{name}: {text}")
-    for model in (kernels, reference):  # any other rule of choice, too
         for module in model.modules():
             if isinstance(module, Indexer):
-                module.selection = scattered
-    plain, paged = shapes.batches([(5, 0, 120)], device, generator, 64)
-    torch.testing.assert_close(kernels.forward(paged, ours), reference.forward(plain, theirs), rtol=2e-3, atol=2e-3)
-    for plane, other in zip(ours.tensors(), theirs.tensors(), strict=True):
-        torch.testing.assert_close(plane[1:], other[1:], rtol=1e-3, atol=1e-3)
+                module.selection = selection
+    return kernels, reference
+
+
+def beside_torch(selection: Selection, tolerance: float, **kinds: Any) -> None:
+    kernels, reference = pair(selection, **kinds)
+    ours, theirs = (Planes(model.planes(), 16) for model in (kernels, reference))
+    generator = torch.Generator().manual_seed(1)
+    for name, rows in (STEPS | TREES).items():
+        plain, paged = shapes.batches(rows, torch.device("cpu"), generator, 64)
+        if name in TREES:
+            plain, paged = (shapes.branched(batch, rows, len(rows))[0] for batch in (plain, paged))
+        want, got = reference.forward(plain, theirs), kernels.forward(paged, ours)
+        error = (got - want).norm(dim=1) / want.norm(dim=1)
+        assert float(error.max()) < tolerance, f"{name}: {error}"
+    for spec in ours.specs:
+        same = [
+            planes.read(spec.name, spec.layer, planes.paged(spec.name, spec.layer)[1:], torch.float32)
+            for planes in (ours, theirs)
+        ]
+        assert float((same[0] - same[1]).norm() / same[1].norm()) < tolerance, spec
+
+
+def exact_products() -> None:
+    """Lets the interpreter sum products in float64: a library's sums depend on the place of a row in its tile, those of
+    a GPU's instruction do not.
+    """
+
+    def dot(self: Any, a: Any, b: Any, d: Any, *precision: Any) -> Any:
+        wide = (x.data.astype(np.float64) for x in (a, b))
+        return interpreter.TensorHandle((np.matmul(*wide) + d.data).astype(d.data.dtype), d.dtype.scalar)
+
+    vars(interpreter)["InterpreterBuilder"].create_dot = dot
+
+
+def invariant() -> None:
+    """The same bits of a token alone, in a batch, in chunks, and as a node of a tree."""
+    exact_products()
+    vars(dsa)["waves"] = None  # as many parts as the step lets a choice have: not in this mode
+    model, device = pair(select_top_k, deterministic=True)[0], torch.device("cpu")
+
+    def run(steps: list[list[shapes.Part]], planes: Planes) -> list[torch.Tensor]:
+        found = []
+        for rows in steps:
+            batch = shapes.batches(rows, device, torch.Generator(), 64)[1]
+            words = torch.cat([torch.arange(at, at + n) * (page + 5) % 61 for page, at, n in rows])
+            batch = replace(batch, ids_T=words)
+            found.append(model.forward(batch, planes))
+        return found
+
+    alone, together, branched = (Planes(model.planes(), 16) for _ in range(3))
+    first = run([[(3, 0, 80)]], alone)[0]
+    parts = run([[(3, 0, 30)], [(1, 0, 9), (3, 30, 50)]], together)
+    assert torch.equal(first, torch.cat([parts[0], parts[1][9:]])), "chunks, and another row"
+    (root,) = run([[(3, 80, 1)]], alone)
+    (both,) = run([[(1, 9, 1), (3, 80, 1)]], together)
+    assert torch.equal(root[0], both[1]), "another row"
+    run([[(3, 0, 80)]], branched)
+    # the last node's path is cut out of the tree: its tokens in a chain give its bits
+    rows = [(3, 80, 6)]
+    batch = shapes.batches(rows, device, torch.Generator().manual_seed(7), 64)[1]
+    tree, seen = shapes.branched(batch, rows, 1)
+    nodes = model.forward(tree, branched)
+    path = [column - 80 for column in seen[-1] if column >= 80]
+    assert 1 < len(path) < 6, "it branches"
+    chain = shapes.batches([(3, 80, len(path))], device, torch.Generator(), 64)[1]
+    chain = replace(chain, ids_T=batch.ids_T[path])
+    assert torch.equal(model.forward(chain, alone)[-1], nodes[-1]), "a node of a tree"
+
+
+def records_in_chunks() -> None:
+    """Cached records of ragged rows, from any token of theirs on, and zeros after the last row."""
+    planes, x = Planes((record_plane(0, 64, 16),), 8), torch.randn(8 * 64, 80)
+    planes.write("latent", 0, torch.arange(8 * 64), x)
+    table, chunk = (
+        torch.tensor([[3, 5], [1, 2]], dtype=torch.int32),
+        (torch.tensor([70, 10]), torch.tensor([0, 20, 45])),
+    )
+    got = gather_records(planes.tokens("latent", 0), table, ContextChunk(*chunk, 50, 25), 64, torch.float32)
+    places = [*range(5 * 64 + 6, 5 * 64 + 26), *range(64 + 10, 64 + 35)]
+    want = planes.read("latent", 0, planes.tokens("latent", 0)[places], torch.float32)
+    assert torch.equal(got[:45], want) and not got[45:].any()
+
+
+def main() -> int:
+    interpret_scalars()
+    exact_casts()
+    records_in_chunks()
+    beside_torch(select_top_k, 2e-3)
+    beside_torch(scattered, 0.1, **FP8)
+    invariant()
     return 0
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,17 +28,23 @@ from thalweg.core.kernels import KernelConfig
 from thalweg.core.report import AUTO, USER, Decision, Report
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.calibration_checks import SelfCheck, replace_failing, self_checks
+from thalweg.kernels.attend.ref import hadamard
 from thalweg.layers.linear import PackedShard
+from thalweg.layers.mla import Indexer
 from thalweg.layers.module import Module
 from thalweg.layers.reference import ReferenceLayers
 from thalweg.llm import LLM
-from thalweg.memory.planes import FP8, FP8_MAX, decode, encode
+from thalweg.memory.planes import FP8, FP8_MAX, Planes, decode, encode, index_plane, record_plane
+from thalweg.memory.records import quantize
 from thalweg.models import catalog
 from thalweg.models.catalog import read_facts
 from thalweg.models.interface import Model
+from thalweg.runner.accepted_path import kv_mover
 from thalweg.weights.loader import read_cache_scales
 
 FOLDER = Path(__file__).parents[2] / "models" / "tiny"
+
+FP8_KEYS: dict[str, object] = {"kv": "fp8_ds_mla", "fp8_index": True}
 
 
 def model(dtype: torch.dtype = torch.float32, **choice: object) -> Model:
@@ -121,6 +129,78 @@ def test_a_cache_in_fp8_is_near(latent: bool, exact: Tensor) -> None:
     assert 1e-4 < error(logits(kept, IDS, 120), exact) < 0.12
 
 
+def test_records_and_index_keys_in_fp8_are_near(exact: Tensor) -> None:
+    """A prompt, and tokens one by one; the drafter's planes too. Some choices at near ties are others."""
+    kept = model(**FP8_KEYS)
+    assert {(spec.name, spec.codec) for spec in kept.planes()} == {("latent", "fp8_ds_mla"), ("index", "fp8_index")}
+    of = kept.facts
+    assert of.mla is not None and of.indexer is not None and of.indexer.hadamard
+    sizes = {spec.name: spec.page_bytes / 64 for spec in kept.planes()}
+    assert sizes == {"latent": 128 + 4 + 2 * of.mla.rope, "index": of.indexer.dim + 4}
+    assert 1e-4 < error(logits(kept, IDS, 120), exact) < 0.12
+    only_keys = model(fp8_index=True)
+    assert 1e-5 < error(logits(only_keys, IDS, 120), exact) < 0.12
+
+
+def test_rounded_keys_are_near_by_their_rotation(exact: Tensor) -> None:
+    """Keys and queries are turned both: turned alone they would choose another context."""
+    kept = model(fp8_index=True)
+    assert isinstance(kept, torch.nn.Module)
+    indexers = [module for module in kept.modules() if isinstance(module, Indexer)]
+    for indexer in indexers:
+        assert indexer.turns
+        indexer.turns = False
+    assert 1e-5 < error(logits(kept, IDS, 120), exact) < 0.12
+    x = torch.randn(3, 64)
+    matrix = torch.ones(1, 1)
+    while len(matrix) < 64:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    torch.testing.assert_close(hadamard(x), x @ matrix / 8)
+
+
+def test_a_record_is_flashmlas() -> None:
+    """DeepSeek-V3.2: 512 codes, four float32 scales, 64 numbers of the rotated key in bfloat16."""
+    planes, rows, x = Planes((record_plane(0, 512, 64),), 3), torch.tensor([70, 130]), 3 * torch.randn(2, 576)
+    x[1, 128:256] = 0
+    planes.write("latent", 0, rows, x)
+    stored = planes.tokens("latent", 0)[rows]
+    assert stored.shape == (2, 656) and not planes.tokens("latent", 0)[71:130].any()
+    scales = stored[:, 512:528].view(torch.float32)
+    for token, tile in itertools.product(range(2), range(4)):
+        own, largest = slice(128 * tile, 128 * tile + 128), float(x[token, 128 * tile : 128 * tile + 128].abs().max())
+        scale = 2.0 ** math.ceil(math.log2(max(largest, 1e-4) / 448))
+        assert scales[token, tile] == scale
+        assert torch.equal(stored[token, own].view(FP8), (x[token, own] / scale).to(FP8))
+    assert torch.equal(stored[:, 528:].view(torch.bfloat16), x[:, 512:].bfloat16())
+    back = planes.read("latent", 0, stored, torch.float32)
+    assert 0.01 < error(back[:, :512], x[:, :512]) < 0.03 and error(back[:, 512:], x[:, 512:]) < 4e-3
+    assert torch.equal(planes.read("latent", 0, stored, torch.bfloat16).float(), back.bfloat16().float())
+
+
+def test_a_page_of_index_keys_is_deepgemms() -> None:
+    """64 keys of 128 codes, then their 64 float32 scales."""
+    planes, rows, x = Planes((index_plane(0, 128),), 3), torch.arange(64, 128), torch.randn(64, 128)
+    planes.write("index", 0, rows, x)
+    page = planes.bytes["index", 0][1]
+    codes, scales = page[: 64 * 128].view(FP8).view(64, 128).float(), page[64 * 128 :].view(torch.float32)
+    assert torch.equal(scales, torch.exp2(torch.ceil(torch.log2(x.abs().amax(1) / 448))))
+    assert torch.equal(codes, (x / scales[:, None]).to(FP8).float())
+    gathered = planes.paged("index", 0)[torch.tensor([1, 0])].view(1, 128, 132)
+    read = planes.read("index", 0, gathered, torch.float32)
+    assert torch.equal(read[0, :64], codes * scales[:, None]) and not read[0, 64:].any()
+    kv_mover(planes, planes.specs)(torch.tensor([[70, 71]]), torch.tensor([[130, 70]]))
+    moved = planes.read("index", 0, planes.paged("index", 0).view(1, -1, 132), torch.float32)[0]
+    assert torch.equal(moved[[130, 70, 71]], read[0, [6, 7, 7]]), "codes and scales"
+
+
+def test_what_is_stored_is_finite_and_a_power_of_two_stays() -> None:
+    x = torch.zeros(5, 128)
+    x[0, 0], x[1, 0], x[2, 0], x[3, 0] = 448 * 8, math.nextafter(448 * 8, 1e9) + 1e-3, torch.nan, torch.inf
+    codes, scales = quantize(x, 128)
+    assert scales[:3, 0].tolist() == [8.0, 16.0, 2.0**-22] and scales[4] == 2.0**-22
+    assert torch.isfinite(codes.float() * scales).all() and torch.isfinite((codes.float() * scales).bfloat16()).all()
+
+
 def test_a_cache_of_another_type_than_the_model(exact: Tensor) -> None:
     # where index scores are near, a cache in bf16 makes the indexer choose another token
     assert 1e-5 < error(logits(model(kv="bfloat16"), IDS, 120), exact) < 0.1
@@ -135,8 +215,9 @@ def test_recorded_steps_are_the_same(choice: dict[str, object]) -> None:
         assert torch.equal(plain.step([(0, [7 + i])])[0], recorded.step([(0, [7 + i])])[0])
 
 
-def test_a_cache_in_fp8_is_not_recorded() -> None:
-    kept = model(kv="fp8_e4m3")
+@pytest.mark.parametrize("choice", [{"kv": "fp8_e4m3"}, FP8_KEYS, {"fp8_index": True}], ids=repr)
+def test_a_cache_in_fp8_is_not_recorded(choice: dict[str, object]) -> None:
+    kept = model(**choice)
     assert Bench(kept, 1, pages=4, trace=True).model is kept
 
 

@@ -24,7 +24,7 @@ def test_full_pages_are_pooled() -> None:
     nsa_model.check_pooling(ref, CPU)
 
 
-def test_the_latest_of_equal_blocks_is_chosen() -> None:
+def test_the_first_of_equal_blocks_is_chosen() -> None:
     nsa_model.check_ties(ref, CPU)
 
 

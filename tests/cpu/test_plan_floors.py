@@ -27,6 +27,7 @@ from tests.cpu.plan_models import (
     rank,
 )
 from thalweg.core.errors import CheckpointError
+from thalweg.core.kernels import KernelConfig
 from thalweg.launch.planning.draft_cost import DrafterPlanner, drafting
 from thalweg.launch.planning.layouts import ONE, ParallelLayout
 from thalweg.launch.planning.roofline import (
@@ -100,6 +101,8 @@ def test_bytes_of_a_token() -> None:
     assert rank("V3", kv=KVBytes(RECORD)).kv_bytes() == 40_016
     both = [rank("V32", kv=kv).kv_bytes() for kv in (FP8_INDEX, FP8_BOTH)]
     assert both == [78_324, 48_068] and 61 * FP8_INDEX.index == 8_052
+    kernels = KernelConfig(kv="fp8_ds_mla", fp8_index=True)
+    assert PlannedModel(planned("V32").facts, kernels=kernels).on(ONE).kv_bytes() == 48_068
     assert planned("LITE").on(ONE).kv_bytes() == 31_104
     assert planned("QWEN72").on(ONE).kv_bytes() == 327_680
     assert planned("QWEN72").on(TP8).kv_bytes() == 327_680 / 8 and planned("V3").on(TP8).kv_bytes() == 70_272

@@ -327,6 +327,52 @@ def test_sparse_attention_is_torch_beside_kernels() -> None:
     )
     assert _attention(sparse, dataclasses.replace(EVERYTHING, libraries=frozenset()))[:2] == ("reference", "reference")
     assert "Use torch." in refusal(sparse, EVERYTHING, attention_backend="triton")
+    for wishes in ({}, {"deterministic_inference": True}, {"trees": True}):
+        assert _attention(sparse, EVERYTHING, attention_backend="triton_sparse", **wishes)[:2] == ("triton_sparse",) * 2
+
+
+def test_index_keys_and_latents_of_sparse_kernels_are_fp8_together() -> None:
+    indexed = {"q_lora_rank": 1536, "index_topk": 2048, "index_n_heads": 64, "index_head_dim": 128}
+    sparse = LATENT | {"architectures": ["DeepseekV32ForCausalLM"]} | indexed
+    blocks = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    plain, coded = facts(**sparse), facts(**sparse, quantization_config=blocks)
+    for of, backend, asked, kept in (
+        (plain, "triton_sparse", None, ("", False)),
+        (plain, "triton_sparse", "fp8_e4m3", ("fp8_ds_mla", True)),
+        (plain, "torch", "fp8_e4m3", ("fp8_e4m3", False)),
+        (plain, "torch", "fp8_ds_mla", ("fp8_ds_mla", True)),
+        (plain, "reference", "fp8_ds_mla", ("fp8_ds_mla", True)),
+        (coded, "triton_sparse", None, ("", True)),
+        (coded, "triton_sparse", "bfloat16", ("bfloat16", False)),
+        (coded, "torch", None, ("", False)),
+    ):
+        kernels = run(of, EVERYTHING, attention_backend=backend, kv_cache_dtype=asked)[0].config.kernels
+        assert (kernels.kv.replace("bfloat16", ""), kernels.fp8_index) == (kept[0].replace("bfloat16", ""), kept[1])
+    for of in (facts(**LATENT), facts()):
+        assert "use fp8_e4m3" in refusal(of, EVERYTHING, kv_cache_dtype="fp8_ds_mla")
+    assert "use fp8_e4m3" in refusal(plain, EVERYTHING, kv_cache_dtype="fp8_ds_mla", mla=False)
+    assert "fp8_ds_mla" in refusal(plain, EVERYTHING, attention_backend="flashmla", kv_cache_dtype="fp8_ds_mla")
+
+
+def test_backends_of_sparse_attention_have_names_of_their_own() -> None:
+    indexed = {"q_lora_rank": 1536, "index_topk": 2048, "index_n_heads": 64, "index_head_dim": 128}
+    sparse = facts(**LATENT | {"architectures": ["DeepseekV32ForCausalLM"]} | indexed)
+    for flag in ("dsa_prefill_backend", "dsa_decode_backend"):
+        for value, kept in (("triton", "triton_sparse"), ("torch", "torch"), ("auto", "torch")):
+            assert _attention(sparse, EVERYTHING, **{flag: value})[:2] == (kept, kept)
+        assert f"{flag}: flashmla_kv is no backend of sparse attention here; there is auto, triton, torch" in refusal(
+            sparse, EVERYTHING, **{flag: "flashmla_kv"}
+        )
+        assert "has no sparse attention" in refusal(facts(**LATENT), EVERYTHING, **{flag: "triton"})
+        told = refusal(sparse, EVERYTHING, **{flag: "triton"}, attention_backend="torch")
+        assert f"not --{flag.replace('_', '-')} triton and --attention-backend torch" in told
+    both = {"dsa_prefill_backend": "triton", "dsa_decode_backend": "torch"}
+    assert "one backend computes all sparse attention" in refusal(sparse, EVERYTHING, **both)
+    for wishes, kept in (({}, "torch"), ({"dsa_decode_backend": "triton"}, "triton")):
+        assert run(sparse, EVERYTHING, **wishes)[0].config.kernels.topk == kept
+    chosen = run(sparse, EVERYTHING, dsa_decode_backend="triton", dsa_topk_backend="torch")[0].config.kernels
+    assert (chosen.decode, chosen.topk) == ("triton_sparse", "torch")
+    assert "use torch" in refusal(sparse, EVERYTHING, dsa_topk_backend="triton")
     assert "only sparse. Use triton." in refusal(facts(**LATENT), EVERYTHING, attention_backend="torch")
 
 

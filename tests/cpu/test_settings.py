@@ -38,6 +38,8 @@ ASSERTIONS = {"quantization"}  # settings that state a fact of the checkpoint
 BASES: list[tuple[Machine, dict[str, Any]]] = [  # a setting has to have its effect in one of them
     (CPU, {"model": TINY}),
     (GPU, {"model": "LARGE"}),
+    (GPU, {"model": TINY, "attention_backend": "triton_sparse"}),
+    (GPU, {"model": TINY, "dtype": "bfloat16"}),
     (CPU, {"model": TINY, "speculative_algorithm": "NEXTN"}),
     (CPU, {"model": TINY, "speculative_algorithm": "NEXTN", "speculative_eagle_topk": 2}),
     (CPU, {"model": TINY, "speculative_algorithm": "NEXTN", "speculative_acceptance": "relaxed"}),
@@ -54,6 +56,9 @@ TEXTS = {  # of settings without choices that are no number
     "tool_call_parser": "qwen25",
     "cache_dir": "kernels",
     "attention_backend": "reference",
+    "dsa_prefill_backend": "triton",
+    "dsa_decode_backend": "triton",
+    "dsa_topk_backend": "torch",
     "moe_runner_backend": "deep_gemm",
     "fp8_gemm_backend": "deep_gemm",
     "speculative_draft_model_path": HEAD,

@@ -89,9 +89,15 @@ def test_greedy_tokens_are_those_of_plain_decoding(plain: list[list[int]], width
     assert stats.steps < 40  # of plain decoding, which takes one for each token
 
 
-@pytest.mark.parametrize(
-    "kernels", [KernelConfig(kv="fp8_e4m3"), KernelConfig(latent=False), KernelConfig(deterministic=True)], ids=repr
-)
+CACHES = [
+    KernelConfig(kv="fp8_e4m3"),
+    KernelConfig(kv="fp8_ds_mla", fp8_index=True),
+    KernelConfig(latent=False),
+    KernelConfig(deterministic=True),
+]
+
+
+@pytest.mark.parametrize("kernels", CACHES, ids=repr)
 def test_with_every_kind_of_cache(kernels: KernelConfig) -> None:
     assert run(engine(2, kernels=kernels), prompts(2)) == run(engine(0, kernels=kernels), prompts(2))
 

@@ -89,7 +89,14 @@ def test_a_tree_accepts_more_than_its_chain(plain: dict[str, list[list[int]]]) -
         assert lengths[1] > lengths[0] + 0.2, params
 
 
-@pytest.mark.parametrize("kernels", [KernelConfig(kv="fp8_e4m3"), KernelConfig(latent=False)], ids=repr)
+CACHES = [
+    KernelConfig(kv="fp8_e4m3"),
+    KernelConfig(kv="fp8_ds_mla", fp8_index=True),
+    KernelConfig(latent=False),
+]
+
+
+@pytest.mark.parametrize("kernels", CACHES, ids=repr)
 def test_with_every_kind_of_cache(kernels: KernelConfig) -> None:
     assert run(growing(DYNAMIC, kernels=kernels), prompts(2)) == run(engine(0, kernels=kernels), prompts(2))
 

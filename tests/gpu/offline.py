@@ -36,12 +36,14 @@ from thalweg.kernels.draft_state.ref import DraftChain, DraftedTokens, DraftRows
 from thalweg.kernels.dsa import triton as dsa
 from thalweg.kernels.nsa import triton as nsa
 from thalweg.kernels.nsa.ref import NsaConfig, NsaPlanes
+from thalweg.kernels.rope.triton import LatentNorm, mla_absorb, mla_write
 from thalweg.kernels.router.triton import RouterOutput
 from thalweg.kernels.verify import triton as verify
 from thalweg.kernels.verify.ref import AcceptedPaths, Verification
 from thalweg.kernels.weight_only import case as codes_case
 from thalweg.kernels.weight_only import triton as codes
 from thalweg.kernels.weight_only.ref import arranged
+from thalweg.memory.planes import Planes, index_plane, record_plane, vector_plane
 from thalweg.models import catalog
 from thalweg.sampling.kernel_sampling import KernelSampler
 
@@ -214,18 +216,30 @@ def weight_only() -> None:
 
 def sparse() -> None:
     """Attention to a chosen context, of DeepSeek-V3.2's sizes and of its heads on 1 to 8 ranks."""
-    rows_T, positions = torch.zeros(3, dtype=torch.int32), torch.zeros(3, dtype=torch.int64)
-    rows, angles = QueryRows(rows_T, torch.zeros(2, 4, dtype=torch.int32), positions), torch.empty(8, 32)
-    for dtype, scale in ((torch.bfloat16, None), (torch.float8_e4m3fn, torch.ones(1))):
-        keys, latents = torch.empty(4, PAGE, 128, dtype=torch.bfloat16), torch.empty(4, PAGE, 576, dtype=dtype)
+    rows_T, positions, angles = torch.zeros(3, dtype=torch.int32), torch.zeros(3, dtype=torch.int64), torch.empty(8, 32)
+    norm, write = dsa.KeyNorm(torch.empty(128), torch.empty(128), 1e-6), KvWrite(angles, angles, positions, positions)
+    dsa.head_weights(torch.empty(3, 7168, dtype=torch.bfloat16), torch.empty(64, 7168))
+    for is_fp8 in (False, True):
+        spec = index_plane(0, 128) if is_fp8 else vector_plane("index", 0, 128, torch.bfloat16)
+        latent = record_plane(0, 512, 64) if is_fp8 else vector_plane("latent", 0, 576, torch.bfloat16)
+        planes = Planes((spec, latent), 4)
+        keys, latents = planes.paged("index", 0), LatentPlane(planes.paged("latent", 0))
         key, query = torch.empty(3, 8320, dtype=torch.bfloat16).split((128, 8192), 1)
-        norm = dsa.KeyNorm(torch.empty(128), torch.empty(128), 1e-6)
-        dsa.write(key, query, norm, KvWrite(angles, angles, positions, positions), keys)
-        scores = dsa.scores(query, torch.empty(3, 64), keys, rows, 200, 1.0)
-        chosen = dsa.choose(scores, positions, 2048)
-        for heads in (16, 32, 64, 128):
-            asked = torch.empty(3, heads, 576, dtype=torch.bfloat16)
-            dsa.attend(asked, LatentPlane(latents, scale), chosen, rows, scale=1.0, rank=512)
+        weights = torch.empty(3, 64)
+        made = dsa.write(key, query, weights, norm, write, keys, is_fp8)
+        asked, latent_TD = (torch.empty(3, *dims, dtype=torch.bfloat16) for dims in ((16, 192), (576,)))
+        latent_norm, uk = LatentNorm(torch.empty(512)), torch.empty(16, 128, 512, dtype=torch.bfloat16)
+        mla_write(asked[..., 128:], asked[..., 128:], latent_TD, latent_norm, write, latents, in_place=True)
+        mla_absorb(asked, uk, latent_TD, latent_norm, write, latents, fixed=True)
+        for paths in (None, torch.zeros(3, 64, dtype=torch.int32)):
+            rows = QueryRows(rows_T, torch.zeros(2, 4, dtype=torch.int32), positions, paths)
+            dsa.scores(made, weights, keys, rows, 200, 1.0)
+            for heads in (16, 32, 64, 128):
+                asked = torch.empty(3, heads, 576, dtype=torch.bfloat16)
+                for chosen in (torch.zeros(3, 2048, dtype=torch.int32), None):
+                    dsa.attend(asked, latents, chosen, rows, 2048, scale=1.0, rank=512)
+    for columns in (64, 4096, 20000):
+        dsa.choose(torch.empty(3, columns), positions, 2048)
 
 
 def native_sparse() -> None:

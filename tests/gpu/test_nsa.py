@@ -25,7 +25,7 @@ def test_full_pages_are_pooled(cuda: torch.device) -> None:
     nsa_model.check_pooling(nsa, cuda)
 
 
-def test_the_latest_of_equal_blocks_is_chosen(cuda: torch.device) -> None:
+def test_the_first_of_equal_blocks_is_chosen(cuda: torch.device) -> None:
     nsa_model.check_ties(nsa, cuda)
 
 

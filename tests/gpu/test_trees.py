@@ -372,9 +372,11 @@ def test_tree_building_equals_the_reference(
 def test_rows_move_in_all_planes(cuda: torch.device) -> None:
     generator = torch.Generator(cuda).manual_seed(1)
     planes = [
-        torch.randint(0, 255, (900, size), dtype=torch.uint8, device=cuda, generator=generator)
+        torch.randint(0, 255, (15, 64, size), dtype=torch.uint8, device=cuda, generator=generator)
         for size in (1152, 656, 128)
     ]
+    page = torch.randint(0, 255, (15, 64 * 132), dtype=torch.uint8, device=cuda, generator=generator)
+    planes += [page[:, : 64 * 128].unflatten(1, (64, -1)), page[:, 64 * 128 :].unflatten(1, (64, 4))]
     want = [plane.clone() for plane in planes]
     ahead = torch.arange(5, device=cuda)
     columns = 300 * torch.arange(3, device=cuda).unsqueeze(1)

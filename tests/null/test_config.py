@@ -254,14 +254,18 @@ def test_a_list_of_numbers_may_follow_its_flag() -> None:
     assert parse("--cuda-graph-bs", "1", "2", "models/m").args.positional_model == "models/m"
 
 
+def test_backends_of_sparse_attention_have_their_older_names() -> None:
+    for role in ("prefill", "decode", "topk"):
+        for name in (f"--dsa-{role}-backend", f"--nsa-{role}-backend"):
+            assert getattr(parse(name, "triton").options.load, f"dsa_{role}_backend") == "triton"
+
+
 @pytest.mark.parametrize(
     ("flag", "instead"),
     [
         ("--enable-flashinfer-mla", "--attention-backend flashinfer"),
         ("--enable-ep-moe", "use --ep-size"),
         ("--torch-compile-max-bs", "not needed"),
-        ("--nsa-prefill-backend", "--attention-backend"),
-        ("--nsa-decode-backend=fa3", "--attention-backend"),
         ("--profile", "thalweg roofline"),
     ],
 )

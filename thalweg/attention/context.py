@@ -19,9 +19,9 @@ from thalweg.batch.batch import Batch, Group
 from thalweg.core.plan import PAGE
 from thalweg.memory.planes import Planes
 
-# Added to the bias once per position, far below the rounding of any score. relu makes index scores of exactly 0
-# frequent, and the latest of equal scores wins: the selection depends neither on the chunks of a prompt nor on the
-# order of a top-k.
+# Taken from the bias once per position, far below the rounding of any score. relu makes index scores of exactly 0
+# frequent, and the first of equal scores wins, as in `kernels.dsa`: the selection depends neither on the chunks of a
+# prompt nor on the order of a top-k, and no token that comes later changes it among equal ones.
 TIE = 1e-20
 # Most elements of a tile's scores or gathered latents: 64 MiB in float32; 512 MiB on a GPU, where each tile costs
 # launches.
@@ -98,7 +98,7 @@ class AttentionGroup:
             # the highest bit is that of all columns further away
             before = (columns_N1 - positions_S).clamp(0, 63)
             unseen |= (self.take_tile(self.tree_mask_N, tile).unsqueeze(-1) >> before) & 1 == 0
-        return torch.where(unseen, -torch.inf, positions_S * TIE)
+        return torch.where(unseen, -torch.inf, positions_S * -TIE)
 
     def _width(self, tile: QueryTile) -> int:
         """Context tokens of a tile. For a whole row it follows the table: a traced step has tables of any width."""

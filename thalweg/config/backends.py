@@ -104,7 +104,7 @@ _REFERENCE = AttentionCapabilities(
     chip=("", "older", *GPUS),
     heads=("mla", "mha", "gqa"),
     sparse=BOTH,
-    kv=("float32", "bfloat16", "fp8_e4m3"),
+    kv=("float32", "bfloat16", "fp8_e4m3", "fp8_ds_mla"),
     dtype=("float32", "bfloat16"),
     installed=YES,
     deterministic=BOTH,
@@ -116,7 +116,7 @@ _TORCH = replace(  # sparse attention
     device=("cuda",),
     heads=("mla",),
     sparse=YES,
-    kv=("bfloat16", "fp8_e4m3"),
+    kv=("bfloat16", "fp8_e4m3", "fp8_ds_mla"),
     dtype=("bfloat16",),
 )
 _TRITON = replace(
@@ -129,7 +129,7 @@ _TRITON = replace(
     graphs=BOTH,
 )
 # after plain torch, until it has run on a GPU
-_SPARSE = replace(_TRITON, heads=("mla",), sparse=YES, deterministic=NO, trees=NO)
+_SPARSE = replace(_TRITON, heads=("mla",), sparse=YES, kv=("bfloat16", "fp8_ds_mla"))
 _HOPPER = replace(_TRITON, chip=("hopper",), deterministic=NO)
 _FLASHMLA = replace(_HOPPER, heads=("mla",), trees=NO)
 _FLASHINFER = replace(  # compiles when first used and plans on the host, so it is never chosen automatically

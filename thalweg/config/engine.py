@@ -51,6 +51,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Backend of the experts."""
     fp8_gemm_backend: str = "triton"
     """Backend of matrix products with FP8 weights."""
+    dsa_topk_backend: str = "triton"
+    """What chooses the highest scores of an indexer, beside attention on kernels."""
     shared_experts_fusion: bool | None = None
     """Whether shared experts are computed with the routed ones; None: where both are stored alike."""
     mla: bool = True
@@ -113,6 +115,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens that the KV cache holds; 0: start-up measures how many fit a GPU."""
     kv_cache_dtype: str = ""
     """Type of the KV cache, a name in `memory.planes.CODECS`; "" is `dtype`."""
+    fp8_index_keys: bool = False
+    """Whether index keys of sparse attention are e4m3, with a scale for each; else they are `dtype`."""
     radix_cache: bool = True
 
     # ---- scheduler ----
@@ -247,6 +251,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             fusion=self.shared_experts_fusion,
             fp8_gemm=self.fp8_gemm_backend,
             kv="" if self.kv_cache_dtype == self.dtype else self.kv_cache_dtype,
+            topk=self.dsa_topk_backend,
+            fp8_index=self.fp8_index_keys,
             latent=self.mla,
             deterministic=self.deterministic_inference,
         )

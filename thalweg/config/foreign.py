@@ -62,8 +62,6 @@ enable-lora lora-paths lora-modules: not in this version
 compilation-config: use --cuda-graph-mode for its cudagraph_mode in lower case
 enable-flashinfer-mla: use --attention-backend flashinfer
 enable-flashmla: use --attention-backend flashmla
-nsa-prefill-backend nsa-decode-backend nsa-prefill nsa-decode dsa-prefill-backend dsa-decode-backend: use
-    --attention-backend, which chooses the kernels of both
 enable-nsa-prefill-context-parallel nsa-prefill-cp-mode enable-nsa-prefill-cp-cache-layer-split: not in this
     version: one device
 enable-ep-moe: use --ep-size

@@ -89,6 +89,7 @@ class IndexerFacts(
         "dim": "index_head_dim",
         "topk": "index_topk",
         "interleaved": "indexer_rope_interleave",
+        "hadamard": "index_hadamard",
     },
 ):
     """DSA's lightning indexer."""
@@ -97,6 +98,7 @@ class IndexerFacts(
     dim: Size
     topk: Size
     interleaved: bool  # the published weights rotate neighbouring dims (GLM-5), not halves (V3.2)
+    hadamard: bool  # the published code turns queries and keys by a Hadamard matrix before it rounds them to FP8
     full: tuple[bool, ...]  # layers with their own indexer; others use the selection of the last one before
 
 
@@ -266,6 +268,7 @@ def facts_of(
         "qkv_bias": given.get("attention_bias", False),
         "torch_dtype": given.get("dtype", "bfloat16"),
         "indexer_rope_interleave": given.get("model_type") == "glm_moe_dsa",
+        "index_hadamard": architecture_of(config, where) == "DeepseekV32ForCausalLM",
         "eos_token_id": (),
         **defaults,
         **given,

@@ -16,7 +16,12 @@ from thalweg.config.speculative import SpeculativeOptions
 from thalweg.core.errors import UnsupportedConfig
 
 DTYPES = {"bfloat16": "2 bytes a number", "float32": "4 bytes a number"}
-KV_DTYPES = {**DTYPES, "fp8_e4m3": "1 byte a number, with scales", "fp8": "the same as fp8_e4m3"}
+KV_DTYPES = {
+    **DTYPES,
+    "fp8_e4m3": "1 byte a number, with scales",
+    "fp8": "the same as fp8_e4m3",
+    "fp8_ds_mla": "the same with scales for each token, rotated keys in bfloat16, FP8 index keys: sparse attention",
+}
 QUANTIZATIONS = {"fp8": "FP8 in blocks of 128 x 128 with a scale each", "none": "bfloat16, float16 or float32"}
 GRAPH_MODES = {
     "full": "decode and small mixed steps",
@@ -56,6 +61,7 @@ TOOL_CALL_PARSERS = {
     "llama3": "Llama 3: JSON as the whole answer",
     "none": "calls stay in the text",
 }
+DSA_BACKENDS = {"triton": "Triton kernels, which have not run on a GPU yet", "torch": "PyTorch on a GPU"}
 A2A_BACKENDS = {
     "none": "the same as allgather",
     "allgather": "each device gets the tokens of all data-parallel ranks",
@@ -172,6 +178,27 @@ class LoadOptions(Section):
         auto="the fastest that fits",
         off="reference",
         on="triton",
+    )
+    dsa_prefill_backend: str | None = setting(
+        None,
+        "what computes sparse attention (DSA) of prompts; decode rows are computed by the same",
+        meanings=DSA_BACKENDS,
+        foreign=("nsa-prefill-backend", "nsa-prefill"),
+        auto="by --attention-backend",
+    )
+    dsa_decode_backend: str | None = setting(
+        None,
+        "the same, of decode rows; prompts are computed by the same",
+        meanings=DSA_BACKENDS,
+        foreign=("nsa-decode-backend", "nsa-decode"),
+        auto="by --attention-backend",
+    )
+    dsa_topk_backend: str | None = setting(
+        None,
+        "what chooses the highest scores of an indexer (DSA)",
+        meanings=DSA_BACKENDS,
+        foreign=("nsa-topk-backend",),
+        auto="that which computes the scores",
     )
     moe_runner_backend: str | None = setting(
         None,

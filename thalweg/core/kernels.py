@@ -20,6 +20,8 @@ class KernelConfig(msgspec.Struct, frozen=True, kw_only=True):
     fusion: bool | None = None  # of shared experts with routed ones; None: where both are stored alike
     fp8_gemm: str = "triton"  # backend of products with FP8 weights
     kv: str = ""  # type of the KV cache, a key of `memory.planes.CODECS`; "": the model's dtype
+    topk: str = "triton"  # what chooses the highest scores of an indexer beside kernels; or "torch"
+    fp8_index: bool = False  # index keys and queries are e4m3 with scales
     latent: bool = True  # an MLA model caches latents; False: it caches decompressed keys and values
     deterministic: bool = False  # the bits of a token depend on nothing but its own sequence
 

@@ -11,17 +11,19 @@ from thalweg.config import backends
 from thalweg.config.backends import KernelBackend
 from thalweg.config.machine import Machine
 from thalweg.config.model import ModelFacts
-from thalweg.config.options import Options
+from thalweg.config.options import LoadOptions, Options
 from thalweg.core.capabilities import Capabilities, Required, Selected, select
 from thalweg.core.errors import UnsupportedConfig
-from thalweg.core.kernels import DECISION_NAMES, KernelConfig
+from thalweg.core.kernels import DECISION_NAMES, TORCH, KernelConfig
 from thalweg.launch.decisions import Decisions
 from thalweg.quant.catalog import quantized, scheme_of_experts
 
 C = TypeVar("C", bound=Capabilities)
 
 KV_NAMES = {"fp8": "fp8_e4m3"}  # other names of KV cache types
-FLAG, REFERENCE = "attention_backend", "reference"
+FLAG, REFERENCE, SPARSE, RECORD = "attention_backend", "reference", "triton_sparse", "fp8_ds_mla"
+DSA_BACKENDS = {"triton": SPARSE, "torch": TORCH}  # attention backends by the values of --dsa-*-backend
+TILE = 128  # numbers of a latent in FP8 that share a scale
 
 
 def resolve_kernels(
@@ -40,6 +42,11 @@ def resolve_kernels(
     reason = "kernels may round differently in another batch, and are faster"
     is_deterministic = load.deterministic_inference
     decisions.record("deterministic_inference", is_deterministic, is_deterministic, reason)
+    wish = _attention_wish(load, facts)
+    if kv == "fp8_e4m3" and wish == SPARSE and facts.indexer is not None and load.mla:
+        kv = RECORD  # the only FP8 latents that its kernels read
+    if kv == RECORD:
+        _check_records(facts, load.mla)
     required = {
         "device": device,
         "chip": machine.chip if device == "cuda" else "",
@@ -51,17 +58,68 @@ def resolve_kernels(
         "trees": has_trees,
         "installed": True,
     }
-    decode, prefill = _attention(load.attention_backend, required, machine, facts.heads)
+    decode, prefill = _attention(wish, required, machine, facts.heads)
     asked = load.attention_backend
     decisions.record(FLAG, asked or "auto", asked is not None, "the fastest that fits")
+    topk, fp8_index = _resolve_index(load, facts, decode.name, kv, decisions)
     selected = {"decode": decode, "prefill": prefill}
     selected |= resolve_gemms(options, facts, machine, device, decode.name)
     for role, backend in selected.items():
         decisions.add(DECISION_NAMES[role], backend.name, backend.source, backend.reason)
     chosen = {role: backend.name for role, backend in selected.items()}
     fusion = _shared_fusion(load.shared_experts_fusion, facts, decode.name == REFERENCE, decisions)
-    other = KernelConfig(kv=kv, latent=load.mla, deterministic=is_deterministic, fusion=fusion)
+    other = KernelConfig(
+        kv=kv, latent=load.mla, deterministic=is_deterministic, fusion=fusion, topk=topk, fp8_index=fp8_index
+    )
     return msgspec.structs.replace(other, **chosen)
+
+
+def _attention_wish(load: LoadOptions, facts: ModelFacts) -> str | None:
+    """The attention backend that the user named, there or by --dsa-*-backend. Raises UnsupportedConfig."""
+    flags = {f"dsa_{role}_backend": getattr(load, f"dsa_{role}_backend") for role in ("prefill", "decode", "topk")}
+    asked = {flag: value for flag, value in flags.items() if value not in (None, "auto")}
+    for flag, value in asked.items():
+        if facts.indexer is None:
+            raise UnsupportedConfig(f"{flag}: {facts.architecture} has no sparse attention; leave it out")
+        if value not in DSA_BACKENDS:
+            known = ", ".join(("auto", *DSA_BACKENDS))
+            raise UnsupportedConfig(f"{flag}: {value} is no backend of sparse attention here; there is {known}")
+    asked.pop("dsa_topk_backend", None)
+    meant = {flag: DSA_BACKENDS[value] for flag, value in asked.items()}
+    if load.attention_backend is not None:
+        meant[FLAG] = load.attention_backend
+    if len({*meant.values()}) > 1:
+        told = " and ".join(f"--{flag.replace('_', '-')} {asked.get(flag, value)}" for flag, value in meant.items())
+        raise UnsupportedConfig(f"{next(iter(asked))}: one backend computes all sparse attention, not {told}")
+    return next(iter(meant.values()), None)
+
+
+def _resolve_index(
+    load: LoadOptions, facts: ModelFacts, decode: str, kv: str, decisions: Decisions
+) -> tuple[str, bool]:
+    """What chooses by an indexer's scores, and whether its keys are e4m3. Raises UnsupportedConfig."""
+    if facts.indexer is None:
+        return "triton", False
+    own, asked = "triton" if decode == SPARSE else TORCH, load.dsa_topk_backend
+    asked = None if asked == "auto" else asked
+    if asked == "triton" and own == TORCH:
+        raise UnsupportedConfig(f"dsa_topk_backend: triton does not choose beside {decode} attention; use torch")
+    topk = decisions.choose("dsa_topk_backend", asked, own, "that which computes the scores")
+    is_fp8 = any(scheme.operation == "fp8_gemm" for scheme in quantized(facts.quantization_config))
+    fp8_index = kv == RECORD or (decode == SPARSE and not kv and is_fp8)
+    reason = "as the cache is, or as the code of a checkpoint in FP8 has them, where kernels multiply them so"
+    decisions.record("fp8_index_keys", fp8_index, False, reason)
+    return topk, fp8_index
+
+
+def _check_records(facts: ModelFacts, is_latent: bool) -> None:
+    """Raises UnsupportedConfig."""
+    mla = facts.mla if is_latent and facts.indexer is not None else None
+    if mla is None or mla.kv_lora % min(mla.kv_lora, TILE):
+        raise UnsupportedConfig(
+            f"kv_cache_dtype: {RECORD} is for models with sparse attention (DSA) to latents of whole tiles of {TILE}"
+            " dims; use fp8_e4m3"
+        )
 
 
 def _shared_fusion(wish: bool | None, facts: ModelFacts, is_reference: bool, decisions: Decisions) -> bool | None:

@@ -86,6 +86,7 @@ def resolve_resources(
     drafting = decisions.config()
     kernels = resolve_kernels(options, facts, machine, device, decisions, drafting.tree.is_tree)
     kept = {"mla": kernels.latent, "kv_cache_dtype": kernels.kv, "shared_experts_fusion": kernels.fusion}
+    kept |= {"dsa_topk_backend": kernels.topk, "fp8_index_keys": kernels.fp8_index}
     decisions.fields |= kept
     sizes = _resolve_dtype(options, device, free, measure, decisions)
     kv = kernels.kv or decisions.fields["dtype"]

@@ -17,7 +17,7 @@ from thalweg.config.model import ModelFacts, MoeFacts
 from thalweg.core.kernels import KernelConfig
 from thalweg.layers.interface import FeedForward, GroupedAttention, LatentAttention, MetadataBuilder, Norm, Vocabulary
 from thalweg.layers.linear import LinearLayer, Mlp, PackedShard, taken
-from thalweg.memory.planes import FP8, PlaneSpec, kv_cache_dtype, vector_plane
+from thalweg.memory.planes import RECORD, PlaneSpec, index_plane, kv_cache_dtype, record_plane, vector_plane
 from thalweg.parallel.axis import Axis, share_of, width_of
 from thalweg.parallel.experts import ExpertPlacement
 from thalweg.parallel.layout import SINGLE_RANK, Layout
@@ -176,17 +176,19 @@ class LayerFactory(ABC):
         return self.mlp(f"{name}.shared_experts", hidden, moe.shared * moe.intermediate, axis=self.layout.tp)
 
     def plane(self, name: str, layer: int, dim: int, shard: str = "replicated") -> PlaneSpec:
-        """A plane of one vector a token, in the KV cache's type.
-
-        Index keys are never FP8: which tokens are attended to is a choice, which rounding may change altogether, and
-        they are few.
+        """A plane of one vector a token, in the KV cache's type. Index keys are in the model's where that is FP8,
+        unless they have scales of their own.
         """
-        codec = kv_cache_dtype(self.kernels.kv, self.dtype)
-        return vector_plane(name, layer, dim, self.dtype if name == "index" and codec == FP8 else codec, shard)
+        if name == "index" and self.kernels.fp8_index:
+            return index_plane(layer, dim)
+        dtype = kv_cache_dtype(self.kernels.kv, self.dtype)
+        return vector_plane(name, layer, dim, self.dtype if name == "index" and dtype.itemsize == 1 else dtype, shard)
 
     def mla_planes(self, facts: ModelFacts, layer: int) -> tuple[PlaneSpec, ...]:
         """Cache tensors of `mla` per token, without the indexer's key."""
         assert facts.mla is not None
+        if self.kernels.kv == RECORD and facts.indexer is not None:
+            return (record_plane(layer, facts.mla.kv_lora, facts.mla.rope),)
         if self.kernels.latent:
             return (self.plane("latent", layer, facts.mla.kv_lora + facts.mla.rope),)
         heads = len(share_of(facts.heads, self.layout.tp, "attention heads"))

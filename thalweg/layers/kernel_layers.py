@@ -27,7 +27,7 @@ from thalweg.layers.paged_gqa import PagedGqa
 from thalweg.layers.paged_gqa import prepare_by as prepare_gqa
 from thalweg.layers.paged_mha import WIDTH, PagedMha
 from thalweg.layers.paged_mla import LatentMla, PagedMla, prepare_by
-from thalweg.layers.paged_sparse import SparseMla
+from thalweg.layers.paged_sparse import InvariantSparseMla, SparseMla
 from thalweg.memory.planes import FP8, kv_cache_dtype
 from thalweg.parallel.axis import share_of
 from thalweg.quant.catalog import Schemes
@@ -96,11 +96,12 @@ class KernelLayers(LayerFactory):
             return made
         if not self.kernels.latent:
             return PagedMha(self, facts, layer, name)
-        if self.kernels.deterministic:
+        is_invariant = self.kernels.deterministic
+        if is_invariant and facts.indexer is None:
             return InvariantMla(self, facts, layer, name)
         kernels = self._decoder(facts), load_entry(PREFILL[self.kernels.prefill].mla)
         if facts.indexer is not None:
-            return SparseMla(self, facts, layer, name, is_indexed, *kernels)
+            return (InvariantSparseMla if is_invariant else SparseMla)(self, facts, layer, name, is_indexed, *kernels)
         return LatentMla(self, facts, layer, name, *kernels)
 
     def _decoder(self, facts: ModelFacts) -> MlaDecodeKernel:
@@ -141,7 +142,7 @@ class KernelLayers(LayerFactory):
             own = ragged if kernels.deterministic else nothing
             return PagedMetadataBuilder(facts, device, own, gathers=False)
         if kernels.deterministic:
-            return PagedMetadataBuilder(facts, device, own_rows, gathers=False)
+            return PagedMetadataBuilder(facts, device, nothing if facts.indexer else own_rows, gathers=False)
         captures = True in PREFILL[kernels.prefill].supports.graphs and facts.indexer is None
         return PagedMetadataBuilder(facts, device, prepare_by(self._decoder(facts)), captures=captures)
 

@@ -16,7 +16,7 @@ from thalweg.attention.context import AttentionGroup, AttentionMetadata, QueryTi
 from thalweg.attention.selection import SelectedContext, SelectedContexts, Selection, select_top_k
 from thalweg.config.model import ModelFacts
 from thalweg.core.plan import PAGE
-from thalweg.kernels.attend.ref import attend, expand_latents, index_scores, rotate_
+from thalweg.kernels.attend.ref import attend, expand_latents, hadamard, index_scores, rotate_
 from thalweg.kernels.gemm.prefetch import Prefetch, no_prefetch, prefetch_for
 from thalweg.layers.factory import LayerFactory
 from thalweg.layers.interface import Activation, ResidualStream
@@ -24,6 +24,7 @@ from thalweg.layers.linear import LayerNorm, Linear, PackedShard, place_together
 from thalweg.layers.module import Module, parameter
 from thalweg.layers.residual import rows_of
 from thalweg.layers.rotary import pairs_from_halves, softmax_scale
+from thalweg.memory.records import quantize
 from thalweg.parallel.axis import share_of
 from thalweg.weights.table import Transform, unchanged
 
@@ -262,7 +263,9 @@ class Indexer(Module):
     """DSA's lightning indexer (DeepSeek-V3.2 report §2.1): cheap scores of the whole past select what attention reads.
 
     Its query and key projections are rows of the attention's fused GEMMs; head weights are float32 (in bf16 they lose
-    recall). Only the first dims of a head rotate. Keys are not quantized, so a Hadamard transform would change nothing.
+    recall). Only the first dims of a head rotate. Where queries and keys are rounded to e4m3, each with a scale, the
+    published code of V3.2 turns both by a Hadamard matrix first; elsewhere that would change nothing. Here it meets
+    dims in another order (`indexer_order`), which products do not see.
     """
 
     def __init__(
@@ -273,7 +276,8 @@ class Indexer(Module):
         index, hidden, name, turn = facts.indexer, facts.hidden, f"{name}.indexer", indexer_order(facts)
         assert index is not None
         self.heads, self.dim, self.topk, self.layer = index.heads, index.dim, index.topk, layer
-        self.selection = selection
+        self.selection, self.is_fp8 = selection, layers.kernels.fp8_index
+        self.turns = self.is_fp8 and index.hadamard and index.dim & (index.dim - 1) == 0
         self.key_norm = LayerNorm(layers, f"{name}.k_norm", index.dim, KEY_NORM_EPS, turn)
         self.head_weights = parameter(index.heads, hidden, dtype=torch.float32, device=layers.device)
         self.loads("head_weights", f"{name}.weights_proj.weight", (index.heads, hidden), layers.published)
@@ -284,6 +288,7 @@ class Indexer(Module):
         """Norms, rotates and stores the keys of this step's tokens: always, also where every token will be read."""
         key_TD = self.key_norm.forward(key_TD)
         rotate_(key_TD, metadata.cos_sin_T1c, 0, 1, self.dim)
+        key_TD = hadamard(key_TD) if self.turns else key_TD
         metadata.planes.write("index", self.layer, metadata.batch.write_T, key_TD)
 
     def select(self, x_TH: Tensor, query_TX: Tensor, metadata: AttentionMetadata) -> SelectedContexts:
@@ -296,6 +301,10 @@ class Indexer(Module):
         rotate_(query_TX, metadata.cos_sin_T1c, 0, self.heads, self.dim)
         query_THD = query_TX.view(-1, self.heads, self.dim)
         weights_TH = torch.mm(x_TH if x_TH.dtype == torch.float32 else x_TH.float(), self._transposed)
+        if self.is_fp8:
+            turned = hadamard(query_THD) if self.turns else query_THD
+            codes_TX, scale_TH = quantize(turned.flatten(1), self.dim)
+            query_THD, weights_TH = codes_TX.to(query_TX.dtype).view_as(query_THD), weights_TH * scale_TH
         return tuple(self._select(group, query_THD, weights_TH, metadata) for group in metadata.groups)
 
     def _select(

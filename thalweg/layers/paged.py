@@ -18,7 +18,15 @@ from thalweg.batch.slots import upload
 from thalweg.config.model import ModelFacts
 from thalweg.core.plan import PAGE
 from thalweg.core.tree import MAX_TREE_NODES
-from thalweg.kernels.attend.args import ContextChunk, DecodeRows, KvPlanes, KvWrite, LatentPlane, PagedRows
+from thalweg.kernels.attend.args import (
+    ContextChunk,
+    DecodeRows,
+    KvPlanes,
+    KvWrite,
+    LatentPlane,
+    PagedRows,
+    QueryRows,
+)
 from thalweg.layers import rotary
 from thalweg.memory.planes import Planes
 
@@ -53,9 +61,10 @@ class PagedStep:
     whole: ContextChunk | None = None
     prepared: Any = None  # what the attention backend made for the whole step
     groups: tuple[AttentionGroup, ...] = ()  # empty: only the reference cuts a step into groups
-    # of a step with a context longer than an indexer chooses: the row of each token, int32 [T], and the positions that
-    # the last layer with an indexer has chosen, which it writes and the layers up to the next one read
-    rows_T: Tensor | None = None
+    # of a model with an indexer: whether a context is longer than it chooses; where the tokens' contexts lie; and the
+    # positions that the last layer with an indexer has chosen, which it writes and the layers up to the next one read
+    chooses: bool = False
+    query_rows: QueryRows | None = None
     chosen_TK: list[Tensor] = field(default_factory=list)
 
     def kv_write(self, tokens: slice) -> KvWrite:
@@ -118,6 +127,11 @@ def rows_of(batch: Batch) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
+def _query_rows(batch: Batch) -> QueryRows:
+    paths_TD = None if batch.tree is None else paths_of_tree(batch.tree, len(batch.ids_T))
+    return QueryRows(rows_of(batch), batch.table_RP, batch.positions_T, paths_TD)
+
+
 class PagedMetadataBuilder(nn.Module):
     """Owns the rotary table. gathers: whether attention of ragged rows gathers what they have cached; steps of a
     backend that reads pages have neither `whole` nor `prefixes`. captures: whether attention of ragged rows can be
@@ -158,9 +172,9 @@ class PagedMetadataBuilder(nn.Module):
                 whole = _chunk([0] * len(contexts), contexts, batch.ids_T.device)
             else:
                 prefixes = _prefixes(rest.cached, batch.ids_T.device)
-        prepared, rows_T = self.prepare(batch, tokens, rows), rows_of(batch) if chooses else None
-        shared = rest, prefixes, whole, prepared
-        return PagedStep(batch, planes, self.cos, self.sin, tokens, rows, *shared, rows_T=rows_T)
+        query_rows = None if self.topk is None else _query_rows(batch)
+        shared = rest, prefixes, whole, self.prepare(batch, tokens, rows), (), chooses, query_rows
+        return PagedStep(batch, planes, self.cos, self.sin, tokens, rows, *shared)
 
     def captured_cached_tokens(self, wish: int, planes: Planes) -> int | None:
         """See `layers.interface.MetadataBuilder`."""

@@ -12,21 +12,29 @@ from torch import Tensor
 
 from thalweg.attention.selection import SelectedContexts, Selection, select_top_k
 from thalweg.config.model import ModelFacts
-from thalweg.kernels.attend.args import QueryRows
+from thalweg.kernels.attend.args import ContextChunk, QueryRows
+from thalweg.kernels.attend.triton import merge
 from thalweg.kernels.dsa import triton as dsa
+from thalweg.kernels.mla import triton as mla
 from thalweg.kernels.mla.backends import MlaDecodeKernel, MlaPrefillKernel, values_of_splits
 from thalweg.kernels.norm.triton import rows_of
 from thalweg.layers.factory import LayerFactory
 from thalweg.layers.interface import Activation, ResidualStream
 from thalweg.layers.mla import KEY_NORM_EPS, Indexer, index_shards, unused_indexer
-from thalweg.layers.paged import PagedStep
+from thalweg.layers.paged import PagedStep, Rest
 from thalweg.layers.paged_mla import LatentMla
+from thalweg.memory.planes import RECORD
+from thalweg.memory.records import decode_record
 
 SCORES_AT_ONCE = 1 << 28  # bytes of the scores of some tokens
+INVARIANT_SPLITS = 8  # parts of every choice in deterministic mode
+PARTS = 1 << 27  # elements of partial sums at a time in deterministic mode: 256 MiB
 
 
 class SparseMla(LatentMla):
-    """A layer without an indexer attends to what the last one before it has chosen."""
+    """A layer without an indexer attends to what the last one before it has chosen. Of a tree of drafts each token's
+    context is its own path.
+    """
 
     def __init__(
         self,
@@ -41,6 +49,7 @@ class SparseMla(LatentMla):
         super().__init__(layers, facts, layer, name, decoder, prefill, index_shards(facts, name, is_indexed))
         assert facts.indexer is not None
         self.indexer, self.topk = Indexer(layers, facts, layer, name) if is_indexed else None, facts.indexer.topk
+        self.has_records, self.choose = layers.kernels.kv == RECORD, layers.kernels.topk
         if not is_indexed:
             self.weights.skips.append(unused_indexer(name))
 
@@ -51,8 +60,8 @@ class SparseMla(LatentMla):
         query_TX, *index = self.up.split(self.query_norm.lazy(query_TX))
         self._store(query_TX, latent_TD, step)
         if self.indexer is not None:
-            self._store_index(self.indexer, index_key[0], index[0], step)
-            index.append(torch.mm(rows_of(x).float(), self.indexer.head_weights.t()))
+            weights_TH = self._head_weights(self.indexer, rows_of(x))
+            index = [self._store_index(self.indexer, index_key[0], index[0], weights_TH, step), weights_TH]
         h.add(self.out, step.batch.graph_break(self._of_all_stored, step, query_TX, latent_TD, *index))
         return earlier
 
@@ -62,41 +71,104 @@ class SparseMla(LatentMla):
         nothing = latent_TD.new_empty(len(latent_TD), 0, self.rope)
         self.write(nothing, nothing, latent_TD, step, slice(None), False)
         if self.indexer is not None:
-            self._store_index(self.indexer, index_key[0], index_key[0][:, :0], step)
+            self._store_index(self.indexer, index_key[0], index_key[0][:, :0], None, step)
 
-    def _store_index(self, indexer: Indexer, key_Td: Tensor, query_TX: Tensor, step: PagedStep) -> None:
+    def _head_weights(self, indexer: Indexer, x_TH: Tensor) -> Tensor:
+        return torch.mm(x_TH.float(), indexer.head_weights.t())
+
+    def _store_index(
+        self, indexer: Indexer, key_Td: Tensor, query_TX: Tensor, weights_TH: Tensor | None, step: PagedStep
+    ) -> Tensor:
         norm = dsa.KeyNorm(indexer.key_norm.weight, indexer.key_norm.bias, KEY_NORM_EPS)
-        dsa.write(key_Td, query_TX, norm, step.kv_write(slice(None)), step.planes.paged("index", self.layer))
+        write, keys = step.kv_write(slice(None)), step.planes.paged("index", self.layer)
+        return dsa.write(key_Td, query_TX, weights_TH, norm, write, keys, indexer.turns)
 
     def _of_all_stored(self, step: PagedStep, query_TX: Tensor, latent_TD: Tensor, *index: Tensor) -> Tensor:
         """Attention of tokens that are stored. index: index queries and the weights of their heads. → [T, H * v]."""
-        if step.rows_T is None:
+        if not step.chooses or step.query_rows is None:
             return self._of_stored(step, query_TX, latent_TD)
-        rows = QueryRows(step.rows_T, step.batch.table_RP, step.batch.positions_T)
-        if self.indexer is not None:
-            step.chosen_TK[:] = [self._choose(self.indexer, index[0], index[1], step, rows)]
+        chosen_TK = self._chosen(step, step.query_rows, *index)
         query_THd = query_TX.view(len(query_TX), self.heads, -1)
         query_THD = query_THd.new_empty(*query_THd.shape[:2], self.rank + self.rope)
         query_THD[..., self.rank :] = query_THd[..., self.nope :]
         self._into_latents(query_THd, query_THD)
-        states = dsa.attend(
-            query_THD, step.latents(self.layer), step.chosen_TK[0], rows, scale=self.scale, rank=self.rank
-        )
-        return values_of_splits(*states, self.uv)
+        return values_of_splits(*self._of_chosen(query_THD, step, chosen_TK, step.query_rows), self.uv)
 
-    def _choose(
-        self, indexer: Indexer, query_TX: Tensor, weights_TH: Tensor, step: PagedStep, rows: QueryRows
-    ) -> Tensor:
-        """The positions that each token attends to, of as many tokens at a time as scores have room for."""
-        longest, parts = max(group.max_kv_len for group in step.batch.groups), list[Tensor]()
-        at_once, keys = max(SCORES_AT_ONCE // (4 * longest), 1), step.planes.paged("index", self.layer)
+    def _of_chosen(
+        self, query_THD: Tensor, step: PagedStep, chosen_TK: Tensor | None, rows: QueryRows, splits: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        latents = step.latents(self.layer)
+        return dsa.attend(
+            query_THD, latents, chosen_TK, rows, self.topk, scale=self.scale, rank=self.rank, splits=splits
+        )
+
+    def _decode(self, query_THD: Tensor, step: PagedStep) -> Tensor:
+        """Absorbed: queries meet latents, or records of them. → [T, H * v]."""
+        if not self.has_records or step.query_rows is None:
+            return super()._decode(query_THD, step)
+        rows = step.query_rows.some(slice(0, len(query_THD)))
+        return values_of_splits(*self._of_chosen(query_THD, step, None, rows), self.uv)
+
+    def _gather(self, step: PagedStep, rest: Rest, chunk: ContextChunk) -> Tensor:
+        if not self.has_records:
+            return super()._gather(step, rest, chunk)
+        return gather_records(
+            step.planes.tokens("latent", self.layer), rest.rows.table_RL, chunk, self.rank, self.uk.dtype
+        )
+
+    def _chosen(self, step: PagedStep, rows: QueryRows, *index: Tensor) -> Tensor:
+        """The positions that each token attends to: by this layer's indexer, of as many tokens at a time as scores have
+        room for, or by an earlier one's.
+        """
+        if self.indexer is None:
+            return step.chosen_TK[0]
+        (query_TX, weights_TH), parts = index, list[Tensor]()
+        longest, keys = max(group.max_kv_len for group in step.batch.groups), step.planes.paged("index", self.layer)
+        at_once, by_kernel = max(SCORES_AT_ONCE // (4 * longest), 1), self.indexer.selection is select_top_k
+        choose = dsa.choose if by_kernel and self.choose == "triton" else partial(choose_by, self.indexer.selection)
         for first in range(0, len(query_TX), at_once):
             some = slice(first, first + at_once)
-            own = rows._replace(rows_T=rows.rows_T[some], positions_T=rows.positions_T[some])
-            scores_TS = dsa.scores(query_TX[some], weights_TH[some], keys, own, longest, indexer.scale)
-            choose = dsa.choose if indexer.selection is select_top_k else partial(choose_by, indexer.selection)
+            own = rows.some(some)
+            scores_TS = dsa.scores(query_TX[some], weights_TH[some], keys, own, longest, self.indexer.scale)
             parts.append(choose(scores_TS, own.positions_T, self.topk))
+        step.chosen_TK[:] = parts if len(parts) == 1 else [torch.cat(parts)]
+        return step.chosen_TK[0]
+
+
+class InvariantSparseMla(SparseMla):
+    """Of the deterministic mode: bits of a token depend on neither the batch, nor chunks, nor cache hits, nor drafts.
+    Every token attends to latents by itself, also where all of its context is chosen.
+    """
+
+    def _head_weights(self, indexer: Indexer, x_TH: Tensor) -> Tensor:
+        return dsa.head_weights(x_TH, indexer.head_weights)
+
+    def _store(self, query_TX: Tensor, latent_TD: Tensor, step: PagedStep) -> None:
+        """`absorb` stores them."""
+
+    def _of_all_stored(self, step: PagedStep, query_TX: Tensor, latent_TD: Tensor, *index: Tensor) -> Tensor:
+        assert step.query_rows is not None
+        chosen_TK = self._chosen(step, step.query_rows, *index) if step.chooses else None
+        query_THd, parts = query_TX.view(len(query_TX), self.heads, -1), list[Tensor]()
+        at_once = max(PARTS // (self.heads * INVARIANT_SPLITS * self.rank), 1)
+        for first in range(0, len(query_THd), at_once):  # in order: a token's context is stored before it attends
+            some = slice(first, first + at_once)
+            query_THD = self.absorb(query_THd[some], latent_TD[some], step, some, True)
+            chosen = None if chosen_TK is None else chosen_TK[some]
+            states = self._of_chosen(query_THD, step, chosen, step.query_rows.some(some), INVARIANT_SPLITS)
+            parts.append(mla.up(merge(*states, query_THD.dtype), self.uv))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def gather_records(records_SB: Tensor, table_RL: Tensor, chunk: ContextChunk, rank: int, dtype: torch.dtype) -> Tensor:
+    """`mla.gather` of records: → [tokens, r + rope]."""
+    token = torch.arange(chunk.tokens, dtype=torch.int32, device=records_SB.device)
+    row = torch.searchsorted(chunk.starts_R1, token, right=True) - 1
+    is_real = row < len(chunk.first_R)
+    row = row.clamp(max=len(chunk.first_R) - 1)
+    position = torch.where(is_real, token - chunk.starts_R1[row] + chunk.first_R[row], 0)
+    place = table_RL[row, position // 64].long() * 64 + position % 64
+    return decode_record(records_SB.index_select(0, place), rank, dtype) * is_real.unsqueeze(1)
 
 
 def choose_by(selection: Selection, scores_TS: Tensor, positions_T: Tensor, topk: int) -> Tensor:

@@ -6,17 +6,26 @@ A page is `PAGE` tokens. Page 0 is the null page, where padding writes. Who owns
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from thalweg.core.plan import PAGE
+from thalweg.memory.records import TILE, decode_record, encode_record, quantize
 
 # A number of 4 bits of exponent and 3 of fraction, times the plane's scale. The error is relative, 6 % at most and 2.6
 # % in the mean square, so the scale matters only for values far below or above it.
 FP8 = torch.float8_e4m3fn
-CODECS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "fp8_e4m3": FP8}
+RECORD, INDEX = "fp8_ds_mla", "fp8_index"  # bytes: see `encode_record`, `index_plane`
+CODECS = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "fp8_e4m3": FP8,
+    RECORD: torch.uint8,
+    INDEX: torch.uint8,
+}
 FP8_MAX = 448.0
 
 
@@ -29,6 +38,7 @@ class PlaneSpec:
     page_bytes: int
     shard: str  # "replicated" on every rank of a tensor-parallel group, or split by "heads"
     codec: str  # a key of `CODECS`: the type of the vectors in a page
+    rank: int = 0  # of a latent in records: its numbers before the rotated key
 
 
 def vector_plane(name: str, layer: int, dim: int, dtype: torch.dtype, shard: str = "replicated") -> PlaneSpec:
@@ -37,9 +47,22 @@ def vector_plane(name: str, layer: int, dim: int, dtype: torch.dtype, shard: str
     return PlaneSpec(name, layer, PAGE * dim * dtype.itemsize, shard, codec)
 
 
+def record_plane(layer: int, rank: int, rope: int) -> PlaneSpec:
+    """A plane of latents in records, see `encode_record`. rank: up to 128, or a multiple."""
+    assert rank % min(rank, TILE) == 0, f"{rank} dims are no whole number of tiles"
+    return PlaneSpec("latent", layer, PAGE * (rank + 4 * -(-rank // TILE) + 2 * rope), "replicated", RECORD, rank)
+
+
+def index_plane(layer: int, dim: int) -> PlaneSpec:
+    """A plane of index keys in e4m3. A page is PAGE keys, then their PAGE float32 scales, as DeepGEMM reads it."""
+    return PlaneSpec("index", layer, PAGE * (dim + 4), "replicated", INDEX)
+
+
 def kv_cache_dtype(codec: str, dtype: torch.dtype) -> torch.dtype:
-    """The type of a KV cache. codec: a key of `CODECS`, or "" for the model's own type, `dtype`."""
-    return CODECS[codec] if codec else dtype
+    """The type of a KV cache, where it is no records. codec: a key of `CODECS`, or "" for the model's own type,
+    `dtype`.
+    """
+    return FP8 if codec == RECORD else CODECS[codec] if codec else dtype
 
 
 def encode(x: Tensor, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
@@ -71,21 +94,34 @@ class Planes:
         self._tokens: dict[tuple[str, int], Tensor] = {}
         self._paged: dict[tuple[str, int], Tensor] = {}
         self._scales: dict[tuple[str, int], Tensor] = {}
+        self._entries: dict[tuple[str, int], tuple[Tensor, ...]] = {}
+        self._ranks = {(spec.name, spec.layer): spec.rank for spec in specs}
         for spec in specs:
             key, dtype = (spec.name, spec.layer), CODECS[spec.codec]
             self.bytes[key] = torch.zeros(pages, spec.page_bytes, dtype=torch.uint8, device=device)
             self._paged[key] = self.bytes[key].view(dtype).view(pages, PAGE, -1)
-            self._tokens[key] = self._paged[key].view(pages * PAGE, -1)
+            if spec.codec == INDEX:
+                codes, scales = torch.split(self.bytes[key], [spec.page_bytes - 4 * PAGE, 4 * PAGE], 1)
+                self._entries[key] = codes.view(pages, PAGE, -1), scales.view(pages, PAGE, 4)
+            else:
+                self._tokens[key] = self._paged[key].view(pages * PAGE, -1)
+                self._entries[key] = (self.bytes[key].view(pages, PAGE, -1),)
             if dtype == FP8:
                 self._scales[key] = torch.ones(1, dtype=torch.float32, device=device)
 
     def tokens(self, name: str, layer: int) -> Tensor:
-        """[pages * PAGE, dim]: row page * PAGE + offset holds one token's vector as stored."""
+        """[pages * PAGE, dim]: row page * PAGE + offset holds one token's vector as stored. Not of index keys in
+        e4m3.
+        """
         return self._tokens[name, layer]
 
     def paged(self, name: str, layer: int) -> Tensor:
-        """[pages, PAGE, dim], the same memory."""
+        """[pages, PAGE, dim], the same memory. Of index keys in e4m3 the bytes of a page, cut into PAGE parts."""
         return self._paged[name, layer]
+
+    def entries(self, name: str, layer: int) -> tuple[Tensor, ...]:
+        """What a token has in this plane, of any type: uint8 [pages, PAGE, bytes], pages of any stride."""
+        return self._entries[name, layer]
 
     def scale(self, name: str, layer: int) -> Tensor | None:
         """float32 [1]: the factor of an FP8 plane's numbers; None for other planes."""
@@ -93,29 +129,47 @@ class Planes:
 
     @property
     def has_fp8(self) -> bool:
-        return bool(self._scales)
+        """Whether what is attended to is rounded when it is stored."""
+        return any(spec.codec in ("fp8_e4m3", RECORD) for spec in self.specs)
 
     def write(self, name: str, layer: int, rows_T: Tensor, x_TD: Tensor) -> None:
         """Stores vectors of any floating type in these rows of `tokens`. They are made finite: attention multiplies
         masked values by 0, and a NaN of one request would reach the next owner of its page.
         """
-        plane = self._tokens[name, layer]
-        if plane.dtype == FP8:  # torch has no index_copy_ of it on a CPU
-            stored = encode(torch.nan_to_num(x_TD), FP8, self.scale(name, layer)).view(torch.uint8)
-            plane = plane.view(torch.uint8)
+        entries, rank = self._entries[name, layer], self._ranks[name, layer]
+        if (name, layer) not in self._tokens:
+            parts = tuple(part.view(torch.uint8) for part in quantize(x_TD, x_TD.shape[1]))
+        elif rank:
+            parts = (encode_record(x_TD, rank),)
+        elif self._tokens[name, layer].dtype == FP8:
+            parts = (encode(torch.nan_to_num(x_TD), FP8, self.scale(name, layer)).view(torch.uint8),)
         else:  # in the plane's type: float32's largest number is infinite in bfloat16
-            stored = torch.nan_to_num(x_TD.to(plane.dtype))
-        plane.index_copy_(0, rows_T, stored)
+            plane = self._tokens[name, layer]
+            plane.index_copy_(0, rows_T, torch.nan_to_num(x_TD.to(plane.dtype)))
+            return
+        put(entries, rows_T, parts)  # torch has no index_copy_ of e4m3 on a CPU
 
     def read(self, name: str, layer: int, stored: Tensor, dtype: torch.dtype) -> Tensor:
-        """Numbers taken from this plane, decoded to `dtype`."""
+        """Numbers taken from this plane, decoded to `dtype`. stored: of index keys in e4m3 whole pages [..., S,
+        dim + 4], else any vectors.
+        """
+        if (name, layer) not in self._tokens:
+            dim = stored.shape[-1] - 4
+            pages = stored.reshape(*stored.shape[:-2], -1, PAGE * (dim + 4))
+            codes, scales = torch.split(pages, [PAGE * dim, 4 * PAGE], -1)
+            keys = codes.view(FP8).float().reshape(*codes.shape[:-1], PAGE, dim) * scales.view(torch.float32).unsqueeze(
+                -1
+            )
+            return keys.flatten(-3, -2).to(dtype)
+        if rank := self._ranks[name, layer]:
+            return decode_record(stored, rank, dtype)
         return decode(stored, dtype, self.scale(name, layer))
 
     def layers_from(self, first: int) -> Planes:
         """The planes of layers `first` and up, renumbered from 0: the same memory."""
         part = Planes((), self.pages, self.device)
         part.specs = tuple(replace(spec, layer=spec.layer - first) for spec in self.specs if spec.layer >= first)
-        for field in ("bytes", "_tokens", "_paged", "_scales"):
+        for field in ("bytes", "_tokens", "_paged", "_scales", "_entries", "_ranks"):
             tensors = {(name, layer - first): x for (name, layer), x in vars(self)[field].items() if layer >= first}
             setattr(part, field, tensors)
         return part
@@ -128,3 +182,14 @@ class Planes:
     def page_cost(specs: tuple[PlaneSpec, ...]) -> int:
         """Bytes of one page in all planes together."""
         return sum(spec.page_bytes for spec in specs)
+
+
+def put(entries: Sequence[Tensor], rows_T: Tensor, parts: Sequence[Tensor]) -> None:
+    """Writes bytes [T, n] into these rows, page * PAGE + offset, of each of `Planes.entries`."""
+    for plane, part in zip(entries, parts, strict=True):
+        plane[rows_T // PAGE, rows_T % PAGE] = part
+
+
+def take(entries: Sequence[Tensor], rows_T: Tensor) -> list[Tensor]:
+    """Copies of the bytes [T, n] of these rows of each of `Planes.entries`."""
+    return [plane[rows_T // PAGE, rows_T % PAGE].clone() for plane in entries]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from thalweg.batch.batch import Batch, Group, RowExtent
 from thalweg.core.plan import PAGE
-from thalweg.memory.planes import Planes
+from thalweg.memory.planes import Planes, put, take
 from thalweg.models.interface import WrappedModel
 
 
@@ -43,7 +43,7 @@ class TokenByToken(WrappedModel):
         entries of the path before it stand at the columns behind the root, and its own behind those; in the end all are
         where the tree has them.
         """
-        entries = [planes.tokens(spec.name, spec.layer).view(torch.uint8) for spec in self.model.planes()]
+        entries = [part for spec in self.model.planes() for part in planes.entries(spec.name, spec.layer)]
         columns_Q = batch.write_T[tokens.start : tokens.stop]
         root, masks, hidden = int(batch.positions_T[tokens.start]), tree_mask_Q.tolist(), list[Tensor]()
         made: list[list[Tensor]] = []
@@ -52,13 +52,13 @@ class TokenByToken(WrappedModel):
             real = bool(batch.real_T[token])
             path = [above for above in range(1, node) if real and masks[node] >> (node - above) & 1]
             for column, above in zip(columns_Q[1:], path, strict=False):
-                _put(entries, column, made[above])
+                put(entries, column, made[above])
             depth = len(path) + (node > 0) if real else 0
             write = columns_Q[depth if real else node]
             hidden.append(self._one(batch, planes, row, token, (root + depth) * real, write))
-            made.append([plane[write].clone() for plane in entries])
+            made.append(take(entries, write))
         for column, entry in zip(columns_Q, made, strict=True):
-            _put(entries, column, entry)
+            put(entries, column, entry)
         return hidden
 
     def logits(self, hidden_NX: Tensor) -> Tensor:
@@ -66,12 +66,6 @@ class TokenByToken(WrappedModel):
 
     def shard_logits(self, hidden_NX: Tensor) -> Tensor:
         return torch.cat([self.model.shard_logits(hidden_NX[i : i + 1].clone()) for i in range(len(hidden_NX))])
-
-
-def _put(entries: list[Tensor], column: Tensor, entry: list[Tensor]) -> None:
-    """One token's, in all planes."""
-    for plane, numbers in zip(entries, entry, strict=True):
-        plane[column] = numbers
 
 
 def _single(batch: Batch, row: int, token: int, position: int, write: Tensor) -> Batch:

@@ -22,7 +22,7 @@ from thalweg.core.plan import PAGE
 from thalweg.kernels.experts.ref import SCRIPTABLE
 from thalweg.kernels.gemm.prefetch import PREFETCH_SINK
 from thalweg.layers.reference import ReferenceLayers
-from thalweg.memory.planes import CODECS, FP8, Planes
+from thalweg.memory.planes import CODECS, Planes
 from thalweg.models.interface import Model, WrappedModel
 from thalweg.models.torchscript import Program, trace
 
@@ -42,7 +42,7 @@ def can_trace(model: Model, device: torch.device) -> bool:
     """
     factory = model.factory
     own = isinstance(factory, ReferenceLayers) and (model.facts.mla is None or factory.selection is select_top_k)
-    known = all(CODECS[spec.codec] != FP8 for spec in model.planes())
+    known = all(CODECS[spec.codec].itemsize > 1 for spec in model.planes())
     return device.type == "cpu" and SCRIPTABLE and own and known and factory.layout.world.size == 1
 
 

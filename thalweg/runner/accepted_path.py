@@ -28,7 +28,7 @@ Move = Callable[[Tensor, Tensor], None]  # rows of planes from places to others,
 
 def kv_mover(planes: Planes, specs: Sequence[PlaneSpec]) -> Move:
     """Moves entries in the planes of `specs`: by a kernel on a GPU, where Triton is installed."""
-    rows = [planes.tokens(spec.name, spec.layer) for spec in specs]
+    rows = [part for spec in specs for part in planes.entries(spec.name, spec.layer)]
     if not rows or not supports_triton(planes.device):
         return lambda from_ED, to_ED: ref.move(rows, from_ED.flatten(), to_ED.flatten())
     from thalweg.kernels.compact_kv import triton as moving  # needs Triton

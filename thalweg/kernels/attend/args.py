@@ -14,7 +14,7 @@ from torch import Tensor
 class LatentPlane(NamedTuple):
     """The latents of an MLA layer, each with its rotated key."""
 
-    paged_PSD: Tensor  # [P, 64, D], bfloat16 or e4m3
+    paged_PSD: Tensor  # [P, 64, D], bfloat16 or e4m3; or records, uint8 [P, 64, bytes], see `memory.records`
     scale: Tensor | None = None  # of e4m3: float32 [1]
 
 
@@ -56,14 +56,6 @@ class DecodeRows(NamedTuple):
     paths_TD: Tensor | None = None  # int32: columns of the last positions, own first; `layers.paged.paths_of_tree`
 
 
-class QueryRows(NamedTuple):
-    """Where the contexts of query tokens lie. A token sees positions 0 to its own."""
-
-    rows_T: Tensor  # int32: the row of each token in the table
-    table_RL: Tensor  # int32
-    positions_T: Tensor  # int64
-
-
 class PagedRows(NamedTuple):
     """Rows with any number of query tokens, whose context is read page by page."""
 
@@ -72,6 +64,20 @@ class PagedRows(NamedTuple):
     starts_R1: Tensor  # int32 [R + 1]: row i has query tokens starts[i] to starts[i + 1]; padding follows the last
     max_query: int  # upper bound of a row's query tokens
     paths_TD: Tensor | None = None  # int32: columns of the last positions, where drafts form a tree
+
+
+class QueryRows(NamedTuple):
+    """Query tokens whose contexts are read by tokens, not by rows. A token sees positions 0 to its own."""
+
+    rows_T: Tensor  # int32: the row of each token in the table
+    table_RL: Tensor  # int32
+    positions_T: Tensor  # int64
+    paths_TD: Tensor | None = None  # int32, where drafts form a tree: see `layers.paged.paths_of_tree`
+
+    def some(self, tokens: slice) -> QueryRows:
+        """Of these tokens."""
+        paths_TD = None if self.paths_TD is None else self.paths_TD[tokens]
+        return QueryRows(self.rows_T[tokens], self.table_RL, self.positions_T[tokens], paths_TD)
 
 
 class RaggedRows(NamedTuple):

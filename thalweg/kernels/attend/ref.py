@@ -104,6 +104,15 @@ def index_scores(q_NHD: Tensor, weights_NH: Tensor, keys_RSD: Tensor, bias_NS: T
     return torch.baddbmm(bias_NS.unsqueeze(1), weights_NH.unsqueeze(1), products, alpha=scale).squeeze(1)
 
 
+def hadamard(x_XD: Tensor) -> Tensor:
+    """The last axis times the Hadamard matrix in Sylvester's order and d^-1/2: → float32. d: a power of two."""
+    dim, half, y = x_XD.shape[-1], 1, x_XD.float()
+    while half < dim:
+        a, b = y.view(*x_XD.shape[:-1], -1, 2, half).unbind(-2)
+        y, half = torch.stack((a + b, a - b), -2).flatten(-3), 2 * half
+    return torch.mul(y, dim**-0.5)
+
+
 def merge_states(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Merges attention to disjoint parts of a context: outs [..., v] and LSE float32 [...] of each part → the same of
     the whole. A part whose LSE is -inf does not count, but must be finite.

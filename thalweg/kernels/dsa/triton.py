@@ -1,9 +1,13 @@
 """DSA over pages (DeepSeek-V3.2 report §2.1): the indexer scores every context token of a query, the `topk` highest are
 chosen, and latent attention reads those alone. All lengths are on the device.
 
-Floors for one query token behind S context tokens, index keys of 128 dims in bf16: the scores read 256 S bytes, the
-choice 4 S, attention 1,152 * topk (2.4 MB of 2,048 tokens). For many query tokens of one context the scores are bound
-by the tensor cores: 2 * 64 * 128 FLOPs a pair.
+Index keys and queries are of the model's type, or e4m3 with a power of two as scale of each: keys in pages of 64 keys
+and then their 64 float32 scales, queries with their scale in the weights of the heads. Latents are of the model's type,
+or records of FlashMLA's FP8 cache (`memory.records`).
+
+Floors for one query token behind S context tokens, index keys of 128 dims: the scores read 256 S bytes, in e4m3 132 S,
+the choice 4 S, attention 1,152 * topk (2.4 MB of 2,048 tokens), in records 656 * topk. For many query tokens of one
+context the scores are bound by the tensor cores: 2 * 64 * 128 FLOPs a pair.
 
 Letters: T query tokens, H heads of the indexer or of attention, d index dims, S context tokens, K chosen tokens, L
 columns of the page table, r latent rank, D latent and rope dims, s splits.
@@ -25,19 +29,17 @@ from thalweg.kernels.attend.triton import (
     TileConfig,
     add_values,
     empty_softmax,
+    path_rows,
     store_states,
     wait_for_previous,
     waves,
 )
 from thalweg.kernels.launch import launch_config
 from thalweg.kernels.mla.triton import load_queries
-from thalweg.kernels.rope.triton import encode, rotated
+from thalweg.kernels.rope.triton import codes_of, encode, rotated
 
-# Added to a score for each position, as `attention.context.TIE`: of equal scores, of which many are 0, the latest is
-# the highest
-TIE = constexpr(1e-20)
 CHUNK = 8  # pages whose scores one program computes
-COLUMNS = 2048  # scores that `_choose` compares at a time
+AT_ONCE = 8192  # scores that one program of `_choose` compares, in registers
 QUERIES_AT_ONCE = 8  # index heads that one program rotates
 
 
@@ -49,52 +51,94 @@ class KeyNorm(NamedTuple):
     eps: float
 
 
+@triton.jit
+def _turned(x_ND, ROWS: constexpr, DIM: constexpr, STEPS: constexpr):
+    """Each row times the Hadamard matrix and DIM^-1/2. Each of log2(DIM) steps transforms the last bit of the index and
+    makes it the first.
+    """
+    for _ in tl.static_range(STEPS):
+        even, odd = tl.split(tl.reshape(x_ND, (ROWS, DIM // 2, 2)))
+        x_ND = tl.reshape(tl.permute(tl.join(even + odd, even - odd), (0, 2, 1)), (ROWS, DIM))
+    return x_ND * (1 / tl.sqrt(tl.full((), DIM, tl.float32)))
+
+
 @triton.jit(do_not_specialize_on_alignment=["positions", "write"])
 def _write(
-    key, query, weight, bias, cos, sin, positions, write, plane, eps, heads, key_token, query_token,
-    DIM: constexpr, ROPE: constexpr, HEADS: constexpr, PDL: constexpr,
+    key, query, weight, bias, cos, sin, positions, write, plane, out, head_weights, eps, heads, key_token, query_token,
+    DIM: constexpr, ROPE: constexpr, HEADS: constexpr, FP8: constexpr, STEPS: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    """Program (t, 0): the key of token t; (t, 1 + b): the b-th HEADS of its index queries."""
+    """Program (t, 0): the key of token t; (t, 1 + b): the b-th HEADS of its index queries. STEPS: of `_turned`, or
+    0.
+    """
     wait_for_previous(PDL)
-    token, turn, rest = tl.program_id(0).to(tl.int64), tl.arange(0, ROPE), tl.arange(0, DIM)
-    angle = tl.load(positions + token) * (ROPE // 2) + tl.arange(0, ROPE // 2)
-    cos_P, sin_P = tl.load(cos + angle), tl.load(sin + angle)
+    token, dim, pair = tl.program_id(0).to(tl.int64), tl.arange(0, DIM), tl.arange(0, DIM // 2)
+    angle, turns = tl.load(positions + token) * (ROPE // 2) + pair, pair < ROPE // 2
+    cos_P, sin_P = tl.load(cos + angle, mask=turns, other=1.0), tl.load(sin + angle, mask=turns, other=0.0)
     if tl.program_id(1) == 0:
-        at, row = key + token * key_token, plane + tl.load(write + token) * DIM
-        x = tl.load(at + rest).to(tl.float32)
-        mean = tl.sum(x) / DIM
-        scale = 1 / tl.sqrt(tl.sum((x - mean) * (x - mean)) / DIM + eps)
-        y = ((x - mean) * scale * tl.load(weight + rest) + tl.load(bias + rest)).to(key.dtype.element_ty)
-        own = (tl.load(at + turn).to(tl.float32) - mean) * scale * tl.load(weight + turn) + tl.load(bias + turn)
-        own = rotated(own.to(key.dtype.element_ty).to(tl.float32)[None, :], cos_P, sin_P, 1, ROPE)
-        own = tl.reshape(own, (ROPE,)).to(key.dtype.element_ty).to(tl.float32)
-        tl.store(row + rest, encode(y.to(tl.float32), None, plane.dtype.element_ty), mask=rest >= ROPE)
-        tl.store(row + turn, encode(own, None, plane.dtype.element_ty))
+        x, place = tl.load(key + token * key_token + dim).to(tl.float32), tl.load(write + token)
+        x -= tl.sum(x) / DIM
+        x = x * (1 / tl.sqrt(tl.sum(x * x) / DIM + eps)) * tl.load(weight + dim) + tl.load(bias + dim)
+        x = rotated(x.to(key.dtype.element_ty).to(tl.float32)[None, :], cos_P, sin_P, 1, DIM)
+        x = x.to(key.dtype.element_ty).to(tl.float32)
+        if FP8:
+            if STEPS > 0:
+                x = _turned(x, 1, DIM, STEPS)
+            codes, scale = codes_of(x)
+            page, slot = plane + place // 64 * (64 * (DIM + 4)), place % 64
+            tl.store(page.to(tl.pointer_type(tl.float8e4nv)) + slot * DIM + dim[None, :], codes)
+            tl.store((page + 64 * DIM).to(tl.pointer_type(tl.float32)) + slot + tl.arange(0, 1), scale)
+        else:
+            tl.store(plane + place * DIM + dim[None, :], encode(x, None, plane.dtype.element_ty))
     else:
         head = (tl.program_id(1) - 1) * HEADS + tl.arange(0, HEADS)
-        at_q, real = query + token * query_token + head[:, None] * DIM + turn[None, :], (head < heads)[:, None]
-        q = rotated(tl.load(at_q, mask=real, other=0.0).to(tl.float32), cos_P, sin_P, HEADS, ROPE)
-        tl.store(at_q, q.to(query.dtype.element_ty), mask=real)
+        at_q, real = query + token * query_token + head[:, None] * DIM + dim[None, :], (head < heads)[:, None]
+        used = real if FP8 else real & (dim < ROPE)[None, :]
+        q = rotated(tl.load(at_q, mask=used, other=0.0).to(tl.float32), cos_P, sin_P, HEADS, DIM)
+        if FP8:
+            q = q.to(query.dtype.element_ty).to(tl.float32)
+            if STEPS > 0:
+                q = _turned(q, HEADS, DIM, STEPS)
+            q_codes, q_scale = codes_of(q)
+            tl.store(out + (token * heads + head[:, None]) * DIM + dim[None, :], q_codes, mask=real)
+            at_w = head_weights + token * heads + head
+            tl.store(at_w, tl.load(at_w, mask=head < heads, other=0.0) * q_scale, mask=head < heads)
+        else:
+            tl.store(at_q, q.to(query.dtype.element_ty), mask=used)
 
 
-def write(key_Td: Tensor, query_TX: Tensor, norm: KeyNorm, write: KvWrite, keys_PSd: Tensor) -> None:
-    """Norms, rotates and stores each token's index key; rotates its index queries in place. The first dims rotate.
+def write(
+    key_Td: Tensor,
+    query_TX: Tensor,
+    weights_TH: Tensor | None,
+    norm: KeyNorm,
+    write: KvWrite,
+    keys_PSd: Tensor,
+    hadamard: bool = False,
+) -> Tensor:
+    """Norms, rotates and stores each token's index key, and rotates its index queries: → the queries as `scores` reads
+    them. The first dims rotate.
 
     key_Td: a view of a projection's output. query_TX: the queries of all index heads, likewise; X may be 0. keys_PSd:
-    the plane of index keys [P, 64, d], never e4m3.
+    the plane of index keys: of the model's type [P, 64, d], and queries rotate in place; or e4m3 with scales, uint8
+    [P, 64, d + 4], and queries are rounded to e4m3, each with a scale, which goes into its weight. weights_TH: of the
+    heads, float32, contiguous; may be None without queries. hadamard: rounded keys and queries are turned first.
     """
-    tokens, dim = key_Td.shape
-    heads, plane = query_TX.shape[1] // dim, keys_PSd.view(-1, dim)
+    (tokens, dim), is_fp8 = key_Td.shape, keys_PSd.dtype == torch.uint8
+    heads = query_TX.shape[1] // dim
+    out = query_TX.new_empty(query_TX.shape, dtype=torch.float8_e4m3fn) if is_fp8 else query_TX
+    head_weights = norm.weight_d if weights_TH is None else weights_TH
     _write[tokens, 1 + triton.cdiv(heads, QUERIES_AT_ONCE)](
-        key_Td, query_TX, norm.weight_d, norm.bias_d, *write, plane, norm.eps, heads, key_Td.stride(0),
-        query_TX.stride(0), DIM=dim, ROPE=2 * write.cos_SC.shape[1], HEADS=QUERIES_AT_ONCE, **launch_config(key_Td, 4),
+        key_Td, query_TX, norm.weight_d, norm.bias_d, *write, keys_PSd, out, head_weights, norm.eps, heads,
+        key_Td.stride(0), query_TX.stride(0), DIM=dim, ROPE=2 * write.cos_SC.shape[1], HEADS=QUERIES_AT_ONCE,
+        FP8=is_fp8, STEPS=dim.bit_length() - 1 if hadamard else 0, **launch_config(key_Td, 4),
     )  # fmt: skip
+    return out
 
 
 @triton.jit(do_not_specialize=["columns", "table_row"], do_not_specialize_on_alignment=["table", "positions", "rows"])
 def _scores(
-    query, weights, plane, rows, table, positions, out, scale, heads, columns, query_token, table_row,
-    DIM: constexpr, HEADS: constexpr, CHUNK: constexpr, PDL: constexpr,
+    query, weights, plane, rows, table, positions, paths, out, scale, heads, columns, query_token, table_row,
+    DIM: constexpr, HEADS: constexpr, CHUNK: constexpr, FP8: constexpr, PDL: constexpr,
 ):  # fmt: skip
     """Program (t, c): the scores of CHUNK pages of token t's context. Those past its position are left as they are."""
     wait_for_previous(PDL)
@@ -107,11 +151,21 @@ def _scores(
         weight = tl.load(weights + token * heads + head, mask=real, other=0.0) * scale
         row_pages = table + tl.load(rows + token).to(tl.int64) * table_row
         for page in range(first, tl.minimum(first + CHUNK, last)):
-            at = tl.load(row_pages + page).to(tl.int64) * 64 + key
-            k = tl.load(plane + at[:, None] * DIM + dim[None, :]).to(q.dtype)
-            products = tl.maximum(tl.dot(q, k.T, input_precision="ieee"), 0.0)
             column = page * 64 + key
-            score = tl.sum(products * weight[:, None], 0) + column.to(tl.float32) * TIE
+            if paths is None:
+                block, slot = tl.load(row_pages + page).to(tl.int64), key
+            else:
+                place = path_rows(paths, row_pages, token, position, column)
+                block, slot = place // 64, place % 64
+            if FP8:
+                at = block * (64 * (DIM + 4)) + slot * DIM
+                k = tl.load(plane.to(tl.pointer_type(tl.float8e4nv)) + at[:, None] + dim[None, :])
+                at_scale = block * (16 * (DIM + 4)) + 16 * DIM + slot
+                products = tl.dot(q, k.T) * tl.load(plane.to(tl.pointer_type(tl.float32)) + at_scale)[None, :]
+            else:
+                k = tl.load(plane + (block * 64 + slot)[:, None] * DIM + dim[None, :]).to(q.dtype)
+                products = tl.dot(q, k.T, input_precision="ieee")
+            score = tl.sum(tl.maximum(products, 0.0) * weight[:, None], 0)
             tl.store(out + token * columns + column, score, mask=column <= position)
 
 
@@ -121,136 +175,195 @@ def scores(
     """scale * Σ_h weight[t, h] * relu(query[t, h] · key[s]) of every context token: → float32 [T, S], S whole pages;
     undefined past a token's own position.
 
-    query_TX: rotated, the heads of a token side by side. weights_TH: float32, contiguous.
+    query_TX: as `write` has made them, the heads of a token side by side. weights_TH: float32, contiguous.
     """
-    (tokens, heads), dim = weights_TH.shape, keys_PSd.shape[2]
-    pages = triton.cdiv(max_kv_len, 64)
+    (tokens, heads), is_fp8 = weights_TH.shape, keys_PSd.dtype == torch.uint8
+    pages, dim = triton.cdiv(max_kv_len, 64), query_TX.shape[1] // heads
     out = torch.empty(tokens, pages * 64, dtype=torch.float32, device=query_TX.device)
     _scores[tokens, triton.cdiv(pages, CHUNK)](
-        query_TX, weights_TH, keys_PSd.view(-1, dim), *rows, out, scale, heads, pages * 64,
-        query_TX.stride(0), rows.table_RL.stride(0),
-        DIM=dim, HEADS=max(triton.next_power_of_2(heads), 16), CHUNK=CHUNK, **launch_config(out, 4, 2),
+        query_TX, weights_TH, keys_PSd, *rows, out, scale, heads, pages * 64, query_TX.stride(0),
+        rows.table_RL.stride(0), DIM=dim, HEADS=max(triton.next_power_of_2(heads), 16), CHUNK=CHUNK, FP8=is_fp8,
+        **launch_config(out, 4, 2),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _head_weights(x, weight, out, tokens, heads, hidden, x_token, HEADS: constexpr, K: constexpr, PDL: constexpr):
+    """Program i: 16 tokens."""
+    wait_for_previous(PDL)
+    token, head, k = tl.program_id(0).to(tl.int64) * 16 + tl.arange(0, 16), tl.arange(0, HEADS), tl.arange(0, K)
+    sums = tl.zeros((16, HEADS), tl.float32)
+    real, live = (head < heads)[:, None], (token < tokens)[:, None]
+    for first in range(0, hidden, K):
+        inside = (first + k < hidden)[None, :]
+        a = tl.load(x + token[:, None] * x_token + first + k[None, :], mask=live & inside, other=0.0).to(tl.float32)
+        b = tl.load(weight + head[:, None] * hidden + first + k[None, :], mask=real & inside, other=0.0)
+        sums = tl.dot(a, b.T, sums, input_precision="ieee")
+    tl.store(out + token[:, None] * heads + head[None, :], sums, mask=live & (head < heads)[None, :])
+
+
+def head_weights(x_TH: Tensor, weight_HX: Tensor) -> Tensor:
+    """The product with the weights of an indexer's heads, float32 [H, hidden]: → float32 [T, H]. A token's bits do not
+    depend on the others.
+    """
+    (tokens, hidden), heads = x_TH.shape, len(weight_HX)
+    out = torch.empty(tokens, heads, dtype=torch.float32, device=x_TH.device)
+    _head_weights[(triton.cdiv(tokens, 16),)](
+        x_TH, weight_HX, out, tokens, heads, hidden, x_TH.stride(0), HEADS=max(triton.next_power_of_2(heads), 16), K=32,
+        **launch_config(out, 4, 3),
     )  # fmt: skip
     return out
 
 
 @triton.jit
 def _ordered(x):
-    """uint32 in the order of these float32 numbers."""
-    bits = x.to(tl.int32, bitcast=True)
+    """uint32 in the order of these float32 numbers, where -0 is 0. Above 0 but for one NaN."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) | -0x80000000)).to(tl.uint32, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["columns"], do_not_specialize_on_alignment=["positions"])
-def _choose(scores, positions, out, columns, K: constexpr, BLOCK: constexpr, PDL: constexpr):
-    """Program t: the positions of the K highest scores of token t, rising. Digit by digit of 8 bits, the highest first:
-    which digit the K-th highest has, and how many scores are above. At last those that equal it; the latest are taken.
+@triton.jit(do_not_specialize=["columns", "width"], do_not_specialize_on_alignment=["positions"])
+def _choose(
+    scores, positions, candidates, out, columns, width, K: constexpr, BLOCK: constexpr, PDL: constexpr
+):  # fmt: skip
+    """Program (t, p): the K highest of the p-th BLOCK candidates of token t, rising, then -1. candidates: positions
+    [T, width], -1 for none; or None for all positions. The K-th highest number is found bit by bit, by counting.
     """
     wait_for_previous(PDL)
-    token, c = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    count = tl.load(positions + token).to(tl.int32) + 1
-    own, to = scores + token * columns, out + token * K
-    if count <= K:
-        for start in range(0, K, BLOCK):
-            column = start + c
-            tl.store(to + column, tl.where(column < count, column, -1), mask=column < K)
+    token, part, lane = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, BLOCK)
+    at = part * BLOCK + lane
+    if candidates is None:
+        column = tl.where(at <= tl.load(positions + token).to(tl.int32), at, -1)
     else:
-        digits = tl.arange(0, 256)
-        prefix, left, equal = tl.zeros((), tl.uint32), tl.full((), K, tl.int32), tl.zeros((), tl.int32)
-        for step in tl.static_range(4):
-            shift = 24 - 8 * step
-            found = tl.zeros((256,), tl.int32)
-            for start in range(0, count, BLOCK):
-                inside = start + c < count
-                number = _ordered(tl.load(own + start + c, mask=inside, other=0.0))
-                if step > 0:
-                    inside = inside & (number >> (shift + 8) == prefix)
-                found += tl.histogram(((number >> shift) & 255).to(tl.int32), 256, mask=inside)
-            above = tl.sum(found) - tl.cumsum(found, 0)  # scores with a higher digit
-            digit = tl.sum((above + found >= left).to(tl.int32)) - 1
-            left -= tl.sum(tl.where(digits == digit, above, 0))
-            equal = tl.sum(tl.where(digits == digit, found, 0))
-            prefix = (prefix << 8) | digit.to(tl.uint32)
-        taken, passed, skipped = tl.zeros((), tl.int32), tl.zeros((), tl.int32), equal - left
-        for start in range(0, count, BLOCK):
-            inside = start + c < count
-            number = _ordered(tl.load(own + start + c, mask=inside, other=0.0))
-            is_equal = (inside & (number == prefix)).to(tl.int32)
-            is_late = passed + tl.cumsum(is_equal, 0) > skipped
-            chosen = (inside & ((number > prefix) | ((is_equal > 0) & is_late))).to(tl.int32)
-            at = taken + tl.cumsum(chosen, 0) - chosen
-            tl.store(to + at, start + c, mask=chosen > 0)
-            taken, passed = taken + tl.sum(chosen), passed + tl.sum(is_equal)
+        column = tl.load(candidates + token * width + at, mask=at < width, other=-1)
+    chosen = (column >= 0).to(tl.int32)
+    if tl.sum(chosen) > K:
+        number = _ordered(tl.load(scores + token * columns + column, mask=column >= 0, other=0.0))
+        number = tl.where(column >= 0, number, 0)
+        border, bit = tl.zeros((), tl.uint32), tl.full((), 0x80000000, tl.uint32)
+        for _ in range(32):
+            border = tl.where(tl.sum((number >= (border | bit)).to(tl.int32)) >= K, border | bit, border)
+            bit = bit >> 1
+        chosen, equal = (number > border).to(tl.int32), (number == border).to(tl.int32)
+        room = K - tl.sum(chosen)
+        chosen += equal * (tl.cumsum(equal, 0) <= room).to(tl.int32)
+    to = out + (token * tl.num_programs(1) + part) * K
+    tl.store(to + tl.cumsum(chosen, 0) - chosen, column, mask=chosen > 0)
+    tl.store(to + lane, tl.full((BLOCK,), -1, tl.int32), mask=(lane >= tl.sum(chosen)) & (lane < K))
 
 
 def choose(scores_TS: Tensor, positions_T: Tensor, topk: int) -> Tensor:
     """The positions of the `topk` highest scores of each token, of 0 to its own: → int32 [T, topk], rising, -1 after
-    the last where it sees fewer. Of equal scores at the border the latest are chosen, so all ranks choose the same.
+    the last where it sees fewer. Of equal scores at the border the first are chosen, so all ranks choose the same.
+
+    A context longer than a program compares at once is cut into parts, and the highest of each are the candidates of
+    the next launch, in rising order: a choice among them is the choice among all.
     """
-    out_TK = torch.empty(len(scores_TS), topk, dtype=torch.int32, device=scores_TS.device)
-    # at least a number for each thread of 8 warps
-    block = min(COLUMNS, triton.next_power_of_2(max(topk, scores_TS.shape[1], 256)))
-    _choose[(len(scores_TS),)](
-        scores_TS, positions_T, out_TK, scores_TS.shape[1], K=topk, BLOCK=block, **launch_config(scores_TS, 8)
-    )
-    return out_TK
+    tokens, columns = scores_TS.shape
+    block = min(max(AT_ONCE, 4 * triton.next_power_of_2(topk)), triton.next_power_of_2(max(columns, topk)))
+    chosen_TK, width = None, columns
+    while chosen_TK is None or width > topk:
+        parts = triton.cdiv(width, block)
+        out = torch.empty(tokens, parts * topk, dtype=torch.int32, device=scores_TS.device)
+        _choose[tokens, parts](
+            scores_TS, positions_T, chosen_TK, out, columns, width, K=topk, BLOCK=block,
+            **launch_config(scores_TS, min(max(block // 512, 4), 16)),
+        )  # fmt: skip
+        chosen_TK, width = out, parts * topk
+    return chosen_TK
+
+
+@triton.jit
+def _load_latents(plane, place, dtype: constexpr, RANK: constexpr, ROPE: constexpr, N: constexpr):
+    """Latents and rotated keys of N rows of a plane, which is of numbers or of records."""
+    dim, turn = tl.arange(0, RANK)[None, :], tl.arange(0, ROPE)[None, :]
+    if plane.dtype.element_ty == tl.uint8:
+        tiles: constexpr = (RANK + 127) // 128
+        row = RANK + 4 * tiles + 2 * ROPE
+        codes = tl.load(plane.to(tl.pointer_type(tl.float8e4nv)) + place[:, None] * row + dim)
+        at = plane + RANK + place[:, None] * row
+        scales = tl.load(at.to(tl.pointer_type(tl.float32)) + tl.arange(0, tiles)[None, :])
+        latent = tl.reshape(codes.to(tl.float32), (N, tiles, RANK // tiles)) * scales[:, :, None]
+        latent = tl.reshape(latent, (N, RANK)).to(dtype)
+        rope = tl.load((at + 4 * tiles).to(tl.pointer_type(tl.bfloat16)) + turn).to(dtype)
+    else:
+        at = plane + place[:, None] * (RANK + ROPE)
+        latent, rope = tl.load(at + dim).to(dtype), tl.load(at + RANK + turn).to(dtype)
+    return latent, rope
 
 
 @triton.jit(do_not_specialize=["splits", "table_row"], do_not_specialize_on_alignment=["table", "positions", "rows"])
 def _attend(
-    query, plane, plane_scale, chosen, rows, table, positions, out, lse, scale, heads, splits, query_token, query_head,
+    query, plane, chosen, rows, table, positions, paths, out, lse, scale, heads, splits, query_token, query_head,
     table_row,
     K: constexpr, RANK: constexpr, ROPE: constexpr, M: constexpr, N: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    """Program (t, s, b): split s of the chosen tokens of token t, for the b-th block of its heads."""
+    """Program (t, s, b): split s of the chosen tokens of token t, for the b-th block of its heads. chosen: None is all
+    that the token sees, K at most.
+    """
     wait_for_previous(PDL)
     token, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     head, key = tl.program_id(2) * M + tl.arange(0, M), tl.arange(0, N)
     real, at = head < heads, (token * heads + head) * splits + split
-    count = tl.minimum(tl.load(positions + token).to(tl.int32) + 1, K)
+    position = tl.load(positions + token).to(tl.int32)
+    count = tl.minimum(position + 1, K)
     each = tl.cdiv((K + N - 1) // N, splits) * N
     first, last = split * each, tl.minimum(split * each + each, count)
     if first >= last:
         tl.store(lse + at, tl.full((M,), -float("inf"), tl.float32), mask=real)
         return
     at_q = query + token * query_token + head[:, None] * query_head
-    q, rope_q, strength = load_queries(at_q, real, plane_scale, scale, RANK, ROPE, M)
+    q, rope_q, strength = load_queries(at_q, real, None, scale, RANK, ROPE, M)
     top, total, sums = empty_softmax(M, RANK)
     row_pages = table + tl.load(rows + token).to(tl.int64) * table_row
     for start in range(first, last, N):
-        is_seen = start + key < last
-        column = tl.load(chosen + token * K + start + key, mask=is_seen, other=0)
-        place = tl.load(row_pages + column // 64).to(tl.int64) * 64 + column % 64
-        at_k = plane + place[:, None] * (RANK + ROPE)
-        latent = tl.load(at_k + tl.arange(0, RANK)[None, :]).to(q.dtype)
-        rope_k = tl.load(at_k + RANK + tl.arange(0, ROPE)[None, :]).to(q.dtype)
+        column = tl.minimum(start + key, last - 1)
+        if chosen is not None:
+            column = tl.load(chosen + token * K + column)
+        if paths is None:
+            place = tl.load(row_pages + column // 64).to(tl.int64) * 64 + column % 64
+        else:
+            place = path_rows(paths, row_pages, token, position, column)
+        latent, rope_k = _load_latents(plane, place, q.dtype, RANK, ROPE, N)
         scores = tl.dot(rope_q, rope_k.T, tl.dot(q, latent.T, input_precision="ieee"), input_precision="ieee")
-        scores = tl.where(is_seen[None, :], scores, -float("inf"))
+        scores = tl.where((start + key < last)[None, :], scores, -float("inf"))
         top, total, sums = add_values(scores, latent, strength, top, total, sums)
-    store_states(out, lse, at, real, plane_scale, top, total, sums, RANK)
+    store_states(out, lse, at, real, None, top, total, sums, RANK)
 
 
-def attend_tiles(heads: int) -> TileConfig:
+def attend_tiles(heads: int, is_record: bool) -> TileConfig:
+    """What the compiler spills least of: nothing, but 48 bytes of records for more than 16 heads."""
     if heads <= 16:
-        return TileConfig(16, 64, 8, 2)
-    return TileConfig(32, 32, 8, 2) if heads <= 32 else TileConfig(64, 64, 8, 2)
+        return TileConfig(16, 64, 8 if is_record else 4, 2)
+    return TileConfig(32, 32, 8, 2) if heads <= 32 and not is_record else TileConfig(64, 32, 8, 2)
 
 
 def attend(
-    query_THD: Tensor, latents: LatentPlane, chosen_TK: Tensor, rows: QueryRows, *, scale: float, rank: int
+    query_THD: Tensor,
+    latents: LatentPlane,
+    chosen_TK: Tensor | None,
+    rows: QueryRows,
+    topk: int,
+    *,
+    scale: float,
+    rank: int,
+    splits: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Absorbed attention to the chosen tokens: → (partial [T, H, s, r], LSE float32 [T, H, s]), as `mla.triton.decode`.
 
-    query_THD: multiplied by W_UK and rotated.
+    query_THD: multiplied by W_UK and rotated. chosen_TK: None is all that a token sees, `topk` at most. splits: 0 is
+    the fastest number; a given one and `topk` alone decide how a token's context is cut.
     """
     tokens, heads, dim = query_THD.shape
-    tiles, topk = attend_tiles(heads), chosen_TK.shape[1]
+    assert latents.scale is None, "numbers of the model's type, or records"
+    tiles = attend_tiles(heads, latents.paged_PSD.dtype == torch.uint8)
     blocks = triton.cdiv(heads, tiles.rows)
-    splits = waves(tokens * blocks, topk)
+    splits = splits or waves(tokens * blocks, topk)
     partial = torch.empty(tokens, heads, splits, rank, dtype=query_THD.dtype, device=query_THD.device)
     lse = torch.empty(tokens, heads, splits, dtype=torch.float32, device=query_THD.device)
     _attend[tokens, splits, blocks](
-        query_THD, latents.paged_PSD.view(-1, dim), latents.scale, chosen_TK, *rows, partial, lse, scale * LOG2E, heads,
+        query_THD, latents.paged_PSD, chosen_TK, *rows, partial, lse, scale * LOG2E, heads,
         splits, *query_THD.stride()[:2], rows.table_RL.stride(0),
         K=topk, RANK=rank, ROPE=dim - rank, M=tiles.rows, N=tiles.keys, **tiles.options(query_THD),
     )  # fmt: skip

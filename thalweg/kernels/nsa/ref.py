@@ -3,8 +3,8 @@ are pooled by their mean, and all three branches read the same keys and values. 
 
 A token at position t, in block c:
 - Compression: attention to the pooled blocks whose last token is at most t; 0 where there is none.
-- Selection: attention to the tokens up to t of `topk` blocks. First those of 0, c - 1 and c; then by the weight of the
-  block in compression, which the query heads of a key head average. Of equal blocks the latest is chosen.
+- Selection: attention to the tokens up to t of `topk` blocks. First c, c - 1 and 0, in this order; then by the weight of
+  the block in compression, which the query heads of a key head average. Of equal blocks the first is chosen.
 - Window: attention to the last `window` tokens, its own among them.
 
 The result is the sum of the three, each times its gate.
@@ -23,7 +23,7 @@ from torch import Tensor
 from thalweg.kernels.attend.args import QueryRows
 
 PAGE = 64  # tokens of a page, and of a block
-FORCED = 2.0  # the score of a block that is always chosen; weights are at most 1
+FORCED = 2.0  # least score of a block that is always chosen; weights are at most 1
 
 
 class NsaPlanes(NamedTuple):
@@ -106,6 +106,7 @@ def _choose(weights_tKB: Tensor, own_t1: Tensor, topk: int) -> Tensor:
     """Which blocks are selected: → bool [t, K, B]. Of fewer than topk all are, and some later ones."""
     block_B = torch.arange(weights_tKB.shape[2], device=own_t1.device)
     is_forced, is_later = (block_B == 0) | (block_B >= own_t1 - 1), block_B > own_t1
-    scores = weights_tKB.masked_fill(is_forced[:, None], FORCED).masked_fill(is_later[:, None], -1.0)
-    latest_first = scores.flip(2).sort(dim=2, descending=True, stable=True).indices[..., :topk]
-    return torch.zeros_like(scores, dtype=torch.bool).scatter_(2, latest_first, True).flip(2)
+    forced = FORCED + (block_B >= own_t1 - 1).float() + (block_B >= own_t1)
+    scores = torch.where(is_forced[:, None], forced[:, None], weights_tKB).masked_fill(is_later[:, None], -1.0)
+    first = scores.sort(dim=2, descending=True, stable=True).indices[..., :topk]
+    return torch.zeros_like(scores, dtype=torch.bool).scatter_(2, first, True)

@@ -150,8 +150,9 @@ def _compress(
         page = tl.load(row_pages + start + block, mask=is_full, other=0).to(tl.int64)
         products = _products(q, pooled_key, page, is_full, kv_head, kv_heads, KEY, KEYS)
         score = tl.sum(tl.exp2(products * scale - base[:, None]) * share[:, None], 0)
-        is_forced = (start + block == 0) | (start + block >= own - 1)
-        tl.store(scores + pair * columns + start + block, tl.where(is_forced, FORCED, score), mask=start + block <= own)
+        near = (start + block >= own - 1).to(tl.float32) + (start + block >= own).to(tl.float32)
+        score = tl.where((start + block == 0) | (near > 0), FORCED + near, score)
+        tl.store(scores + pair * columns + start + block, score, mask=start + block <= own)
     tl.store(own_blocks + pair, own)
 
 
@@ -225,12 +226,12 @@ def attend(
     scores = torch.empty(pairs, columns, dtype=torch.float32, device=device)
     own_blocks = torch.empty(pairs, dtype=torch.int32, device=device)
     _compress[tokens, kv_heads](
-        query_THd, gates_TH3, planes.pooled_key_PKd, planes.pooled_value_PKv, *rows, out, scores, own_blocks, scale,
+        query_THd, gates_TH3, planes.pooled_key_PKd, planes.pooled_value_PKv, *rows[:3], out, scores, own_blocks, scale,
         columns, *strides, **dims, M=tile.rows, N=tile.keys, **tile.options(out),
     )  # fmt: skip
     chosen = choose(scores, own_blocks, config.topk)  # blocks of tokens and key heads, not tokens of tokens
     _attend[tokens, kv_heads](
-        query_THd, gates_TH3, planes.key_PSKd, planes.value_PSKv, chosen, *rows, out, scale, *strides,
+        query_THd, gates_TH3, planes.key_PSKd, planes.value_PSKv, chosen, *rows[:3], out, scale, *strides,
         TOPK=config.topk, WINDOW=config.window, **dims, M=tile.rows, **tile.options(out),
     )  # fmt: skip
     return out

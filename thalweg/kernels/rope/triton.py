@@ -23,6 +23,7 @@ from thalweg.kernels.attend.triton import wait_for_previous
 from thalweg.kernels.launch import launch_config
 
 E4M3_MAX = constexpr(448.0)
+LARGEST = constexpr(2.0**126)  # as in `memory.records`
 BF16_MAX = constexpr(3.3895313892515355e38)
 MOST_AT_ONCE = 64  # tokens of one program of `mla_absorb`
 HEADS_AT_ONCE = 16  # query heads of one program: of 64 dims, one 16-byte access for each of 128 threads
@@ -69,6 +70,30 @@ def encode(x, scale, dtype: constexpr):
 
 
 @triton.jit
+def codes_of(x_ND):
+    """Rows in e4m3 and the scale of each, as `memory.records.quantize`: a power of two, by the bits of the largest."""
+    x_ND = tl.where(x_ND == x_ND, tl.minimum(tl.maximum(x_ND, -LARGEST), LARGEST), 0.0)
+    largest = tl.maximum(tl.max(tl.abs(x_ND), 1), 1e-4)
+    # 448 is 1.75 * 2^8: a fraction beyond .75 carries into the exponent
+    exponent = ((largest.to(tl.int32, bitcast=True) + 0x1FFFFF) >> 23) - 8
+    inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    return (x_ND * inverse[:, None]).to(tl.float8e4nv), (exponent << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def store_record(at, x_r, key, RANK: constexpr, ROPE: constexpr):
+    """Stores a latent and its rotated key as `memory.records.encode_record` lays them out. at: uint8."""
+    tile: constexpr = min(RANK, 128)
+    tiles: constexpr = RANK // tile
+    codes, scales = codes_of(tl.reshape(x_r, (tiles, tile)))
+    dims = tl.arange(0, tiles)[:, None] * tile + tl.arange(0, tile)[None, :]
+    tl.store(at.to(tl.pointer_type(tl.float8e4nv)) + dims, codes)
+    tl.store((at + RANK).to(tl.pointer_type(tl.float32)) + tl.arange(0, tiles), scales)
+    to_key = (at + RANK + 4 * tiles).to(tl.pointer_type(tl.bfloat16))
+    tl.store(to_key + tl.arange(0, ROPE), encode(key, None, tl.bfloat16))
+
+
+@triton.jit
 def normed(x_ND, weight, eps, DIM: constexpr):
     if weight is not None:
         x_ND = x_ND * (1 / tl.sqrt(tl.sum(x_ND * x_ND, 1) / DIM + eps))[:, None]
@@ -97,8 +122,11 @@ def _store_token(
             tl.store(at + dim, encode(x_r, None, latent.dtype.element_ty))
             tl.store(at + RANK + col, encode(key, None, latent.dtype.element_ty))
         row = plane + tl.load(write + token) * plane_row
-        tl.store(row + dim, encode(x_r, scale, plane.dtype.element_ty))
-        tl.store(row + RANK + col, encode(key, scale, plane.dtype.element_ty))
+        if plane.dtype.element_ty == tl.uint8:
+            store_record(row, x_r, key, RANK, ROPE)
+        else:
+            tl.store(row + dim, encode(x_r, scale, plane.dtype.element_ty))
+            tl.store(row + RANK + col, encode(key, scale, plane.dtype.element_ty))
     else:
         head = (block - 1) * HEADS + tl.arange(0, HEADS)
         real = (head < heads)[:, None]
