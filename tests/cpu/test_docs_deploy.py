@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -113,6 +115,44 @@ def test_kubernetes_runs_what_the_command_line_understands() -> None:
     variables = {one["name"] for one in container["env"]}
     assert set(re.findall(r"\$\((\w+)\)", " ".join(container["args"]))) <= variables
     assert pod["spec"]["securityContext"]["runAsUser"] == int(only("USER"))
+
+
+def test_several_nodes_run_what_the_command_line_understands() -> None:
+    text = (ROOT / "deploy/kubernetes/thalweg-nodes.yaml").read_text(encoding="utf-8")
+    group, service = yaml.safe_load_all(text)
+    template = group["spec"]["leaderWorkerTemplate"]
+    (container,) = template["workerTemplate"]["spec"]["containers"]
+    # what the controller sets: https://lws.sigs.k8s.io/docs/reference/labels-annotations-and-environment-variables/
+    told = {"LWS_GROUP_SIZE": str(template["size"]), "LWS_WORKER_INDEX": "1", "LWS_LEADER_ADDRESS": "thalweg-0.thalweg"}
+    words = [re.sub(r"\$\((\w+)\)", lambda found: told[found[1]], word) for word in container["args"]]
+    parallel = served(words).parallel
+    assert (parallel.nnodes, parallel.node_rank, parallel.dist_init_addr) == (2, 1, "thalweg-0.thalweg:29500")
+    assert parallel.tp_size == template["size"] * container["resources"]["limits"]["nvidia.com/gpu"]
+    assert service["spec"]["selector"]["leaderworkerset.sigs.k8s.io/worker-index"] == "0", "the others speak no HTTP"
+
+
+def test_slurm_starts_a_command_on_each_node(tmp_path: Path) -> None:
+    """With stand-ins for SLURM's commands, one task after the other."""
+    script = ROOT / "deploy/slurm/thalweg.sbatch"
+    programs = {
+        "scontrol": "echo node-a; echo node-b",
+        "srun": 'shift; for i in 0 1; do SLURM_NODEID=$i "$@"; done',
+        "thalweg": 'printf "%s\\n" "$*"',
+    }
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    told = {"SLURM_JOB_NODELIST": "node-[a-b]", "SLURM_NNODES": "2", "SLURM_GPUS_PER_NODE": "8"}
+    env = {**os.environ, **told, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["bash", str(script), "org/name", "--max-itl-ms", "50"], env=env, capture_output=True, text=True, check=True
+    )
+    for number, line in enumerate(done.stdout.splitlines()):
+        config = served(line.split())
+        parallel = config.parallel
+        assert (parallel.tp_size, parallel.nnodes, parallel.node_rank) == (16, 2, number)
+        assert parallel.dist_init_addr == "node-a:29500" and config.model.model == "org/name"
+    assert done.stdout.count("\n") == 2
 
 
 def test_kubernetes_probes_and_volumes() -> None:

@@ -34,7 +34,7 @@ GPU = Machine(
     "a CPU", 8, 200 << 30, 100 << 30, ("NVIDIA H100 80GB HBM3",), 70 << 30, "9.0", frozenset({"triton", "deep_gemm"})
 )
 CPU = dataclasses.replace(GPU, gpus=(), gpu_free=0, capability="")
-ASSERTIONS = {"quantization"}  # settings that state a fact of the checkpoint
+ASSERTIONS = {"quantization", "node_rank"}  # settings that state a fact of the checkpoint, or of this machine
 BASES: list[tuple[Machine, dict[str, Any]]] = [  # a setting has to have its effect in one of them
     (CPU, {"model": TINY}),
     (GPU, {"model": "LARGE"}),
@@ -45,6 +45,8 @@ BASES: list[tuple[Machine, dict[str, Any]]] = [  # a setting has to have its eff
     (CPU, {"model": TINY, "speculative_algorithm": "NEXTN", "speculative_acceptance": "relaxed"}),
     (CPU, {"model": TINY, "speculative_algorithm": "NEXTN", "speculative_simulate_accept_length": 1.5}),
     (CPU, {"model": TINY, "speculative_algorithm": "NEXTN", "allow_simulated_acceptance": True}),
+    (CPU, {"model": TINY, "tp_size": 2, "dist_init_addr": "10.0.0.1:29500"}),
+    (CPU, {"model": TINY, "tp_size": 2, "nnodes": 2, "dist_init_addr": "10.0.0.2:29500"}),
 ]
 TEXTS = {  # of settings without choices that are no number
     "model": "LARGE",
@@ -56,6 +58,7 @@ TEXTS = {  # of settings without choices that are no number
     "tool_call_parser": "qwen25",
     "cache_dir": "kernels",
     "attention_backend": "reference",
+    "dist_init_addr": "10.0.0.1:29500",
     "dsa_prefill_backend": "triton",
     "dsa_decode_backend": "triton",
     "dsa_topk_backend": "torch",

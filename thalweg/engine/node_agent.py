@@ -1,7 +1,7 @@
 """The agent of a node: runs the node's part of the processes of an engine, and copies plans from and to other nodes.
 
-The first node's client starts its own; on other nodes it is what `thalweg serve --node-rank N` runs. An agent that loses
-the first node ends its processes and connects again.
+The first node's client starts its own; on other nodes it is what `thalweg serve --node-rank N` runs. An agent that
+loses the first node ends its processes and connects again.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class NodeAgent:
         self._members = members_of(config, Path(), node) if node else []
 
     def run(self) -> None:
-        """Until the first node says leave. Raises EngineDead if it refuses this node; of the first node's own agent also
-        when the client has ended.
+        """Until the first node says leave. Raises EngineDead if it refuses this node; of the first node's own agent
+        also when the client has ended.
         """
         while True:
             link = self._connected()

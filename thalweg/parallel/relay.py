@@ -1,8 +1,9 @@
 """Copies plans and step records between nodes, so that the processes of each node find them in their own shared memory.
 
-On the node of a leader the relay is one more follower: it reads each plan and sends it to the nodes that have followers
-of that leader, where a relay writes it as the leader would. Each relay also sends the step records of its own leaders to
-the nodes with other ones. Nodes are connected by ZeroMQ over TCP: one PULL socket of each, and PUSH sockets to it.
+On the node of a leader the relay is one more follower: it reads each plan and sends it to the nodes that have
+followers of that leader, where a relay writes it as the leader would. Each relay also sends the step records of its own
+leaders to the nodes with other ones. Nodes are connected by ZeroMQ over TCP: one PULL socket of each, and PUSH sockets
+to it.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class SharedRecords(NamedTuple):
 
 @dataclass
 class Mirrors:
-    """What a node shares with others. Channels have the number of their leader's process, records that of their copy."""
+    """What a node shares with others. Channels are numbered by their leader's process, records by their copy."""
 
     sent: dict[int, SentPlans] = field(default_factory=dict)
     received: dict[int, PlanChannel] = field(default_factory=dict)

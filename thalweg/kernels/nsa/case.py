@@ -136,7 +136,8 @@ def run(
     **tensors: Tensor,
 ) -> tuple[Tensor, ...]:
     """Stores the step's tokens and attends. kernels: the module that does it. tensors: the fields of the arguments."""
-    planes, rows = (kind(*(tensors[field] for field in kind._fields)) for kind in (NsaPlanes, QueryRows))
+    planes = NsaPlanes(*(tensors[field] for field in NsaPlanes._fields))
+    rows = QueryRows(*(tensors[field] for field in ("rows_T", "table_RL", "positions_T")))
     kernels.write(*(tensors[name] for name in NEW), write_T, planes)
     return (kernels.attend(query_THd, gates_TH3, planes, rows, config, max_kv_len),)
 

@@ -3,8 +3,8 @@ are pooled by their mean, and all three branches read the same keys and values. 
 
 A token at position t, in block c:
 - Compression: attention to the pooled blocks whose last token is at most t; 0 where there is none.
-- Selection: attention to the tokens up to t of `topk` blocks. First c, c - 1 and 0, in this order; then by the weight of
-  the block in compression, which the query heads of a key head average. Of equal blocks the first is chosen.
+- Selection: attention to the tokens up to t of `topk` blocks. First c, c - 1 and 0, in this order; then by the weight
+  of the block in compression, which the query heads of a key head average. Of equal blocks the first is chosen.
 - Window: attention to the last `window` tokens, its own among them.
 
 The result is the sum of the three, each times its gate.
