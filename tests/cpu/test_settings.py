@@ -34,7 +34,11 @@ GPU = Machine(
     "a CPU", 8, 200 << 30, 100 << 30, ("NVIDIA H100 80GB HBM3",), 70 << 30, "9.0", frozenset({"triton", "deep_gemm"})
 )
 CPU = dataclasses.replace(GPU, gpus=(), gpu_free=0, capability="")
-ASSERTIONS = {"quantization", "node_rank"}  # settings that state a fact of the checkpoint, or of this machine
+ASSERTIONS = {
+    "quantization",
+    "node_rank",
+    "launcher",
+}  # settings that state a fact of the checkpoint, or of this machine
 BASES: list[tuple[Machine, dict[str, Any]]] = [  # a setting has to have its effect in one of them
     (CPU, {"model": TINY}),
     (GPU, {"model": "LARGE"}),

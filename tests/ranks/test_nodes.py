@@ -149,6 +149,34 @@ def test_a_killed_node_is_named_and_may_come_back(nodes: Nodes) -> None:
     nodes.check()
 
 
+def test_torchrun_starts_both_nodes(tmp_path: Path) -> None:
+    """Two torchruns on this machine, as on two."""
+    with socket.create_server(("127.0.0.1", 0)) as meet, socket.create_server(("127.0.0.1", 0)) as web:
+        address, port = f"127.0.0.1:{meet.getsockname()[1]}", web.getsockname()[1]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+    torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", address, "--no-python"]
+    serve = [sys.executable, "-m", "thalweg", "serve", MODEL, "--tp-size", "2", "--launcher", "torchrun"]
+    log = tmp_path / "log.txt"
+    with log.open("wb") as file:
+        both = [
+            subprocess.Popen([*torchrun, *serve, "--port", str(port)], stdout=file, stderr=file, start_new_session=True)
+            for _ in range(2)
+        ]
+    try:
+        deadline, url = time.monotonic() + START_S, f"http://127.0.0.1:{port}/ready"
+        while True:
+            assert time.monotonic() < deadline and all(one.poll() is None for one in both), log.read_text()[-3000:]
+            with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=2):
+                break
+            time.sleep(0.2)
+    finally:
+        for one in both:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(one.pid, signal.SIGKILL)
+            one.wait()
+    assert "node 1 (" in log.read_text()
+
+
 def test_a_node_that_does_not_fit_is_refused(nodes: Nodes) -> None:
     command = [sys.executable, "-m", "thalweg", "serve", MODEL, *LAYOUT, "--nnodes", "2", "--node-rank", "1"]
     done = subprocess.run([*command, "--dist-init-addr", nodes.address], capture_output=True, text=True, timeout=60)

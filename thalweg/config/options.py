@@ -62,6 +62,11 @@ TOOL_CALL_PARSERS = {
     "none": "calls stay in the text",
 }
 DSA_BACKENDS = {"triton": "Triton kernels, which have not run on a GPU yet", "torch": "PyTorch on a GPU"}
+LAUNCHERS = {
+    "local": "you, or a scheduler such as SLURM or Kubernetes",
+    "ray": "tasks of the Ray cluster that this machine belongs to",
+    "torchrun": "torchrun, once on each machine: it says --nnodes, --node-rank and --dist-init-addr",
+}
 A2A_BACKENDS = {
     "none": "the same as allgather",
     "allgather": "each device gets the tokens of all data-parallel ranks",
@@ -374,6 +379,7 @@ class ParallelOptions(Section):
     dist_init_addr: str | None = setting(
         None, "where the first of several machines listens for the others", metavar="HOST:PORT", auto="one machine"
     )
+    launcher: str = setting("local", "what runs the command on the other machines", choices=LAUNCHERS)
     tp_size: int = setting(
         1,
         "processes that share every layer, a device each (tensor parallelism)",

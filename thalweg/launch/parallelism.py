@@ -67,6 +67,8 @@ def _resolve_nodes(parallel: ParallelOptions, decisions: Decisions) -> None:
     nodes, node, address = parallel.nnodes, parallel.node_rank, parallel.dist_init_addr
     if node >= nodes:
         raise UnsupportedConfig(f"node_rank: {node} is none of --nnodes {nodes}, which count from 0")
+    if nodes == 1 and parallel.launcher != "local":
+        raise UnsupportedConfig(f"launcher: {parallel.launcher} is for several nodes; use --nnodes 2 or more")
     if nodes > 1:
         if address is None or not re.fullmatch(r".+:\d{1,5}", address):
             raise UnsupportedConfig(
