@@ -75,6 +75,7 @@ torch-compile-max-bs torch-compile enable-torch-compile: not needed: captured st
     torch.compile makes
 disable-cuda-graph-padding: use --cuda-graph-bs, which says which rows are recorded
 enable-memory-saver custom-weight-loader: not in this version
+master-addr master-port: use --dist-init-addr HOST:PORT
 api-server-count: not in this version: one process serves one engine
 max-logprobs: not needed: the limit is fixed, and the error names it
 profile: use thalweg roofline, or POST /start_profile while a server runs

@@ -203,6 +203,8 @@ class LoadOptions(Section):
         "what chooses the highest scores of an indexer (DSA)",
         meanings=DSA_BACKENDS,
         foreign=("nsa-topk-backend",),
+        off="torch",
+        on="triton",
         auto="that which computes the scores",
     )
     moe_runner_backend: str | None = setting(
