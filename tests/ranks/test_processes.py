@@ -10,7 +10,6 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -21,6 +20,7 @@ from tests.ranks.group import SPAWN
 from thalweg.core.errors import EngineDead, InvalidRequest
 from thalweg.core.messages import DumpExperts, Fatal, FlushCache, StartProfile, UpdateWeights
 from thalweg.core.sampling import SamplingParams
+from thalweg.engine.child import EngineProcess
 from thalweg.engine.client import EngineClient
 from thalweg.engine.group import Member, members_of, rank_name
 from thalweg.engine.local import LocalEngine
@@ -190,9 +190,10 @@ def test_a_stopped_process_is_the_cause_of_what_others_report() -> None:
     """Other ranks wait for it in vain, and may say so first."""
     processes = object.__new__(EngineProcesses)
     processes.members, processes.own = [Member(i, i, f"rank {i}") for i in range(2)], 0
-    processes.spawned = [SimpleNamespace(child=SPAWN.Process(target=time.sleep, args=(60,))) for _ in range(2)]
-    for child in processes.children:
-        child.start()
+    processes.spawned = [object.__new__(EngineProcess) for _ in range(2)]
+    for spawned in processes.spawned:
+        spawned.child = SPAWN.Process(target=time.sleep, args=(60,))
+        spawned.child.start()
     try:
         assert processes.killed(or_stopped=True) == ""
         os.kill(processes.children[1].pid or 0, signal.SIGSTOP)

@@ -61,9 +61,10 @@ class EngineProcesses:
         if self.nodes is not None:
             self.spawned += self.nodes.start(self.config, members, self.addresses)
             return
-        self.spawned += [EngineProcess(member.name) for member in members[len(self.spawned) :]]
-        for spawned, member, address in zip(self.spawned, members, self.addresses, strict=True):
-            assert isinstance(spawned, EngineProcess), "nodes start others"
+        own = [spawned for spawned in self.spawned if not isinstance(spawned, RemoteProcess)]
+        own += [EngineProcess(member.name) for member in members[len(own) :]]
+        self.spawned = [*own]
+        for spawned, member, address in zip(own, members, self.addresses, strict=True):
             spawned.run(self.config, member, address)
 
     @property

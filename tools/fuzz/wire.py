@@ -178,6 +178,8 @@ class Wire(Target):
 class _FakeProcess:
     """See `engine.child.EngineProcess`."""
 
+    is_stopped, how_ended = False, "ended with exit code 0"
+
     def __init__(self, messages: list[bytes], name: str = "") -> None:
         self.child = _FakeEngine(messages)
 
