@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from tests.soak import cache, kills, ranks, scheduler
+from tests.soak import cache, kills, ranks, scheduler, triples
 
 pytestmark = pytest.mark.soak
 
@@ -25,6 +25,10 @@ def test_twenty_lost_processes():
     """KILLS=200 for more."""
     count = kills.main(int(os.environ.get("KILLS", "20")), seed=0, seconds=1e6)
     assert count["killed"] and count["stopped"]
+
+
+def test_all_triples_of_features_over_ranks():
+    assert triples.main(seed=0)["cases"] > 150
 
 
 def test_ten_thousand_steps_of_four_ranks():
