@@ -188,7 +188,7 @@ class ProcessGroup:
         for node, mirrors in zip(nodes, every_mirrors, strict=True):
             members += members_of(config, Path(), node, mirrors)
         while len(self.inboxes) < config.nnodes:
-            self.inboxes.append(RelayInbox(failures.append))
+            self.inboxes.append(RelayInbox(failures.append, "127.0.0.1"))
         addresses = [f"tcp://127.0.0.1:{inbox.port}" for inbox in self.inboxes]
         for inbox, mirrors in zip(self.inboxes, every_mirrors, strict=False):
             inbox.relay = Relay(mirrors, self.cases, addresses, PATIENCE, failures.append)

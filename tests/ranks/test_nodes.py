@@ -171,10 +171,13 @@ def test_torchrun_starts_both_nodes(tmp_path: Path) -> None:
             time.sleep(0.2)
     finally:
         for one in both:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(one.pid, signal.SIGKILL)
+            one.kill()
             one.wait()
     assert "node 1 (" in log.read_text()
+    deadline = time.monotonic() + NAMED_S
+    while subprocess.run(["pgrep", "-f", f"thalweg serve .*--port {port}"], stdout=subprocess.DEVNULL).returncode == 0:
+        assert time.monotonic() < deadline, "the servers end with torchrun"
+        time.sleep(0.1)
 
 
 def test_a_node_that_does_not_fit_is_refused(nodes: Nodes) -> None:

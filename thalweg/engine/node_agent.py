@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
+import random
 import signal
 import socket
 import sys
@@ -24,7 +26,7 @@ from thalweg.config.engine import EngineConfig
 from thalweg.core import logs
 from thalweg.core.errors import EngineDead
 from thalweg.engine.child import EngineProcess
-from thalweg.engine.group import members_of, place_of, timeout_of
+from thalweg.engine.group import Member, members_of, place_of, timeout_of
 from thalweg.engine.node_link import (
     BEAT_S,
     LOST_S,
@@ -37,6 +39,7 @@ from thalweg.engine.node_link import (
     Processes,
     Signal,
     Start,
+    fingerprint,
     interface_of,
     split_address,
 )
@@ -45,6 +48,7 @@ from thalweg.parallel.relay import Mirrors, Relay, RelayInbox
 
 log = logging.getLogger("thalweg.node")
 RETRY_S = 0.5  # between two attempts to connect
+DRAIN_MARGIN_S = 10.0
 SWITCH_S = 1e-4  # a thread that polls gives way to one that relays after this
 
 
@@ -52,13 +56,16 @@ class NodeAgent:
     """One node's. paths: fields of a configuration that are this node's own, such as the folder of the checkpoint."""
 
     def __init__(self, config: EngineConfig, node: int, paths: Mapping[str, str]) -> None:
-        """config: as this node has resolved it."""
+        """config: as this node has resolved it; the first node's replaces it at the first start."""
         self.config, self.node, self.paths = config, node, paths
         self.host, self.port = split_address(config.dist_init_addr)
-        self._inbox = RelayInbox(self._fail)
+        self.leaves_at = math.inf  # time.monotonic() after which it does not wait for the first node's drain
+        self.is_connected = False
+        self._id, self._killed = random.getrandbits(32), 0
+        self._inbox: RelayInbox | None = None
         self._start, self._processes = 0, list[EngineProcess]()
         self._spare = list[EngineProcess]()  # that import already
-        self._members = members_of(config, Path(), node) if node else []
+        self._members = list[Member]()
 
     def run(self) -> None:
         """Until the first node says leave. Raises EngineDead if it refuses this node; of the first node's own agent
@@ -74,28 +81,40 @@ class NodeAgent:
                     raise EngineDead(f"the client is lost: {error}") from error
                 log.error("the first node is lost: %s; waiting for it", error)
             finally:
+                self.is_connected = False
                 self._end()
                 link.close()
 
     def _connected(self) -> NodeLink:
-        is_waiting = False
+        """Raises EngineDead if there is no first node for --restart-timeout."""
+        begun, address = time.monotonic(), self.config.dist_init_addr
+        is_waiting, limit = False, self.config.restart_timeout or math.inf
         while True:
             try:
-                link = NodeLink(socket.create_connection((self.host, self.port), timeout=LOST_S))
+                connection = socket.create_connection((self.host, self.port), timeout=LOST_S)
+                own_host = connection.getsockname()[0]
+                link = NodeLink(connection)
             except OSError as error:
+                if time.monotonic() - begun > limit:
+                    raise EngineDead(f"no first node at {address} for {limit:g} s (--restart-timeout)") from error
                 if not is_waiting:
-                    log.info("waiting for the first node at %s: %s", self.config.dist_init_addr, error)
+                    log.info("waiting for the first node at %s: %s", address, error)
                 is_waiting = True
                 time.sleep(RETRY_S)
                 continue
-            name = interface_of(link.hosts[0])
-            for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name else ():
-                os.environ.setdefault(variable, name)  # libraries would take the first interface
+            if name := interface_of(own_host):  # libraries would take the first interface
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+                os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
+            if self._inbox is None:
+                self._inbox = RelayInbox(self._fail, own_host)
+            self.is_connected = True
             return link
 
     def _serve(self, link: NodeLink) -> bool:
         """True: this node is not needed any more. Raises LinkLost and EngineDead."""
-        link.send(Hello(__version__, self.node, self.config.nnodes, self._inbox.port))
+        assert self._inbox is not None, "it is made with the first connection"
+        model = fingerprint(Path(self.config.model_path))
+        link.send(Hello(__version__, self.node, self.config.nnodes, self._inbox.port, self._id, model))
         self._prepare()
         heard, told, codes = time.monotonic(), 0.0, list[int | None]()
         while True:
@@ -110,6 +129,8 @@ class NodeAgent:
             elif time.monotonic() - heard > LOST_S:
                 raise LinkLost(f"no word for {LOST_S:g} s")
             now = [process.child.exitcode for process in self._processes]
+            if time.monotonic() > self.leaves_at:
+                return True
             if now != codes or time.monotonic() - told > BEAT_S:
                 codes, told = now, time.monotonic()
                 link.send(self._report())
@@ -123,8 +144,10 @@ class NodeAgent:
             case Start():
                 self._end()
                 self._begin(message)
-            case Kill() if message.start == self._start:
-                self._kill()
+            case Kill():
+                self._killed = message.start
+                if message.start == self._start:
+                    self._kill()
             case Signal():
                 with contextlib.suppress(ProcessLookupError, IndexError):  # it has just ended
                     os.kill(self._processes[message.process].child.pid or 0, message.number)
@@ -132,16 +155,21 @@ class NodeAgent:
                 pass
 
     def _begin(self, start: Start) -> None:
+        assert self._inbox is not None, "it is made with the first connection"
         config, mirrors = msgspec.structs.replace(start.config, **self.paths), Mirrors()
+        self.config = config  # the first node decides
         meeting = StoreAddress(self.host, start.store_port, f"start{start.number}")
         self._members = members_of(config, meeting, self.node, mirrors)
         self._start = start.number
         self._inbox.relay = Relay(mirrors, start.number, start.relays, timeout_of(config), self._fail)
         self._prepare()
-        self._processes, self._spare = self._spare, []
+        count = config.node_processes
+        self._processes, self._spare = self._spare[:count], self._spare[count:]
         for process, member, address in zip(self._processes, self._members, start.addresses, strict=True):
             process.run(config, member, address)
-        log.info("start %d: %d processes", start.number, len(self._processes))
+        log.info("starting %d processes", len(self._processes))
+        if start.number == self._killed:  # the order to kill it came first
+            self._kill()
 
     def _report(self) -> Processes:
         behind = list[bool]()
@@ -166,11 +194,13 @@ class NodeAgent:
             process.child.kill()
 
     def _end(self) -> None:
+        self._kill()
         for process in self._processes:
             process.close()
-        relay, self._inbox.relay = self._inbox.relay, None
-        if relay is not None:
-            relay.close()
+        if self._inbox is not None:
+            relay, self._inbox.relay = self._inbox.relay, None
+            if relay is not None:
+                relay.close()
         self._processes = []
 
     def close(self) -> None:
@@ -179,10 +209,21 @@ class NodeAgent:
             process.close()
 
 
-def run_agent(config: EngineConfig, node: int, paths: Mapping[str, str]) -> None:
-    """Runs the agent of this node; see `NodeAgent.run`."""
+def run_agent(config: EngineConfig, node: int, paths: Mapping[str, str], drain_timeout: float = 0.0) -> None:
+    """Runs the agent of this node; see `NodeAgent.run`. drain_timeout: seconds after SIGTERM in which the first node
+    may finish requests.
+    """
     sys.setswitchinterval(SWITCH_S)
     agent = NodeAgent(config, node, paths)
+
+    def leave(number: int, frame: object) -> None:
+        if not agent.is_connected or agent.leaves_at < math.inf:
+            sys.exit(0)
+        log.info("SIGTERM: waiting for the first node to finish; send the signal again to stop now")
+        agent.leaves_at = time.monotonic() + drain_timeout + DRAIN_MARGIN_S
+
+    if node:
+        signal.signal(signal.SIGTERM, leave)
     try:
         agent.run()
     finally:

@@ -6,6 +6,8 @@ import fcntl
 import socket
 import struct
 import threading
+import zlib
+from pathlib import Path
 
 import msgspec
 
@@ -25,6 +27,8 @@ class Hello(msgspec.Struct, tag=True, frozen=True):
     node: int
     nnodes: int
     relay_port: int
+    agent: int  # a number of its own: it may connect again before its lost connection is noticed
+    model: str  # `fingerprint` of its checkpoint
 
 
 class Processes(msgspec.Struct, tag=True, frozen=True):
@@ -88,9 +92,9 @@ class NodeLink:
         self._decode = msgspec.msgpack.Decoder(LinkMessage).decode
 
     @property
-    def hosts(self) -> tuple[str, str]:
-        """The addresses of this end and of the other."""
-        return self.socket.getsockname()[0], self.socket.getpeername()[0]
+    def peer(self) -> str:
+        """The address of the other end."""
+        return str(self.socket.getpeername()[0])
 
     def send(self, message: LinkMessage) -> None:
         """Raises LinkLost."""
@@ -114,16 +118,14 @@ class NodeLink:
 
     def _take(self, count: int) -> bytes:
         data = bytearray()
-        try:
-            while len(data) < count:
+        while len(data) < count:
+            try:
                 part = self.socket.recv(count - len(data))
-                if not part:
-                    raise LinkLost("it has closed the connection")
-                data += part
-        except LinkLost:
-            raise
-        except OSError as error:
-            raise LinkLost(_why(error)) from error
+            except OSError as error:
+                raise LinkLost(_why(error)) from error
+            if not part:
+                raise LinkLost("it has closed the connection")
+            data += part
         return bytes(data)
 
     def close(self) -> None:
@@ -140,11 +142,17 @@ def _why(error: OSError) -> str:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """HOST:PORT, the host perhaps in brackets. Raises ValueError."""
-    host, _, port = address.rpartition(":")
-    if not host:
-        raise ValueError(address)
-    return host.strip("[]"), int(port)
+    """HOST:PORT."""
+    host, _, port = address.partition(":")
+    return host, int(port)
+
+
+def fingerprint(folder: Path) -> str:
+    """Of a checkpoint: its configuration and the sizes of its weights."""
+    files = sorted(folder.glob("*.safetensors"))
+    sizes = " ".join(f"{file.name} {file.stat().st_size}" for file in files)
+    config = folder / "config.json"
+    return f"{zlib.crc32(sizes.encode() + (config.read_bytes() if config.is_file() else b'')):08x}"
 
 
 def interface_of(host: str) -> str:

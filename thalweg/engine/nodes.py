@@ -6,13 +6,16 @@ waits until all nodes are there. The processes of a node that is lost count as k
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
+import random
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from pathlib import Path
 
 from torch._C._distributed_c10d import TCPStore  # torch.distributed has it without exporting it
 
@@ -34,12 +37,14 @@ from thalweg.engine.node_link import (
     Processes,
     Signal,
     Start,
+    fingerprint,
     split_address,
 )
 
 log = logging.getLogger("thalweg.nodes")
 REMIND_S = 30.0  # between two log lines about nodes that are missing
 KILLED = -9  # exit code of the processes of a lost node
+SILENT_BEATS = 3  # after so many another agent may take a node's place
 
 
 class RemoteProcess:
@@ -51,18 +56,20 @@ class RemoteProcess:
         self.exitcode: int | None = None
         self.is_stopped = self.is_behind = False
         self.how_ended = ""
+        self.waits_for = ""  # the node, until the processes of all nodes start
         self.sentinel, self._living = os.pipe()  # readable once the process has ended
-        self._ended = threading.Event()
+        self._ended, self._lock = threading.Event(), threading.Lock()
 
     @property
     def child(self) -> RemoteProcess:
         return self
 
     def set_ended(self, code: int, how: str = "") -> None:
-        if self.exitcode is None:
-            self.how_ended, self.exitcode = how or f"ended with exit code {code}", code
-            os.close(self._living)
-            self._ended.set()
+        with self._lock:
+            if self.exitcode is None:
+                self.how_ended, self.exitcode = how or f"ended with exit code {code}", code
+                os.close(self._living)
+                self._ended.set()
 
     def join(self, timeout: float | None = None) -> None:
         self._ended.wait(timeout)
@@ -91,23 +98,34 @@ class Nodes:
             raise UnsupportedConfig(f"dist_init_addr: cannot listen at {self.address}: {error.strerror}") from error
         self._store = TCPStore(self.host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=LOST_S))
         self._links, self._relays = dict[int, NodeLink](), dict[int, str]()
+        self._agents, self._heard = dict[int, int](), dict[int, float]()  # numbers of agents; when they sent something
+        self._model = fingerprint(Path(config.model_path))
         self._changed = threading.Condition()  # holds for all fields
-        self._start = 0
+        self._start = random.getrandbits(30)  # agents may have heard of another server's starts
         self._processes = list[RemoteProcess]()  # of the last start
         self._is_started = self._is_closed = False
-        self._own_agent = SPAWN.Process(target=node_agent.main, args=(config,), name="thalweg-node")
-        self._own_agent.start()
+        self._config = config
+        self._start_own_agent()
         for work in self._accept, self._beat:
             threading.Thread(target=work, name="nodes", daemon=True).start()
 
+    def _start_own_agent(self) -> None:
+        self._own_agent = SPAWN.Process(target=node_agent.main, args=(self._config,), name="thalweg-node")
+        self._own_agent.start()
+        atexit.register(self._own_agent.kill)  # else multiprocessing would wait for it at exit
+
     def start(self, config: EngineConfig, members: Sequence[Member], addresses: Sequence[str]) -> list[RemoteProcess]:
         """The processes of a new engine, which start once all nodes are there. addresses: of the client's sockets."""
+        if not self._own_agent.is_alive():
+            self._start_own_agent()
         with self._changed:
             self._start, self._is_started, number = self._start + 1, False, self._start + 1
             made = self._processes = [
                 RemoteProcess(member.name, lambda: self._kill(number), self._signal(i))
                 for i, member in enumerate(members)
             ]
+            for i, process in enumerate(made):
+                process.waits_for = f"node {i // self.per_node}"
         threading.Thread(target=self._begin, args=(number, config, tuple(addresses)), daemon=True).start()
         return made
 
@@ -122,20 +140,24 @@ class Nodes:
                 link.send(Leave())
             except LinkLost:
                 continue
+        self._listener.shutdown(socket.SHUT_RDWR)  # frees the thread that accepts
         self._listener.close()
         self._own_agent.join(LOST_S)
         self._own_agent.kill()
+        atexit.unregister(self._own_agent.kill)
         for link in links:
             link.close()
 
     # ---- starts
 
     def _begin(self, number: int, config: EngineConfig, addresses: tuple[str, ...]) -> None:
-        if not self._wait_for_all(number):
-            return
         with self._changed:
+            if not self._wait_for_all(number):
+                return
             relays = tuple(self._relays[node] for node in range(self.count))
             links, self._is_started = dict(self._links), True
+            for process in self._processes:
+                process.waits_for = ""
         for node, link in links.items():
             own = addresses[node * self.per_node : (node + 1) * self.per_node]
             try:
@@ -144,13 +166,12 @@ class Nodes:
                 self._lose(node, link, str(error))
 
     def _wait_for_all(self, number: int) -> bool:
-        """False: this start is over before it began."""
-        with self._changed:
-            while self._is_current(number) and len(self._links) < self.count:
-                if not self._changed.wait(REMIND_S):
-                    missing = [str(node) for node in range(self.count) if node not in self._links]
-                    log.warning("waiting at %s for node %s", self.address, ", ".join(missing))
-            return self._is_current(number)
+        """False: this start is over before it began. The caller holds the lock."""
+        while self._is_current(number) and len(self._links) < self.count:
+            if not self._changed.wait(REMIND_S):
+                missing = [str(node) for node in range(self.count) if node not in self._links]
+                log.warning("waiting at %s for node %s", self.address, ", ".join(missing))
+        return self._is_current(number)
 
     def _is_current(self, number: int) -> bool:
         return not self._is_closed and number == self._start and self._processes[0].exitcode is None
@@ -186,11 +207,15 @@ class Nodes:
     # ---- connections
 
     def _accept(self) -> None:
-        while not self._is_closed:
+        while True:
             try:
                 link = NodeLink(self._listener.accept()[0])
-            except OSError:  # closed
-                return
+            except OSError as error:
+                if self._is_closed:
+                    return
+                log.warning("a node cannot connect: %s", error)
+                time.sleep(BEAT_S)
+                continue
             threading.Thread(target=self._welcome, args=(link,), name="node", daemon=True).start()
 
     def _welcome(self, link: NodeLink) -> None:
@@ -200,14 +225,14 @@ class Nodes:
             hello = link.receive()
             if not isinstance(hello, Hello):
                 raise LinkLost("its first message is no Hello")
-            if error := self._refusal(hello):
-                log.error("a node is refused: %s", error)
+            if (error := self._join(hello.node, link, hello)) or self._is_closed:
+                log.error("a node is refused: %s", error or "the server ends")
                 link.send(Leave(error))
                 return
             node = hello.node
-            self._join(node, link, hello)
             while True:
                 message = link.receive()
+                self._heard[node] = time.monotonic()
                 if isinstance(message, Processes):
                     self._update(node, message)
         except LinkLost as error:
@@ -220,18 +245,33 @@ class Nodes:
             return f"node_rank {hello.node}: it has Thalweg {hello.version}, and the first node {__version__}"
         if hello.nnodes != self.count:
             return f"nnodes: node {hello.node} has --nnodes {hello.nnodes}, and the first node {self.count}"
-        if hello.node in self._links:
+        if not 0 <= hello.node < self.count:
+            return f"node_rank: {hello.node} is none of --nnodes {self.count}, which count from 0"
+        if hello.model != self._model:
+            return (
+                f"model: node {hello.node} has other files of {Path(self._config.model_path).name} than the first node"
+            )
+        is_alive = time.monotonic() - self._heard.get(hello.node, 0.0) < SILENT_BEATS * BEAT_S
+        if hello.node in self._links and is_alive and self._agents[hello.node] != hello.agent:
             return f"node_rank: there is a node {hello.node} already; each node has its own --node-rank"
         return ""
 
-    def _join(self, node: int, link: NodeLink, hello: Hello) -> None:
-        host = link.hosts[1] if node else self.host
+    def _join(self, node: int, link: NodeLink, hello: Hello) -> str:
+        """→ why the node is refused; "": it is not."""
+        host = link.peer if node else self.host
         with self._changed:
-            self._links[node] = link
-            self._relays[node] = f"tcp://{f'[{host}]' if ':' in host else host}:{hello.relay_port}"
+            if error := self._refusal(hello):
+                return error
+            earlier = self._links.get(node)
+        if earlier is not None:
+            self._lose(node, earlier, "it has connected again")
+        with self._changed:
+            self._links[node], self._agents[node], self._heard[node] = link, hello.agent, time.monotonic()
+            self._relays[node] = f"tcp://{host}:{hello.relay_port}"
             self._changed.notify_all()
         if node:
             log.info("node %d (%s) has joined", node, host)
+        return ""
 
     def _update(self, node: int, report: Processes) -> None:
         with self._changed:
@@ -255,6 +295,7 @@ class Nodes:
             if self._is_started:
                 for process in self._processes[node * self.per_node : (node + 1) * self.per_node]:
                     process.set_ended(KILLED, text)
+        link.close()
         log.error("node %d is lost: %s", node, why)
 
     def _beat(self) -> None:

@@ -27,6 +27,7 @@ from thalweg.engine.build import build, build_follower
 from thalweg.engine.child import HANG, RECORD
 from thalweg.engine.group import Member, RankContext, join
 from thalweg.engine.recording import StepRecorder
+from thalweg.parallel.relay import HEARTBEAT_MS
 from thalweg.parallel.shared_memory import WakePipe
 
 log = logging.getLogger("thalweg.engine")
@@ -52,6 +53,9 @@ class ZmqChannel:
         self.context = zmq.Context(1)
         self.socket = self.context.socket(zmq.PAIR)
         self.socket.set_hwm(0)
+        if address.startswith("tcp:"):  # of another node: what was sent over a broken connection is lost, so it ends
+            self.socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+            self.socket.setsockopt(zmq.RECONNECT_IVL, -1)
         self.socket.connect(address)
         self.poller = zmq.Poller()
         self.poller.register(self.socket, zmq.POLLIN)

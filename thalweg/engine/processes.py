@@ -44,10 +44,7 @@ class EngineProcesses:
         for i in range(len(self.members) - self.own):
             socket = self.context.socket(zmq.PAIR)
             socket.set_hwm(0)
-            socket.setsockopt(zmq.IPV6, ":" in host)
-            socket.bind(
-                f"ipc://{folder}/engine{i}" if nodes is None else f"tcp://{f'[{host}]' if ':' in host else host}:*"
-            )
+            socket.bind(f"ipc://{folder}/engine{i}" if nodes is None else f"tcp://{host}:*")
             self.addresses.append(socket.getsockopt_string(zmq.LAST_ENDPOINT))
             self.sockets.append(socket)
         self.leaders = [self.members.index(member) for member in leaders_of(config, self.members)]
@@ -164,6 +161,8 @@ class EngineProcesses:
             return "ended"
         if spawned.is_stopped:
             return "stopped"
+        if isinstance(spawned, RemoteProcess) and spawned.waits_for:
+            return f"waits for {spawned.waits_for}"
         return "ready" if number in self.serving else "starting"
 
     def _others(self) -> Iterator[tuple[Member, EngineProcess | RemoteProcess]]:

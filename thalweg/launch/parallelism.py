@@ -70,10 +70,10 @@ def _resolve_nodes(parallel: ParallelOptions, decisions: Decisions) -> None:
     if nodes == 1 and parallel.launcher != "local":
         raise UnsupportedConfig(f"launcher: {parallel.launcher} is for several nodes; use --nnodes 2 or more")
     if nodes > 1:
-        if address is None or not re.fullmatch(r".+:\d{1,5}", address):
+        if address is None or not re.fullmatch(r"[^:]+:\d{1,5}", address):
             raise UnsupportedConfig(
                 "dist_init_addr: several nodes find each other at an address of the first one; use --dist-init-addr"
-                " HOST:PORT, the same on all"
+                " HOST:PORT, the same on all, with a name or an IPv4 address"
             )
         if (processes := decisions.config().processes) % nodes:
             raise UnsupportedConfig(

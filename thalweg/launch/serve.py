@@ -16,7 +16,6 @@ import shlex
 import signal
 import socket
 import ssl
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
@@ -93,11 +92,10 @@ def _run_node(config: Options, first: EngineProcess | None) -> int:
     engine = resolve(config).engine
     if first is not None:
         first.close()
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
     node, nodes = config.parallel.node_rank, engine.nnodes
     log.info("node %d of %d, which count from 0: %d processes here", node, nodes, engine.node_processes)
     with contextlib.suppress(KeyboardInterrupt):
-        run_agent(engine, node, {name: getattr(engine, name) for name in OF_A_NODE})
+        run_agent(engine, node, {name: getattr(engine, name) for name in OF_A_NODE}, config.listen.drain_timeout)
     return 0
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import socket
 from datetime import timedelta
 
@@ -16,6 +18,7 @@ from thalweg.core.errors import UnsupportedConfig
 NODE, NODES, PER_NODE = "GROUP_RANK", "GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE"
 HOST, PORT, TURN = "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT"
 EXAMPLE = "torchrun --nnodes 2 --nproc-per-node 1 ... --no-python thalweg serve MODEL --launcher torchrun"
+PR_SET_PDEATHSIG = 1  # prctl(2)
 WAIT_S = 300.0  # for the first node to say where it listens
 
 
@@ -26,6 +29,7 @@ def of_torchrun(options: Options) -> Options:
         raise UnsupportedConfig(f"launcher: torchrun did not start this ({missing[0]} is not set); use {EXAMPLE}")
     if found[PER_NODE] != "1":
         raise UnsupportedConfig(f"launcher: Thalweg starts the processes of a node itself; use {EXAMPLE}")
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # torchrun gives the command a session of its own
     host, node = os.environ[HOST], int(os.environ[NODE])
     store = TCPStore(host, int(os.environ[PORT]), is_master=False, timeout=timedelta(seconds=WAIT_S))
     key = f"thalweg/{os.environ.get(TURN, 0)}"

@@ -178,7 +178,7 @@ def connect(
     """
     if _is_left:
         disconnect()
-    own: Store = FileStore(str(meeting), size) if isinstance(meeting, Path) else _reached(meeting)
+    own: Store = FileStore(str(meeting), size) if isinstance(meeting, Path) else _reached(meeting, timeout)
     store = WatchedStore(own, timeout, lost)
     store.set(f"here{rank}", "")
     store.wait([f"here{other}" for other in range(size)])
@@ -194,8 +194,9 @@ def connect(
     return store
 
 
-def _reached(address: StoreAddress) -> Store:
+def _reached(address: StoreAddress, timeout: float) -> Store:
     server = TCPStore(address.host, address.port, is_master=False, timeout=timedelta(seconds=REACH_S))
+    server.set_timeout(timedelta(seconds=timeout))
     return PrefixStore(address.prefix, server)
 
 

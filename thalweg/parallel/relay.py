@@ -24,7 +24,9 @@ from thalweg.parallel.shared_memory import WakePipe
 from thalweg.parallel.step_records import StepRecords
 
 Context = zmq.Context[zmq.Socket[bytes]]
-HEAD = struct.Struct("<IIH")  # number of the start; of the channel or the copy; place of a record, or PLAN
+# number of the start; of the channel or the copy; place of a record, or PLAN; of plans how many were sent before
+HEAD = struct.Struct("<IIHQ")
+HEARTBEAT_MS = 2000  # keeps idle connections known to firewalls
 PLAN = 0xFFFF
 
 
@@ -57,12 +59,12 @@ class Mirrors:
 class RelayInbox:
     """A node's PULL socket, and a thread that hands what comes to the relay of the current start."""
 
-    def __init__(self, failed: Callable[[str], None]) -> None:
-        """failed: is called with the error of a relay."""
+    def __init__(self, failed: Callable[[str], None], host: str) -> None:
+        """failed: is called with the error of a relay. host: of this node, where other nodes reach it."""
         self._context: Context = zmq.Context(1)
         self._socket, self._failed = self._context.socket(zmq.PULL), failed
         self._socket.set_hwm(0)
-        self.port = self._socket.bind_to_random_port("tcp://*")
+        self.port = self._socket.bind_to_random_port(f"tcp://{host}")
         self.relay: Relay | None = None
         threading.Thread(target=self._run, daemon=True).start()
 
@@ -72,9 +74,9 @@ class RelayInbox:
             try:
                 if relay is not None:
                     relay.receive(message)
-            except RankLost as error:
+            except Exception as error:  # noqa: BLE001 - anything may come from the network
                 if relay is self.relay:  # else its start is over already
-                    self._failed(str(error))
+                    self._failed(f"a message between nodes: {error!r}")
 
 
 class Relay:
@@ -106,10 +108,12 @@ class Relay:
 
     def receive(self, message: bytes) -> None:
         """Raises RankLost if a follower takes no plan in time, or the relay is closed."""
-        start, number, place = HEAD.unpack_from(message)
+        start, number, place, count = HEAD.unpack_from(message)
         if start != self.start:  # of an engine that has ended
             return
         if place == PLAN:
+            if count != (sent := self._writers[number].channel.sent):
+                raise RankLost(f"plans {sent} to {count} were lost between nodes")
             return self._writers[number].write(message[HEAD.size :])
         shared = self.records[number]
         shared.records.put(place, message[HEAD.size :])
@@ -136,17 +140,19 @@ class Relay:
         sockets = [context.socket(zmq.PUSH) for _ in nodes]
         for socket, node in zip(sockets, nodes, strict=True):
             socket.set_hwm(0)
+            socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
             socket.setsockopt(zmq.LINGER, 0)  # else it would wait at its end for a node that is lost
             socket.connect(self.addresses[node])
         return sockets
 
     def _send_plans(self, context: Context, number: int, plans: SentPlans) -> None:
-        sockets, head = self._sockets(context, plans.nodes), HEAD.pack(self.start, number, PLAN)
+        sockets, count = self._sockets(context, plans.nodes), 0
         reader = PlanReader(plans.channel, plans.follower, lambda: self._is_closed)
         while (message := reader.read()) is not None:
             for socket in sockets:
-                socket.send(head + message)
+                socket.send(HEAD.pack(self.start, number, PLAN, count) + message)
             reader.done()
+            count += 1
 
     def _send_records(self, context: Context, number: int, shared: SharedRecords) -> None:
         sockets, places = self._sockets(context, shared.nodes), shared.records.places(shared.own)
@@ -162,6 +168,6 @@ class Relay:
             shared.wake_pipe.wait(look, time.monotonic() + 3600)
             for place, record in news.items():
                 for socket in sockets:
-                    socket.send(HEAD.pack(self.start, number, place) + record)
+                    socket.send(HEAD.pack(self.start, number, place, 0) + record)
             sent |= news
             news.clear()
