@@ -6,6 +6,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -128,6 +129,11 @@ def test_several_nodes_run_what_the_command_line_understands() -> None:
     parallel = served(words).parallel
     assert (parallel.nnodes, parallel.node_rank, parallel.dist_init_addr) == (2, 1, "thalweg-0.thalweg:29500")
     assert parallel.tp_size == template["size"] * container["resources"]["limits"]["nvidia.com/gpu"]
+    for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+        program, code = container[probe]["exec"]["command"][:2], container[probe]["exec"]["command"][2]
+        assert program == ["python", "-c"] and set(re.findall(r":30000(/\w+)", code)) <= PATHS
+        done = subprocess.run([sys.executable, "-c", code], env={**os.environ, **told}, capture_output=True)
+        assert done.returncode == 0, "nothing is asked of a node that is not the first"
     assert service["spec"]["selector"]["leaderworkerset.sigs.k8s.io/worker-index"] == "0", "the others speak no HTTP"
 
 

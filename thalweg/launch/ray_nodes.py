@@ -73,8 +73,8 @@ def agents(options: Options, engine: EngineConfig) -> Iterator[None]:
     except ray.exceptions.GetTimeoutError as error:
         remove_placement_group(group)
         raise UnsupportedConfig(
-            f"launcher: in {ROOM_S:g} s the Ray cluster found no room for {bundles[-1]} on each of {engine.nnodes} nodes;"
-            f" all of it is {ray.cluster_resources()}"
+            f"launcher: in {ROOM_S:g} s the Ray cluster found no room for {bundles[-1]} on each of {engine.nnodes}"
+            f" nodes; all of it is {ray.cluster_resources()}"
         ) from error
     task = ray.remote(run_agent)
     for node in range(1, engine.nnodes):

@@ -1,4 +1,4 @@
-"""`--launcher torchrun`: torchrun starts the command once on each node, and its store tells where the first one listens."""
+"""`--launcher torchrun`: torchrun starts the command once on each node. Its store tells where the first one listens."""
 
 from __future__ import annotations
 
