@@ -146,12 +146,19 @@ def test_errors_hide_secrets_and_name_the_wrong_entry() -> None:
 
 def test_flag_names_of_other_engines_print_one_notice_each() -> None:
     parsed = parse(
-        "--max-model-len", "9", "--disable-radix-cache", "--trust-remote-code", "--tp-size", "1", "--nnodes", "1"
+        "--max-model-len",
+        "9",
+        "--disable-radix-cache",
+        "--trust-remote-code",
+        "--tp-size",
+        "1",
+        "--tokenizer-mode",
+        "auto",
     )
     assert parsed.notices == (
         "--max-model-len is called --context-length here",
         "--trust-remote-code changes nothing: no code of a checkpoint is ever run",
-        "--nnodes changes nothing: one node is all there is",
+        "--tokenizer-mode changes nothing: there is one way to tokenize",
     )
 
 
@@ -178,7 +185,7 @@ def test_flag_names_of_other_engines_print_one_notice_each() -> None:
         ("--page-size 16", ("--page-size:", "64", "16")),
         ("--dtype float16", ("--dtype: must be one of bfloat16, float32; got 'float16'; use bfloat16",)),
         ("--quantization awq", ("--quantization: must be one of fp8, none; got 'awq'",)),
-        ("--nnodes 2", ("--nnodes", "2")),
+        ("--nnodes 0", ("nnodes", "at least 1", "0")),
         ("--chunked-prefill-size 0", ("chunked_prefill_size", "-1")),
         ("--ssl-keyfile key.pem", ("ssl_keyfile", "--ssl-certfile")),
         ("--config /nowhere.yaml", ("/nowhere.yaml", "No such file")),
