@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 @dataclass
-class Meeting:
+class Rendezvous:
     """Where the ranks of one axis exchange tensors. Every call must be the same on all of them: name, shape, dtype."""
 
     size: int
@@ -55,33 +55,33 @@ class Meeting:
 class ThreadAxis:
     """See `parallel.axis.Axis`."""
 
-    meeting: Meeting
+    rendezvous: Rendezvous
     rank: int
     sum_and_norm = None
     exchange: Any = None
 
     @property
     def size(self) -> int:
-        return self.meeting.size
+        return self.rendezvous.size
 
     def all_reduce(self, partial: Tensor) -> Tensor:
-        return _sum(self.meeting.exchange(self.rank, "all_reduce", partial))
+        return _sum(self.rendezvous.exchange(self.rank, "all_reduce", partial))
 
     def add_(self, x: Tensor, partial: Tensor) -> None:
         x.copy_(x.float() + self.all_reduce(partial))
 
     def all_gather(self, x: Tensor) -> Tensor:
-        return torch.stack(self.meeting.exchange(self.rank, "all_gather", x))
+        return torch.stack(self.rendezvous.exchange(self.rank, "all_gather", x))
 
     def reduce_scatter(self, partial: Tensor) -> Tensor:
-        return _sum([offer[self.rank] for offer in self.meeting.exchange(self.rank, "reduce_scatter", partial)])
+        return _sum([offer[self.rank] for offer in self.rendezvous.exchange(self.rank, "reduce_scatter", partial)])
 
     def all_to_all(self, x: Tensor) -> Tensor:
-        return torch.stack([offer[self.rank] for offer in self.meeting.exchange(self.rank, "all_to_all", x)])
+        return torch.stack([offer[self.rank] for offer in self.rendezvous.exchange(self.rank, "all_to_all", x)])
 
     def transfer(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
         """Ranks that take no part still meet the others."""
-        offers = self.meeting.gather(self.rank, [(to, tensor.clone()) for to, tensor in sends])
+        offers = self.rendezvous.gather(self.rank, [(to, tensor.clone()) for to, tensor in sends])
         sent = [iter([tensor for to, tensor in offer if to == self.rank]) for offer in offers]
         for rank, tensor in receives:
             tensor.copy_(next(sent[rank]))
@@ -101,11 +101,11 @@ def layouts(tp: int = 1, dp: int = 1, ep: int = 1, dense: int | None = None) -> 
     ep: groups that the experts are divided over. dense: ranks that share dense MLPs.
     """
     world = tp * dp
-    tps, dps = [Meeting(tp) for _ in range(dp)], [Meeting(dp) for _ in range(tp)]
-    eps, moe_tps = [Meeting(ep) for _ in range(world // ep)], [Meeting(world // ep) for _ in range(ep)]
+    tps, dps = [Rendezvous(tp) for _ in range(dp)], [Rendezvous(dp) for _ in range(tp)]
+    eps, moe_tps = [Rendezvous(ep) for _ in range(world // ep)], [Rendezvous(world // ep) for _ in range(ep)]
 
-    def axis(meeting: Meeting, rank: int) -> Axis:
-        return SINGLE if meeting.size == 1 else ThreadAxis(meeting, rank)
+    def axis(rendezvous: Rendezvous, rank: int) -> Axis:
+        return SINGLE if rendezvous.size == 1 else ThreadAxis(rendezvous, rank)
 
     made = []
     for rank in range(world):

@@ -334,7 +334,7 @@ def test_deepep_is_called_as_its_interface_says(name: str, mode: str, monkeypatc
     monkeypatch.setattr(deepep, "FEW", 5)
     monkeypatch.setitem(sys.modules, "deep_ep", types.SimpleNamespace(Buffer=Buffer))
     ranks = [
-        replace(layout, ep=GroupedAxis(layout.ep.meeting, layout.ep.rank))  # type: ignore[attr-defined]
+        replace(layout, ep=GroupedAxis(layout.ep.rendezvous, layout.ep.rank))  # type: ignore[attr-defined]
         for layout in ranks_of(name, ExpertLayout(4, (), False, "deepep", mode))
     ]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.cpu.ranks import Meeting, on_ranks
+from tests.cpu.ranks import Rendezvous, on_ranks
 from thalweg.kernels.all_reduce import ref
 from thalweg.kernels.norm.triton import LazyNorm, ReadyNorm
 from thalweg.layers.interface import Norm
@@ -23,13 +23,13 @@ from thalweg.parallel.sum_and_norm import SumAndNorm, limits
 class ThreadExchange(ProcessAxis):
     """A process axis whose ranks are threads: the library's two collectives, without the library."""
 
-    meeting: Meeting = cast(Meeting, None)
+    rendezvous: Rendezvous = cast(Rendezvous, None)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        return torch.stack(self.meeting.exchange(self.rank, "all_gather", x))
+        return torch.stack(self.rendezvous.exchange(self.rank, "all_gather", x))
 
     def all_to_all(self, x: Tensor) -> Tensor:
-        return torch.stack([offer[self.rank] for offer in self.meeting.exchange(self.rank, "exchange", x)])
+        return torch.stack([offer[self.rank] for offer in self.rendezvous.exchange(self.rank, "exchange", x)])
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -38,18 +38,18 @@ def test_many_rows_have_the_bits_of_few(size: int, rows: int) -> None:
     generator = torch.Generator().manual_seed(rows)
     x_TH = torch.randn(rows, 24, generator=generator).bfloat16()
     partials_WTH = torch.randn(size, rows, 24, generator=generator).bfloat16()
-    meeting = Meeting(size)
+    rendezvous = Rendezvous(size)
 
     def add(rank: int) -> Tensor:
         own = x_TH.clone()
-        ThreadExchange(cast(Any, None), size, rank, True, meeting=meeting).add_(own, partials_WTH[rank])
+        ThreadExchange(cast(Any, None), size, rank, True, rendezvous=rendezvous).add_(own, partials_WTH[rank])
         return own
 
     sums = on_ranks(size, add)
     want = ref.add_norm(partials_WTH, x_TH, torch.ones(24), 1e-6).x_TH
     assert all(torch.equal(total, want) for total in sums)
     shares_rows = size > 2 and rows >= SHARED_ROWS
-    assert meeting.calls == (["exchange", "all_gather"] if shares_rows else ["all_gather"])
+    assert rendezvous.calls == (["exchange", "all_gather"] if shares_rows else ["all_gather"])
 
 
 class GpuNorm:

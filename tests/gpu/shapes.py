@@ -66,10 +66,11 @@ DENSE = {
     "v3-dense": {k: v for k, v in SHAPES["v3"].items() if k != "quantization_config"} | {"first_k_dense_replace": 2}
 }
 SPARSE: dict[str, Any] = COMMON | LATENT | {
-    "architectures": ["DeepseekV32ForCausalLM"], "hidden_size": 512, "intermediate_size": 1024, "moe_intermediate_size": 256,
-    "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "num_attention_heads": 8, "q_lora_rank": 256,
-    "num_hidden_layers": 3, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True, "n_group": 2,
-    "topk_group": 1, "routed_scaling_factor": 2.5, "index_topk": 2048, "index_head_dim": 128, "index_n_heads": 8,
+    "architectures": ["DeepseekV32ForCausalLM"], "hidden_size": 512, "intermediate_size": 1024,
+    "moe_intermediate_size": 256, "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2,
+    "num_attention_heads": 8, "q_lora_rank": 256, "num_hidden_layers": 3, "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid", "norm_topk_prob": True, "n_group": 2, "topk_group": 1, "routed_scaling_factor": 2.5,
+    "index_topk": 2048, "index_head_dim": 128, "index_n_heads": 8,
 }  # fmt: skip
 
 # weights whose products round activations to 8 bits, on a CPU too

@@ -90,14 +90,14 @@ def gathered(needs: SamplingNeeds, make: Callable[[], Sampler] = lambda: REFEREN
 
     def work(rank: int) -> None:
         axis: Any = axes[rank].tp
-        exchange = axis.meeting.exchange
+        exchange = axis.rendezvous.exchange
 
         def counted(number: int, name: str, x: Tensor) -> list[Tensor]:
             sizes.append(x.numel() // len(ROWS) if number == 0 else 0)
             found: list[Tensor] = exchange(number, name, x)
             return found
 
-        axis.meeting.exchange = counted if rank == 0 else axis.meeting.exchange
+        axis.rendezvous.exchange = counted if rank == 0 else axis.rendezvous.exchange
         shards = VocabularyShards(axis, 132)
         sampled(logits_NV[:, shards.here.start : shards.here.stop], needs, sharded.sharded(make(), shards))
 

@@ -101,7 +101,7 @@ def test_processes_have_names() -> None:
     assert [member.name for member in members_of(config(**TP2), Path())] == ["rank 0 (TP 0)", "rank 1 (TP 1)"]
     copies = members_of(config(tp_size=2, dp_size=2, moe_dense_tp_size=2), Path())
     assert [(member.rank, member.device) for member in copies] == [(0, 0), (1, 1), (0, 2), (1, 3)]
-    assert copies[2].name == "rank 2 (copy 1, TP 0)" and copies[2].meeting != copies[0].meeting
+    assert copies[2].name == "rank 2 (copy 1, TP 0)" and copies[2].rendezvous != copies[0].rendezvous
     stages = members_of(config(**DP2, pp_size=2), Path())
     places = "PP 1, DP 0, TP 0", "PP 1, DP 1, TP 0", "PP 0, DP 0, TP 0", "PP 0, DP 1, TP 0"
     assert [member.name for member in stages] == [f"rank {i} ({place})" for i, place in enumerate(places)]

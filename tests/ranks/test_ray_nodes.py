@@ -20,7 +20,7 @@ import pytest
 from tests.compose.matrix import MODEL
 from thalweg.config.tree import options_of
 from thalweg.core.errors import UnsupportedConfig
-from thalweg.launch import ray_nodes
+from thalweg.launch.launch_ray import on_cluster, words_of
 
 COMMAND = [sys.executable, "-m", "thalweg", "serve", MODEL, "--tp-size", "2", "--nnodes", "2", "--launcher", "ray"]
 
@@ -29,7 +29,7 @@ def test_an_agent_gets_what_its_node_needs() -> None:
     options = options_of(
         model=MODEL, tp_size=4, nnodes=2, launcher="ray", dist_init_addr="10.0.0.1:29500", port=8000, hf_token="secret"
     )
-    words = ray_nodes.words_of(options, 1)
+    words = words_of(options, 1)
     assert words[:2] == ["serve", MODEL] and "secret" not in words and "--port" not in words
     pairs = dict(zip(words[2::2], words[3::2], strict=True))
     assert pairs == {"--nnodes": "2", "--node-rank": "1", "--dist-init-addr": "10.0.0.1:29500", "--tp-size": "4"}
@@ -38,7 +38,7 @@ def test_an_agent_gets_what_its_node_needs() -> None:
 def test_without_ray_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(UnsupportedConfig, match=r"pip install 'thalweg\[ray\]'"):
-        ray_nodes.on_cluster(options_of(model=MODEL, tp_size=2, nnodes=2, launcher="ray"))
+        on_cluster(options_of(model=MODEL, tp_size=2, nnodes=2, launcher="ray"))
 
 
 @pytest.fixture

@@ -61,7 +61,7 @@ def test_a_client_names_the_first_process(layout: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("fault", FATAL)
 def test_the_callers_thread_is_freed(fault: str) -> None:
-    """It waits for the process that fails, in the meeting or in a collective."""
+    """It waits for the process that fails, in the rendezvous or in a collective."""
     begun = time.monotonic()
     with planted(fault, 1), pytest.raises(EngineDead, match=r"^rank 1 \(TP 1\)") as error:
         LocalEngine(config(**TP2))

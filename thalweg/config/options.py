@@ -377,7 +377,7 @@ class ParallelOptions(Section):
     nnodes: int = setting(
         1, "machines that share the devices evenly; each runs the command with its own --node-rank", least=1
     )
-    node_rank: int = setting(0, "number of this machine; 0 speaks HTTP, the others have devices for it", least=0)
+    node_rank: int = setting(0, "number of this machine; 0 serves HTTP, the others have devices for it", least=0)
     dist_init_addr: str | None = setting(
         None, "where the first of several machines listens for the others", metavar="HOST:PORT", auto="one machine"
     )

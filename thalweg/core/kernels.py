@@ -7,6 +7,7 @@ from typing import NamedTuple
 import msgspec
 
 TORCH = "torch"  # attention in plain torch, Triton kernels for the rest
+RECORD, RECORD_TILE = "fp8_ds_mla", 128  # KV cache type of records, see `memory.records`; numbers that share a scale
 TORCH_ATTENTION = ("reference", TORCH)  # backends whose attention is plain torch
 
 

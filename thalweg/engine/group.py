@@ -20,7 +20,7 @@ from thalweg.config.engine import EngineConfig
 from thalweg.parallel.layout import SINGLE_RANK, Layout
 from thalweg.parallel.mesh import MeshSizes, build_mesh
 from thalweg.parallel.plan_channel import PlanChannel
-from thalweg.parallel.process_axis import Meeting, connect, nothing_lost
+from thalweg.parallel.process_axis import Rendezvous, connect, nothing_lost
 from thalweg.parallel.relay import Mirrors, SentPlans, SharedRecords
 from thalweg.parallel.shared_memory import WakePipe
 from thalweg.parallel.step_records import StepRecords
@@ -33,7 +33,7 @@ class Member:
     rank: int = 0  # among the processes of the copy
     device: int = 0  # number of its GPU
     name: str = ""  # for errors
-    meeting: Meeting = Path()  # where the processes find each other
+    rendezvous: Rendezvous = Path()  # where the processes find each other
     wake_pipe: WakePipe | None = None
     step_records: StepRecords | None = None  # of the leaders, if there are several
     plans: PlanChannel | None = None  # of its data-parallel rank, if that has followers
@@ -61,12 +61,14 @@ def timeout_of(config: EngineConfig) -> float:
     return config.watchdog_timeout or 1e6
 
 
-def members_of(config: EngineConfig, meeting: Meeting, node: int = 0, mirrors: Mirrors | None = None) -> list[Member]:
-    """The processes of a node, copy by copy. meeting: an empty folder for files of their start, or an address. mirrors:
-    gets what the node shares with others.
+def members_of(
+    config: EngineConfig, rendezvous: Rendezvous, node: int = 0, mirrors: Mirrors | None = None
+) -> list[Member]:
+    """The processes of a node, copy by copy. rendezvous: an empty folder for files of their start, or an address.
+    mirrors: gets what the node shares with others.
     """
     mirrors = Mirrors() if mirrors is None else mirrors
-    return [member for copy in range(config.copies) for member in _copy(config, copy, meeting, node, mirrors)]
+    return [member for copy in range(config.copies) for member in _copy(config, copy, rendezvous, node, mirrors)]
 
 
 def named_members(config: EngineConfig) -> list[Member]:
@@ -75,7 +77,7 @@ def named_members(config: EngineConfig) -> list[Member]:
     return [Member(rank, name=rank_name(config, copy, rank)) for copy, rank in every]
 
 
-def _copy(config: EngineConfig, copy: int, meeting: Meeting, node: int, mirrors: Mirrors) -> list[Member]:
+def _copy(config: EngineConfig, copy: int, rendezvous: Rendezvous, node: int, mirrors: Mirrors) -> list[Member]:
     count, first = config.copy_processes, copy * config.copy_processes
     own = [rank for rank in range(count) if config.node_of(first + rank) == node]
     members = [Member(rank, (first + rank) % config.node_processes, rank_name(config, copy, rank)) for rank in own]
@@ -86,12 +88,12 @@ def _copy(config: EngineConfig, copy: int, meeting: Meeting, node: int, mirrors:
     if len(groups) > 1:
         records = _records(config, copy, [ranks[0] for ranks in groups], wake_pipes, mirrors)
     channels = [_plans(config, copy, ranks, wake_pipes, mirrors) for ranks in groups]
-    meeting = meeting / f"copy{copy}" if isinstance(meeting, Path) else meeting.part(f"copy{copy}")
+    rendezvous = rendezvous / f"copy{copy}" if isinstance(rendezvous, Path) else rendezvous.part(f"copy{copy}")
     with_shared = list[Member]()
     for member in members:
         dp = place_of(config, member.rank).dp
         before = sum(rank in wake_pipes for rank in groups[dp][1:] if rank < member.rank)
-        shared = replace(member, meeting=meeting, wake_pipe=wake_pipes[member.rank], step_records=records)
+        shared = replace(member, rendezvous=rendezvous, wake_pipe=wake_pipes[member.rank], step_records=records)
         with_shared.append(replace(shared, plans=channels[dp], follower=before))
     return with_shared
 
@@ -179,6 +181,12 @@ def rank_name(config: EngineConfig, copy: int, rank: int) -> str:
     return f"rank {number} ({', '.join(name for name, is_said in places.items() if is_said)})"
 
 
+def has_pending_plans(config: EngineConfig, member: Member) -> bool:
+    """Whether a follower has not carried out all that its leader has sent."""
+    plans, is_follower = member.plans, place_of(config, member.rank).number > 0
+    return plans is not None and is_follower and plans.carried_out(member.follower) < plans.sent
+
+
 def leaders_of(config: EngineConfig, members: Sequence[Member]) -> list[Member]:
     return [member for member in members if place_of(config, member.rank).number == 0]
 
@@ -195,7 +203,7 @@ def join(config: EngineConfig, member: Member, lost: Callable[[], str] = nothing
         return RankContext(member, device=device)
     # some ranks wait for others already while these compile or load, so a start's time is the limit
     timeout = max(timeout_of(config), config.restart_timeout)
-    store = connect(member.meeting, member.rank, config.copy_processes, device, timeout, lost)
+    store = connect(member.rendezvous, member.rank, config.copy_processes, device, timeout, lost)
     layout = build_mesh(mesh_of(config), device, timeout)
     del store  # torch holds it in C++ only, which does not keep a Python object alive
     return RankContext(member, layout, device)

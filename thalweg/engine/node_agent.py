@@ -26,9 +26,9 @@ from thalweg.config.engine import EngineConfig
 from thalweg.core import logs
 from thalweg.core.errors import EngineDead
 from thalweg.engine.child import EngineProcess
-from thalweg.engine.group import Member, members_of, place_of, timeout_of
+from thalweg.engine.group import Member, has_pending_plans, members_of, timeout_of
 from thalweg.engine.node_link import (
-    BEAT_S,
+    HEARTBEAT_S,
     LOST_S,
     Hello,
     Kill,
@@ -53,7 +53,9 @@ SWITCH_S = 1e-4  # a thread that polls gives way to one that relays after this
 
 
 class NodeAgent:
-    """One node's. paths: fields of a configuration that are this node's own, such as the folder of the checkpoint."""
+    """Runs the processes of one node. paths: fields of a configuration that are this node's own, such as the folder of
+    the checkpoint.
+    """
 
     def __init__(self, config: EngineConfig, node: int, paths: Mapping[str, str]) -> None:
         """config: as this node has resolved it; the first node's replaces it at the first start."""
@@ -116,23 +118,23 @@ class NodeAgent:
         model = fingerprint(Path(self.config.model_path))
         link.send(Hello(__version__, self.node, self.config.nnodes, self._inbox.port, self._id, model))
         self._prepare()
-        heard, told, codes = time.monotonic(), 0.0, list[int | None]()
+        last_received, last_sent, sent_codes = time.monotonic(), 0.0, list[int | None]()
         while True:
             living = [process.child.sentinel for process in self._processes if process.child.exitcode is None]
-            if link.socket in wait_for([link.socket, *living], BEAT_S):
-                message, heard = link.receive(), time.monotonic()
+            if link.socket in wait_for([link.socket, *living], HEARTBEAT_S):
+                message, last_received = link.receive(), time.monotonic()
                 if isinstance(message, Leave):
                     if message.error:
                         raise EngineDead(message.error)
                     return True
                 self._carry_out(message)
-            elif time.monotonic() - heard > LOST_S:
+            elif time.monotonic() - last_received > LOST_S:
                 raise LinkLost(f"no word for {LOST_S:g} s")
-            now = [process.child.exitcode for process in self._processes]
+            codes = [process.child.exitcode for process in self._processes]
             if time.monotonic() > self.leaves_at:
                 return True
-            if now != codes or time.monotonic() - told > BEAT_S:
-                codes, told = now, time.monotonic()
+            if codes != sent_codes or time.monotonic() - last_sent > HEARTBEAT_S:
+                sent_codes, last_sent = codes, time.monotonic()
                 link.send(self._report())
 
     def _prepare(self) -> None:
@@ -158,8 +160,8 @@ class NodeAgent:
         assert self._inbox is not None, "it is made with the first connection"
         config, mirrors = msgspec.structs.replace(start.config, **self.paths), Mirrors()
         self.config = config  # the first node decides
-        meeting = StoreAddress(self.host, start.store_port, f"start{start.number}")
-        self._members = members_of(config, meeting, self.node, mirrors)
+        rendezvous = StoreAddress(self.host, start.store_port, f"start{start.number}")
+        self._members = members_of(config, rendezvous, self.node, mirrors)
         self._start = start.number
         self._inbox.relay = Relay(mirrors, start.number, start.relays, timeout_of(config), self._fail)
         self._prepare()
@@ -172,16 +174,13 @@ class NodeAgent:
             self._kill()
 
     def _report(self) -> Processes:
-        behind = list[bool]()
-        for member in self._members if self._processes else ():
-            plans, is_follower = member.plans, place_of(self.config, member.rank).number > 0
-            behind.append(plans is not None and is_follower and plans.carried_out(member.follower) < plans.sent)
+        own = self._processes
         return Processes(
             self._start,
-            tuple(process.child.pid or 0 for process in self._processes),
-            tuple(process.child.exitcode for process in self._processes),
-            tuple(process.is_stopped for process in self._processes),
-            tuple(behind),
+            tuple(process.child.pid or 0 for process in own),
+            tuple(process.child.exitcode for process in own),
+            tuple(process.is_stopped for process in own),
+            tuple(has_pending_plans(self.config, member) for member, _ in zip(self._members, own, strict=False)),
         )
 
     def _fail(self, error: str) -> None:

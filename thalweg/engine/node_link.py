@@ -13,7 +13,7 @@ import msgspec
 
 from thalweg.config.engine import EngineConfig
 
-BEAT_S = 1.0  # both ends send something at least so often
+HEARTBEAT_S = 1.0  # both ends send something at least so often
 LOST_S = 10.0  # without a word for so long the other end is lost
 LENGTH = struct.Struct("<I")
 LONGEST = 1 << 26  # bytes of a message; a longer one is not ours
@@ -38,10 +38,10 @@ class Processes(msgspec.Struct, tag=True, frozen=True):
     pids: tuple[int, ...] = ()
     exit_codes: tuple[int | None, ...] = ()
     stopped: tuple[bool, ...] = ()  # by a signal
-    behind: tuple[bool, ...] = ()  # their leader
+    has_pending_plans: tuple[bool, ...] = ()
 
 
-class Beat(msgspec.Struct, tag=True, frozen=True):
+class Heartbeat(msgspec.Struct, tag=True, frozen=True):
     """Nothing is new."""
 
 
@@ -74,7 +74,7 @@ class Leave(msgspec.Struct, tag=True, frozen=True):
     error: str = ""
 
 
-LinkMessage = Hello | Processes | Beat | Start | Kill | Signal | Leave
+LinkMessage = Hello | Processes | Heartbeat | Start | Kill | Signal | Leave
 
 
 class LinkLost(ConnectionError):

@@ -26,9 +26,9 @@ from thalweg.engine import node_agent
 from thalweg.engine.child import SPAWN
 from thalweg.engine.group import Member
 from thalweg.engine.node_link import (
-    BEAT_S,
+    HEARTBEAT_S,
     LOST_S,
-    Beat,
+    Heartbeat,
     Hello,
     Kill,
     Leave,
@@ -44,7 +44,7 @@ from thalweg.engine.node_link import (
 log = logging.getLogger("thalweg.nodes")
 REMIND_S = 30.0  # between two log lines about nodes that are missing
 KILLED = -9  # exit code of the processes of a lost node
-SILENT_BEATS = 3  # after so many another agent may take a node's place
+SILENT_HEARTBEATS = 3  # after so many another agent may take a node's place
 
 
 class RemoteProcess:
@@ -54,7 +54,7 @@ class RemoteProcess:
         self.name, self.kill, self.signal = name, kill, signal
         self.pid: int | None = None
         self.exitcode: int | None = None
-        self.is_stopped = self.is_behind = False
+        self.is_stopped = self.has_pending_plans = False
         self.how_ended = ""
         self.waits_for = ""  # the node, until the processes of all nodes start
         self.sentinel, self._living = os.pipe()  # readable once the process has ended
@@ -106,7 +106,7 @@ class Nodes:
         self._is_started = self._is_closed = False
         self._config = config
         self._start_own_agent()
-        for work in self._accept, self._beat:
+        for work in self._accept, self._send_heartbeats:
             threading.Thread(target=work, name="nodes", daemon=True).start()
 
     def _start_own_agent(self) -> None:
@@ -214,7 +214,7 @@ class Nodes:
                 if self._is_closed:
                     return
                 log.warning("a node cannot connect: %s", error)
-                time.sleep(BEAT_S)
+                time.sleep(HEARTBEAT_S)
                 continue
             threading.Thread(target=self._welcome, args=(link,), name="node", daemon=True).start()
 
@@ -251,7 +251,7 @@ class Nodes:
             return (
                 f"model: node {hello.node} has other files of {Path(self._config.model_path).name} than the first node"
             )
-        is_alive = time.monotonic() - self._heard.get(hello.node, 0.0) < SILENT_BEATS * BEAT_S
+        is_alive = time.monotonic() - self._heard.get(hello.node, 0.0) < SILENT_HEARTBEATS * HEARTBEAT_S
         if hello.node in self._links and is_alive and self._agents[hello.node] != hello.agent:
             return f"node_rank: there is a node {hello.node} already; each node has its own --node-rank"
         return ""
@@ -262,10 +262,8 @@ class Nodes:
         with self._changed:
             if error := self._refusal(hello):
                 return error
-            earlier = self._links.get(node)
-        if earlier is not None:
-            self._lose(node, earlier, "it has connected again")
-        with self._changed:
+            if (earlier := self._links.get(node)) is not None:
+                self._lose(node, earlier, "it has connected again")
             self._links[node], self._agents[node], self._heard[node] = link, hello.agent, time.monotonic()
             self._relays[node] = f"tcp://{host}:{hello.relay_port}"
             self._changed.notify_all()
@@ -278,9 +276,9 @@ class Nodes:
             if report.start != self._start or not self._is_started:
                 return
             own = self._processes[node * self.per_node : (node + 1) * self.per_node]
-            values = zip(own, report.pids, report.exit_codes, report.stopped, report.behind, strict=False)
-            for process, pid, code, is_stopped, is_behind in values:
-                process.pid, process.is_stopped, process.is_behind = pid, is_stopped, is_behind
+            values = zip(own, report.pids, report.exit_codes, report.stopped, report.has_pending_plans, strict=False)
+            for process, pid, code, is_stopped, has_pending_plans in values:
+                process.pid, process.is_stopped, process.has_pending_plans = pid, is_stopped, has_pending_plans
                 if code is not None:
                     process.set_ended(code)
 
@@ -298,11 +296,11 @@ class Nodes:
         link.close()
         log.error("node %d is lost: %s", node, why)
 
-    def _beat(self) -> None:
+    def _send_heartbeats(self) -> None:
         while not self._is_closed:
             for node, link in list(self._links.items()):
                 try:
-                    link.send(Beat())
+                    link.send(Heartbeat())
                 except LinkLost as error:
                     self._lose(node, link, str(error))
-            time.sleep(BEAT_S)
+            time.sleep(HEARTBEAT_S)

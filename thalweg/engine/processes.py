@@ -13,7 +13,7 @@ import zmq
 from thalweg.config.engine import EngineConfig
 from thalweg.core.messages import EngineReady, Fatal, FromEngine, ToEngine
 from thalweg.engine.child import EngineProcess
-from thalweg.engine.group import Member, leaders_of, members_of, named_members, place_of
+from thalweg.engine.group import Member, has_pending_plans, leaders_of, members_of, named_members
 from thalweg.engine.node_link import split_address
 from thalweg.engine.nodes import Nodes, RemoteProcess
 
@@ -140,12 +140,8 @@ class EngineProcesses:
         """The processes that are behind their leader, or stopped; "" if none is."""
         if stopped := self._stopped():
             return stopped
-        behind = []
-        for member in self.members:
-            plans, is_follower = member.plans, place_of(self.config, member.rank).number > 0
-            if plans is not None and is_follower and plans.carried_out(member.follower) < plans.sent:
-                behind.append(member.name)
-        behind += [one.name for one in self.spawned if isinstance(one, RemoteProcess) and one.is_behind]
+        behind = [member.name for member in self.members if has_pending_plans(self.config, member)]
+        behind += [one.name for one in self.spawned if isinstance(one, RemoteProcess) and one.has_pending_plans]
         return f"behind its leader: {' and '.join(behind)}" if behind else ""
 
     def _stopped(self) -> str:

@@ -14,16 +14,15 @@ from thalweg.config.model import ModelFacts
 from thalweg.config.options import LoadOptions, Options
 from thalweg.core.capabilities import Capabilities, Required, Selected, select
 from thalweg.core.errors import UnsupportedConfig
-from thalweg.core.kernels import DECISION_NAMES, TORCH, KernelConfig
+from thalweg.core.kernels import DECISION_NAMES, RECORD, RECORD_TILE, TORCH, KernelConfig
 from thalweg.launch.decisions import Decisions
 from thalweg.quant.catalog import quantized, scheme_of_experts
 
 C = TypeVar("C", bound=Capabilities)
 
 KV_NAMES = {"fp8": "fp8_e4m3"}  # other names of KV cache types
-FLAG, REFERENCE, SPARSE, RECORD = "attention_backend", "reference", "triton_sparse", "fp8_ds_mla"
+FLAG, REFERENCE, SPARSE = "attention_backend", "reference", "triton_sparse"
 DSA_BACKENDS = {"triton": SPARSE, "torch": TORCH}  # attention backends by the values of --dsa-*-backend
-TILE = 128  # numbers of a latent in FP8 that share a scale
 
 
 def resolve_kernels(
@@ -115,10 +114,10 @@ def _resolve_index(
 def _check_records(facts: ModelFacts, is_latent: bool) -> None:
     """Raises UnsupportedConfig."""
     mla = facts.mla if is_latent and facts.indexer is not None else None
-    if mla is None or mla.kv_lora % min(mla.kv_lora, TILE):
+    if mla is None or mla.kv_lora % min(mla.kv_lora, RECORD_TILE):
         raise UnsupportedConfig(
-            f"kv_cache_dtype: {RECORD} is for models with sparse attention (DSA) to latents of whole tiles of {TILE}"
-            " dims; use fp8_e4m3"
+            f"kv_cache_dtype: {RECORD} is for models with sparse attention (DSA) to latents of whole tiles of"
+            f" {RECORD_TILE} dims; use fp8_e4m3"
         )
 
 

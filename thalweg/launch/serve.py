@@ -32,11 +32,10 @@ from thalweg.core.report import Decision
 from thalweg.engine.child import EngineProcess
 from thalweg.engine.client import EngineClient
 from thalweg.engine.node_agent import run_agent
-from thalweg.launch import ray_nodes
+from thalweg.launch.launchers import LAUNCHERS
 from thalweg.launch.report import as_json, show, wide_console
 from thalweg.launch.resolve import resolve
 from thalweg.launch.resolved import Resolved
-from thalweg.launch.torchrun import of_torchrun
 
 log = logging.getLogger("thalweg.serve")
 DOCS = Path(__file__).parents[2] / "docs" / "README.md"  # in a checkout; not installed with the package
@@ -63,14 +62,11 @@ def serve(
         logging.getLogger("uvicorn").setLevel(logging.WARNING)  # what it says of itself is said here
     if config.server.log_requests_level and not config.server.log_requests:
         log.warning("--log-requests-level %d says nothing without --log-requests", config.server.log_requests_level)
-    if config.parallel.launcher == "torchrun":
-        config = of_torchrun(config)
+    launcher = LAUNCHERS[config.parallel.launcher]
+    config = launcher.options(config)
     if config.parallel.node_rank:
         return _run_node(config, first)
     _allow_files(config.server.max_connections + OTHER_FILES)
-    is_on_ray = config.parallel.launcher == "ray" and config.parallel.nnodes > 1
-    if is_on_ray:
-        config = ray_nodes.on_cluster(config)
     with listen(config.listen) as sock:
         tls = _tls(config.listen)
         is_text = config.server.log_format == "text"
@@ -81,7 +77,7 @@ def serve(
             show(as_json(resolved), wide_console())
         else:
             resolved = dataclasses.replace(resolved, engine=resolved.engine.started((), log_start=False))
-        with ray_nodes.agents(config, resolved.engine) if is_on_ray else contextlib.nullcontext():
+        with launcher.agents(config, resolved.engine):
             return asyncio.run(_run(config, resolved, sock, tls, make_server, first))
 
 

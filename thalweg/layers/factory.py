@@ -14,10 +14,10 @@ import torch
 
 from thalweg.attention.context import WorkspaceNeed
 from thalweg.config.model import ModelFacts, MoeFacts
-from thalweg.core.kernels import KernelConfig
+from thalweg.core.kernels import RECORD, KernelConfig
 from thalweg.layers.interface import FeedForward, GroupedAttention, LatentAttention, MetadataBuilder, Norm, Vocabulary
 from thalweg.layers.linear import LinearLayer, Mlp, PackedShard, taken
-from thalweg.memory.planes import RECORD, PlaneSpec, index_plane, kv_cache_dtype, record_plane, vector_plane
+from thalweg.memory.planes import PlaneSpec, index_plane, kv_cache_dtype, record_plane, vector_plane
 from thalweg.parallel.axis import Axis, share_of, width_of
 from thalweg.parallel.experts import ExpertPlacement
 from thalweg.parallel.layout import SINGLE_RANK, Layout

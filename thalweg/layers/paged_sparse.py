@@ -12,6 +12,7 @@ from torch import Tensor
 
 from thalweg.attention.selection import SelectedContexts, Selection, select_top_k
 from thalweg.config.model import ModelFacts
+from thalweg.core.kernels import RECORD
 from thalweg.kernels.attend.args import ContextChunk, QueryRows
 from thalweg.kernels.attend.triton import merge
 from thalweg.kernels.dsa import triton as dsa
@@ -23,7 +24,6 @@ from thalweg.layers.interface import Activation, ResidualStream
 from thalweg.layers.mla import KEY_NORM_EPS, Indexer, index_shards, unused_indexer
 from thalweg.layers.paged import PagedStep, Rest
 from thalweg.layers.paged_mla import LatentMla
-from thalweg.memory.planes import RECORD
 from thalweg.memory.records import decode_record
 
 SCORES_AT_ONCE = 1 << 28  # bytes of the scores of some tokens

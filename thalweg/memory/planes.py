@@ -12,13 +12,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from thalweg.core.kernels import RECORD, RECORD_TILE
 from thalweg.core.plan import PAGE
-from thalweg.memory.records import TILE, decode_record, encode_record, quantize
+from thalweg.memory.records import decode_record, encode_record, quantize
 
 # A number of 4 bits of exponent and 3 of fraction, times the plane's scale. The error is relative, 6 % at most and 2.6
 # % in the mean square, so the scale matters only for values far below or above it.
 FP8 = torch.float8_e4m3fn
-RECORD, INDEX = "fp8_ds_mla", "fp8_index"  # bytes: see `encode_record`, `index_plane`
+INDEX = "fp8_index"  # bytes, as RECORD: see `index_plane`, `encode_record`
 CODECS = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -49,8 +50,10 @@ def vector_plane(name: str, layer: int, dim: int, dtype: torch.dtype, shard: str
 
 def record_plane(layer: int, rank: int, rope: int) -> PlaneSpec:
     """A plane of latents in records, see `encode_record`. rank: up to 128, or a multiple."""
-    assert rank % min(rank, TILE) == 0, f"{rank} dims are no whole number of tiles"
-    return PlaneSpec("latent", layer, PAGE * (rank + 4 * -(-rank // TILE) + 2 * rope), "replicated", RECORD, rank)
+    assert rank % min(rank, RECORD_TILE) == 0, f"{rank} dims are no whole number of tiles"
+    return PlaneSpec(
+        "latent", layer, PAGE * (rank + 4 * -(-rank // RECORD_TILE) + 2 * rope), "replicated", RECORD, rank
+    )
 
 
 def index_plane(layer: int, dim: int) -> PlaneSpec:

@@ -127,7 +127,7 @@ class StoreAddress(NamedTuple):
         return self._replace(prefix=f"{self.prefix}/{name}")
 
 
-Meeting = Path | StoreAddress  # where processes find each other: a file that all can write to, or a server
+Rendezvous = Path | StoreAddress  # where processes find each other: a file that all can write to, or a server
 
 
 class WatchedStore(Store):
@@ -170,7 +170,12 @@ class WatchedStore(Store):
 
 
 def connect(
-    meeting: Meeting, rank: int, size: int, device: torch.device, timeout: float, lost: Callable[[], str] = nothing_lost
+    rendezvous: Rendezvous,
+    rank: int,
+    size: int,
+    device: torch.device,
+    timeout: float,
+    lost: Callable[[], str] = nothing_lost,
 ) -> WatchedStore:
     """Joins the processes that share a model. timeout: seconds after which a collective that some rank does not join
     fails. lost: why another process will not come; "" while all may. Returns what the caller keeps until all groups are
@@ -178,7 +183,7 @@ def connect(
     """
     if _is_left:
         disconnect()
-    own: Store = FileStore(str(meeting), size) if isinstance(meeting, Path) else _reached(meeting, timeout)
+    own: Store = FileStore(str(rendezvous), size) if isinstance(rendezvous, Path) else _reached(rendezvous, timeout)
     store = WatchedStore(own, timeout, lost)
     store.set(f"here{rank}", "")
     store.wait([f"here{other}" for other in range(size)])

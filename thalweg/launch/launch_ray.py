@@ -7,11 +7,8 @@ node or its worker has ended.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import os
-import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -22,10 +19,10 @@ from thalweg.config.engine import EngineConfig
 from thalweg.config.options import Options
 from thalweg.config.tree import command_line, non_defaults, replace, settings
 from thalweg.core.errors import UnsupportedConfig
+from thalweg.launch.node_start import end_with_parent, free_address
 
 log = logging.getLogger("thalweg.ray")
 ROOM_S = 300.0  # in which the cluster has to find room for all nodes
-PR_SET_PDEATHSIG = 1  # prctl(2)
 OF_THE_FIRST = ("listen", "server")  # sections that only the first node reads
 
 
@@ -52,13 +49,11 @@ def on_cluster(options: Options) -> Options:
         ) from error
     if options.parallel.dist_init_addr is not None:
         return options
-    host = ray.util.get_node_ip_address()
-    with socket.create_server((host, 0)) as free:
-        return replace(options, dist_init_addr=f"{host}:{free.getsockname()[1]}")
+    return replace(options, dist_init_addr=free_address(ray.util.get_node_ip_address()))
 
 
 @contextlib.contextmanager
-def agents(options: Options, engine: EngineConfig) -> Iterator[None]:
+def ray_agents(options: Options, engine: EngineConfig) -> Iterator[None]:
     """Within the block the other nodes have agents. Raises UnsupportedConfig if the cluster has no room for them."""
     ray = _ray()
     from ray.util.placement_group import placement_group, remove_placement_group
@@ -104,12 +99,8 @@ def _token(options: Options) -> dict[str, str]:
 
 def run_agent(words: Sequence[str], variables: dict[str, str]) -> None:
     """The task: ends with the agent, and the agent with it. Raises RuntimeError if it fails."""
-
-    def follow() -> None:
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-
     command, env = [sys.executable, "-m", "thalweg", *words], os.environ | variables
-    if code := subprocess.run(command, env=env, preexec_fn=follow).returncode:
+    if code := subprocess.run(command, env=env, preexec_fn=end_with_parent).returncode:
         raise RuntimeError(f"the agent ended with exit code {code}; the task's log says why")
 
 
