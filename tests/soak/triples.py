@@ -14,7 +14,7 @@ from typing import Any
 from tests.compose.covering import covering
 from tests.compose.matrix import name
 from tests.ranks.group import ProcessGroup
-from tests.ranks.test_tokens import COLUMNS, check_levels, is_legal
+from tests.ranks.test_tokens import COLUMNS, LAYOUTS, check_levels, is_legal
 from tests.soak.report import write
 from thalweg.models import traced
 
@@ -26,7 +26,7 @@ FEATURES = (
 
 def cases(seed: int) -> list[dict[str, Any]]:
     free, draw = {column: levels[0] for column, levels in COLUMNS.items()}, Random(seed)
-    features = {column: COLUMNS[column] for column in FEATURES}
+    features = {column: COLUMNS[column] for column in FEATURES} | {"layout": list(LAYOUTS)}
     array = covering(features, seed, strength=3, legal=lambda levels: is_legal(free | levels))
     return [_drawn(levels, draw) for levels in array]
 
