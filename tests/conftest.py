@@ -17,6 +17,7 @@ from tests.seed import SEED
 NULL = Path(__file__).parent / "null"
 EXIT = 60  # seconds in which the interpreter must have ended
 WORKER = "PYTEST_XDIST_WORKER" in os.environ  # one of several processes
+LONGEST = ("test_tokens.py", "test_kernels_compile.py")  # minutes
 
 if WORKER:  # one thread each; torch reads it when it is loaded
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -34,6 +35,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
             return "tests/gpu" if nodeid.startswith("tests/gpu/") else super()._split_scope(nodeid)
 
     return Files(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files come first, so that no process has one of them left when the others have ended."""
+    items.sort(key=lambda item: item.path.name not in LONGEST)
 
 
 @pytest.fixture(autouse=True)
