@@ -410,6 +410,14 @@ class ParallelOptions(Section):
     pp_layer_partition: tuple[int, ...] = setting(
         (), "layers of each stage, the first stage first", metavar="N", auto="as even as they can be, by parameters"
     )
+    dcp_size: int = setting(
+        1,
+        "devices of tp_size, all with the same latents, among which the KV of each sequence is dealt out (decode context"
+        " parallelism)",
+        aliases=("dcp",),
+        foreign=("decode-context-parallel-size",),
+        **_DEVICES,
+    )
     ep_size: int = setting(
         1,
         "groups of devices that the experts are divided over; 1 cuts each expert instead",

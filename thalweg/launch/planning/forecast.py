@@ -186,10 +186,11 @@ def _cache(
 ) -> dict[str, Any]:
     """The KV caches of a layout. gpu: None on a CPU."""
     lengths = sorted({length for length in contexts if length < resolved.context} | {resolved.context})
+    page_size = PAGE * layout.dcp
     report: dict[str, Any] = {
         "memory": None,
         "caches": layout.caches,
-        "holds": [holding(length, resolved.pages // -(-length // PAGE) * layout.caches) for length in lengths],
+        "holds": [holding(length, resolved.pages // -(-length // page_size) * layout.caches) for length in lengths],
         "bounds_layout": layout.name,
     }
     return report if gpu is None else report | {"memory": gpu.as_json(), "kv_bytes": round(resolved.pages * gpu.page)}
