@@ -60,7 +60,9 @@ def alone(group: ProcessGroup, layout: str, **fields: Any) -> list[Answer]:
     return answers(group, layout, *((one,) for one in SCRIPT), **PLAIN, **fields)[0]
 
 
-@pytest.mark.parametrize(("layout", "experts"), [("tp2", {}), ("dp2-ep2", {}), ("tp2-dp2-ep4", EPLB), ("pp2", {})])
+@pytest.mark.parametrize(
+    ("layout", "experts"), [("tp2", {}), ("tp2-dcp2", {}), ("dp2-ep2", {}), ("tp2-dp2-ep4", EPLB), ("pp2", {})]
+)
 def test_bits_depend_on_the_sequence_alone(
     layout: str, experts: dict[str, Any], groups: dict[int, ProcessGroup]
 ) -> None:

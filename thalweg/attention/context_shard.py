@@ -68,7 +68,8 @@ class ContextShard:
         """Attention of this rank's heads to the whole context, of `pack_state` of all heads on each part: →
         [N, H, value dim]. One exchange.
         """
-        by_rank = state_NJX.unflatten(1, (self.axis.size, -1)).transpose(0, 1)
+        tokens, _, width = state_NJX.shape
+        by_rank = state_NJX.view(tokens, self.axis.size, -1, width).transpose(0, 1)
         state_DNHX = self.axis.all_to_all(by_rank)
         return merge_states(*zip(*map(unpack_state, state_DNHX), strict=True))[0]
 
@@ -78,7 +79,7 @@ class ContextShard:
             return take(entries, rows_M)
         own, owner = take(entries, self.rows(rows_M)), self.owner(rows_M).unsqueeze(0).unsqueeze(-1)
         taken_1MX = torch.take_along_dim(self.axis.all_gather(torch.cat(own, -1)), owner, 0)
-        return list(taken_1MX[0].split([part.shape[-1] for part in own], -1))
+        return list(torch.split(taken_1MX[0], [part.shape[-1] for part in own], -1))
 
     def put(self, entries: Sequence[Tensor], rows_M: Tensor, parts: Sequence[Tensor]) -> None:
         """`memory.planes.put` into rows of `Batch.write_T`, each on its owner."""

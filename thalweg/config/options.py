@@ -412,9 +412,8 @@ class ParallelOptions(Section):
     )
     dcp_size: int = setting(
         1,
-        "devices of tp_size, all with the same latents, among which the KV of each sequence is dealt out (decode context"
-        " parallelism)",
-        aliases=("dcp",),
+        "devices of one attention that share the KV of each sequence, where all would hold the same latents (decode"
+        " context parallelism)",
         foreign=("decode-context-parallel-size",),
         **_DEVICES,
     )

@@ -341,7 +341,9 @@ def _build_on_gpu(
     config = with_pages(config, shared_budget(budget._replace(free=free_memory(device)), model.factory))
     times.end_phase("memory")
     planes = _allocate_planes(model, drafter, config, device)
-    slots = Slots(config.max_running_requests + 1, config.context_length, device, drafter.fields(), config.tree, config.page_size)
+    slots = Slots(
+        config.max_running_requests + 1, config.context_length, device, drafter.fields(), config.tree, config.page_size
+    )
     runner = _with_acceptance_rule(Runner(model, model, planes, slots, drafter), config)
     runner.failed = failure_flag(model)
     before = free_memory(device)
