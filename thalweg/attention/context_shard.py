@@ -56,9 +56,10 @@ class ContextShard:
         """[R, P * PAGE, X] of whole pages on each rank → [R, P * page_size, X], in the order of positions."""
         if self.is_whole:
             return stored_RSX
-        rows, _, width = stored_RSX.shape
-        gathered = self.axis.all_gather(stored_RSX).view(self.axis.size, rows, -1, PAGE, width)
-        return gathered.permute(1, 2, 0, 3, 4).reshape(rows, -1, width)
+        bytes_RSX = stored_RSX.view(torch.uint8)  # Gloo does not know e4m3
+        rows, _, width = bytes_RSX.shape
+        gathered = self.axis.all_gather(bytes_RSX).view(self.axis.size, rows, -1, PAGE, width)
+        return gathered.permute(1, 2, 0, 3, 4).reshape(rows, -1, width).view(stored_RSX.dtype)
 
     def gather_heads(self, query_NHX: Tensor) -> Tensor:
         """The queries of all ranks: → [N, J, X]."""
