@@ -101,8 +101,18 @@ def test_entries_move_between_ranks() -> None:
         assert torch.equal(got[size:, 0], want[size:]) and torch.equal(got[size:, -1], want[size:])
 
 
-@pytest.mark.parametrize("shape", ["v3", "v3.2", "v2-lite"])
-@pytest.mark.parametrize("layout", [{"tp": 2, "dcp": 2}, {"tp": 4, "ep": 4, "dcp": 2}, {"tp": 4, "dcp": 4}], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "layout"),
+    [
+        ("v3", {"tp": 2, "dcp": 2}),
+        ("v3.2", {"tp": 2, "dcp": 2}),
+        ("v3.2", {"tp": 4, "ep": 4, "dcp": 2}),
+        ("v2-lite", {"tp": 4, "dcp": 4}),
+        ("one-key-head", {"tp": 4, "dcp": 2}),
+        ("one-key-head", {"tp": 4, "dcp": 4}),
+    ],
+    ids=str,
+)
 def test_ranks_that_share_contexts_give_one_ranks_logits(shape: str, layout: dict[str, int], tmp_path: Path) -> None:
     """A long prompt in chunks, single tokens, and sparse attention beyond the indexer's choice."""
     folder, ranks, ids = written(tmp_path, SHAPES[shape]), layouts(**layout), IDS * 3

@@ -288,7 +288,7 @@ def test_planted_bugs_are_caught(bug: str, case: Case, groups: dict[int, Process
     assert jumped > 1
 
 
-@pytest.mark.parametrize("layout", ["tp2", "tp4"])
+@pytest.mark.parametrize("layout", ["tp2", "tp2-dcp2", "tp4"])
 def test_ranks_share_a_key_head(layout: str, groups: dict[int, ProcessGroup], tmp_path: Path) -> None:
     """Grouped-query attention with more ranks than key heads; prompt log-probabilities; random weights."""
     folder, script = written(tmp_path, SHAPES["one-key-head"]), list[Any]()

@@ -412,8 +412,8 @@ class ParallelOptions(Section):
     )
     dcp_size: int = setting(
         1,
-        "devices of one attention that share the KV of each sequence, where all would hold the same latents (decode"
-        " context parallelism)",
+        "devices of one attention that share the KV of each sequence, where all would hold the same (decode context"
+        " parallelism)",
         foreign=("decode-context-parallel-size",),
         **_DEVICES,
     )

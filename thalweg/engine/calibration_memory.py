@@ -201,7 +201,8 @@ def with_pages(config: EngineConfig, budget: MemoryBudget) -> EngineConfig:
         raise InsufficientMemory(
             f"memory: {config.num_pages} pages do not fit: {budget}, and"
             f" {(budget.left + budget.reserve) // budget.page} without a reserve; use --max-total-tokens"
-            f" {max(budget.pages, 1) * config.page_size}, or leave --mem-fraction-static and --max-total-tokens to the engine"
+            f" {max(budget.pages, 1) * config.page_size}, or leave --mem-fraction-static and --max-total-tokens to the"
+            " engine"
         )
     if pages < 1:
         raise InsufficientMemory(

@@ -115,16 +115,17 @@ def _check_heads(facts: ModelFacts, tp: int, dp: int) -> None:
 
 
 def check_shared_contexts(config: EngineConfig, facts: ModelFacts) -> None:
-    """Ranks can share contexts whose KV they would all hold: latents. Raises UnsupportedConfig."""
+    """Ranks can share contexts whose KV they would all hold: latents, or a key head. Raises UnsupportedConfig."""
     dcp, tp, algorithm = config.dcp_size, config.attention_tp, config.speculative_algorithm
     if tp % dcp:
         raise UnsupportedConfig(
             f"dcp_size: {dcp} does not divide the {tp} ranks of an attention; use --dcp-size {_or(_divisors(tp))}"
         )
-    if dcp > 1 and facts.mla is None:
+    alike = tp if facts.mla is not None else max(tp // facts.kv_heads, 1)
+    if alike % dcp:
         raise UnsupportedConfig(
-            "dcp_size: ranks share the latents of an MLA model, and this one caches keys and values of heads, which"
-            " --tp-size divides; use --dcp-size 1"
+            f"dcp_size: {dcp} ranks can share a context that all of them hold, and of the {facts.kv_heads} key heads a"
+            f" rank has the same as {alike - 1} others; use --dcp-size {_or(_divisors(alike))}"
         )
     if dcp > 1 and not config.mla:
         raise UnsupportedConfig(

@@ -106,7 +106,8 @@ def _cache(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if not (tokens := report["kv_tokens"]):
         return
     size, about = report["kv_bytes"], "about " if report["pages_measured_at_start"] else ""
-    pages = f"{about}{report['pages']:,} pages x {report['page_tokens']} tokens x {size / tokens:,.0f} B = {format_bytes(size)}"
+    of_pages = f"{about}{report['pages']:,} pages x {report['page_tokens']} tokens"
+    pages = f"{of_pages} x {size / tokens:,.0f} B = {format_bytes(size)}"
     layout, caches = report.get("bounds_layout", ONE_GPU), report.get("caches", 1)
     pages += f" on each GPU of {layout}" if layout != ONE_GPU else ""
     yield "kv cache", pages + (f", {caches} caches" if caches > 1 else "")

@@ -142,6 +142,11 @@ class KernelLayers(LayerFactory):
             table = rotary.table(facts.rope, facts.context, device)
             return AttentionMetadataBuilder(table, workspace, self.layout.dcp)
         if facts.mla is None:
+            if self.layout.dcp.size > 1:
+                raise UnsupportedConfig(
+                    "dcp_size: the kernels of keys and values attend to whole contexts; use --dcp-size 1, or"
+                    " --attention-backend reference"
+                )
             heads = len(share_of(facts.heads, self.layout.tp, "attention heads"))
             kv_heads = len(share_of(facts.kv_heads, self.layout.tp, "key heads", may_repeat=True))
             prepare = prepare_gqa(kernels, GqaShape(heads, kv_heads, facts.head_dim))

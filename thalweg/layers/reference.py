@@ -16,6 +16,7 @@ from thalweg.layers.mha import Mha
 from thalweg.layers.mla import Mla
 from thalweg.layers.moe import MoeBlock
 from thalweg.layers.rounded import RoundedLinear
+from thalweg.layers.sharded_gqa import ShardedGqa
 from thalweg.layers.sharded_mla import ShardedMla
 from thalweg.quant.catalog import Schemes
 from thalweg.quant.scheme import Quantized
@@ -54,6 +55,10 @@ class ReferenceLayers(LayerFactory):
         linear = RoundedLinear(self, [part.width for part in parts], inputs, rules)
         linear.load_parts(parts, inputs, self.published, has_bias)
         return linear
+
+    def gqa(self, facts: ModelFacts, layer: int, name: str, qk_norm: bool = False, inputs: int = 0) -> Gqa:
+        kind = self.gqa_type if self.layout.dcp.size == 1 else ShardedGqa
+        return kind(self, facts, layer, name, qk_norm, inputs)
 
     def mla(self, facts: ModelFacts, layer: int, name: str, is_indexed: bool) -> Mla:
         kind = Mla if self.kernels.latent else Mha

@@ -29,8 +29,8 @@ Move = Callable[[Tensor, Tensor], None]  # rows of planes from places to others,
 
 
 def kv_mover(planes: Planes, specs: Sequence[PlaneSpec], dcp: Axis = SINGLE) -> Move:
-    """Moves entries in the planes of `specs`: by a kernel on a GPU, where Triton is installed. dcp: the ranks that share
-    each context, between which entries move, too.
+    """Moves entries in the planes of `specs`: by a kernel on a GPU, where Triton is installed. dcp: the ranks that
+    share each context, between which entries move, too.
     """
     rows = [part for spec in specs for part in planes.entries(spec.name, spec.layer)]
     if rows and dcp.size > 1:

@@ -48,7 +48,7 @@ def collectives(facts: ModelFacts, shape: StepShape, layout: ParallelLayout) -> 
         found.append(Collective("all-reduce", count, inner, 2 * among * shape.tokens * row))
         logits = shape.rows * facts.vocab * ACTIVATION
         found.append(Collective("all-gather of logits", 1, inner, among / inner * logits))
-    if layout.dcp > 1 and facts.mla is not None:
+    if layout.dcp > 1:
         found += _around_attention(facts, shape, layout)
     if facts.moe is not None and layout.dp > 1:
         found += _around_experts(facts, shape, layout, sparse, row)
@@ -63,16 +63,15 @@ def sending_seconds(facts: ModelFacts, shape: StepShape, layout: ParallelLayout,
 
 
 def _around_attention(facts: ModelFacts, shape: StepShape, layout: ParallelLayout) -> list[Collective]:
-    """Absorbed queries of all GPUs that share a context meet each part of it; outputs, each with its log-sum-exp, go
-    back. An indexer's candidates, a score and a position each, are gathered.
+    """Queries of all GPUs that share a context meet each part of it; outputs, each with its log-sum-exp, go back. An
+    indexer's candidates, a score and a position each, are gathered.
     """
-    assert facts.mla is not None
-    ranks, heads = layout.dcp, facts.heads / layout.attention
+    ranks, heads, mla = layout.dcp, facts.heads / layout.attention, facts.mla
+    query, out = (facts.head_dim,) * 2 if mla is None else (mla.kv_lora + mla.rope, mla.kv_lora)
     each, others = shape.tokens * heads, ranks - 1
-    query, out = (facts.mla.kv_lora + facts.mla.rope) * ACTIVATION, facts.mla.kv_lora * ACTIVATION + LSE
     found = [
-        Collective("all-gather of queries", facts.layers, ranks, others * each * query),
-        Collective("all-to-all of attention", facts.layers, ranks, others * each * out),
+        Collective("all-gather of queries", facts.layers, ranks, others * each * query * ACTIVATION),
+        Collective("all-to-all of attention", facts.layers, ranks, others * each * (out * ACTIVATION + LSE)),
     ]
     if facts.indexer is not None and shape.context > facts.indexer.topk:
         chosen = min(facts.indexer.topk, shape.context / ranks)

@@ -71,8 +71,9 @@ def why_not(facts: ModelFacts, layout: ParallelLayout) -> str:
         return f"dp {layout.dp} must divide tp {layout.tp}"
     if facts.heads % layout.attention:
         return f"{facts.heads} heads are not divided by {layout.attention}"
-    if layout.attention % layout.dcp or layout.dcp > 1 and facts.mla is None:
-        return f"contexts of latents are shared by a divisor of {layout.attention} GPUs, not {layout.dcp}"
+    alike = layout.attention if facts.mla is not None else max(layout.attention // facts.kv_heads, 1)
+    if alike % layout.dcp:
+        return f"{alike} GPUs hold the same KV, and a divisor of them can share each context, not {layout.dcp}"
     if layout.pp > facts.layers:
         return f"{facts.layers} layers are fewer than {layout.pp} stages"
     if facts.moe is None:
