@@ -172,19 +172,20 @@ class AttentionMetadataBuilder(nn.Module):
     def __init__(self, cos_sin: Tensor, workspace: WorkspaceNeed, dcp: Axis = SINGLE) -> None:
         """cos_sin: complex64 [context, dim / 2]. dcp: the ranks that share each context."""
         super().__init__()
-        self.workspace, self.shard = workspace, ContextShard(dcp)
-        pages = -(-len(cos_sin) // self.shard.page_size)
-        positions_S = torch.arange(pages * self.shard.page_size)  # made on meta, it loads sympy
-        stored_S = positions_S if self.shard.is_whole else self.shard.positions(positions_S[: pages * PAGE])
+        self.workspace, self.page_size = workspace, PAGE * dcp.size
+        self.shard = ContextShard(dcp) if dcp.size > 1 else None
+        pages = -(-len(cos_sin) // self.page_size)
+        positions_S = torch.arange(pages * self.page_size)  # made on meta, it loads sympy
+        stored_S = positions_S if self.shard is None else self.shard.positions(positions_S[: pages * PAGE])
         self.register_buffer("cos_sin", cos_sin, persistent=False)
         self.register_buffer("positions_S", positions_S.to(cos_sin.device), persistent=False)
         self.register_buffer("stored_S", stored_S.to(cos_sin.device), persistent=False)
 
     def build(self, batch: Batch, planes: Planes) -> AttentionMetadata:
         cos_sin_T1c = self.cos_sin.index_select(0, batch.positions_T).unsqueeze(1)
-        if not self.shard.is_whole:
+        if self.shard is not None:
             batch = replace(batch, write_T=self.shard.rows(batch.write_T))
-        context = ContextPositions(self.stored_S, PAGE, self.shard.page_size, self.positions_S)
+        context = ContextPositions(self.stored_S, PAGE, self.page_size, self.positions_S)
         parts = (part for group in batch.groups for part in _split_rows(batch, group, self.workspace))
         groups = tuple(AttentionGroup(batch, part, context, self.workspace) for part in parts)
         return AttentionMetadata(batch, planes, cos_sin_T1c, groups, max(group.max_kv_len for group in groups))
