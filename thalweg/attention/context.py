@@ -61,13 +61,7 @@ class ContextPositions(NamedTuple):
 class AttentionGroup:
     """The rows of one rectangle of a batch and their context, cut into tiles that bound the memory of scores."""
 
-    def __init__(
-        self,
-        batch: Batch,
-        group: Group,
-        context: ContextPositions,
-        workspace: WorkspaceNeed,
-    ) -> None:
+    def __init__(self, batch: Batch, group: Group, context: ContextPositions, workspace: WorkspaceNeed) -> None:
         self.group, self.rows, self.query, self.max_kv_len = group, group.rows, group.query, group.max_kv_len
         self._batch, self._context, self._workspace = batch, context, workspace
         self.pages = -(-group.max_kv_len // context.page_size)
@@ -94,9 +88,8 @@ class AttentionGroup:
         _, page_tokens, page_size, every_S = self._context
         if page_tokens == page_size:
             return self
-        return AttentionGroup(
-            self._batch, self.group, ContextPositions(every_S, page_size, page_size, every_S), self._workspace
-        )
+        every = ContextPositions(every_S, page_size, page_size, every_S)
+        return AttentionGroup(self._batch, self.group, every, self._workspace)
 
     def take(self, x: Tensor) -> Tensor:
         """The group's tokens [N, ...] of a tensor of all tokens [T, ...]."""

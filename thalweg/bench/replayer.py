@@ -116,7 +116,7 @@ class Replayer:
     def run(self) -> Iterator[ReplayReport]:
         """Runs all steps; yields the report so far after each."""
         for seat in self.recording.slots:
-            self._restore(seat.uid, self._adapt(seat.bind), self._split(seat.pages))
+            self._restore(seat.uid, self._adapt(seat.bind), split_pages(seat.pages, self.parts))
         for step in self.recording.steps:
             try:
                 self._replay_step(step)
@@ -174,7 +174,10 @@ class Replayer:
     # ---- a step
 
     def _replay_step(self, step: RecordedStep) -> None:
-        appends = (PageAppend(a.slot, a.first_entry * self.parts, self._split(a.pages)) for a in step.plan.appends)
+        appends = (
+            PageAppend(slot, first * self.parts, split_pages(pages, self.parts))
+            for slot, first, pages in step.plan.appends
+        )
         binds = tuple(self._adapt(bind) for bind in step.plan.binds)
         plan = replace(step.plan, binds=binds, appends=tuple(appends))
         tables = {append.slot: append.pages for append in plan.appends if append.first_entry == 0}
@@ -284,12 +287,6 @@ class Replayer:
             return None
         return GrammarState(len(state.tokens), state.tokens[-1], state.drafts, state.parents)
 
-    # ---- another layout
-
-    def _split(self, pages: Sequence[int]) -> tuple[int, ...]:
-        """Pages of one rank in place of these, which several ranks have shared."""
-        return tuple((page - 1) * self.parts + 1 + part for page in pages for part in range(self.parts))
-
     # ---- another model
 
     def _adapt(self, bind: Bind) -> Bind:
@@ -308,6 +305,11 @@ class Replayer:
 
     def _fold(self, tokens: Sequence[int]) -> Sequence[int]:
         return tokens if self.compare else tuple(token % self.vocab for token in tokens)
+
+
+def split_pages(pages: Sequence[int], parts: int) -> tuple[int, ...]:
+    """Pages of one rank in place of these, each of which so many ranks have shared. Page 0 stays the null page."""
+    return tuple((page - 1) * parts + 1 + part for page in pages for part in range(parts))
 
 
 def _gap(old: Sequence[TokenLogprob], new: Sequence[TokenLogprob]) -> float:
