@@ -26,7 +26,7 @@ def fields(
     """
     made = dict(others)
     if num_pages is not None:
-        made["max_total_tokens"] = num_pages * PAGE
+        made["max_total_tokens"] = num_pages * PAGE * made.get("dcp_size", 1)
     if max_steps_in_flight is not None:
         made["overlap_schedule"] = max_steps_in_flight > 1
     if num_drafts is not None:

@@ -33,7 +33,8 @@ class Bench:
     def __init__(
         self, model: Model, sequences: int, pages: int = 0, seed: int = 0, extra: tuple = (), *, trace: bool = False
     ) -> None:
-        per = pages or -(-model.facts.context // PAGE)
+        self.page_size = PAGE * model.factory.layout.dcp.size
+        per = pages or -(-model.facts.context // self.page_size)
         order = list(range(1, sequences * per + 1))
         random.Random(seed).shuffle(order)  # neighbours in a context are not neighbours in storage
         self.tables = [order[i * per : (i + 1) * per] for i in range(sequences)]
@@ -60,7 +61,8 @@ class Bench:
                 groups.append(Group(number, 1, len(ids), len(tokens), max_kv_len))
             ids += tokens
             positions += where
-            write += [self.tables[sequence][p // PAGE] * PAGE + p % PAGE for p in where]
+            size = self.page_size
+            write += [self.tables[sequence][p // size] * size + p % size for p in where]
             real += [True] * len(tokens)
         tables = [self.tables[sequence] for sequence, _ in rows]
         if padding:

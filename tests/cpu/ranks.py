@@ -95,14 +95,16 @@ def _sum(partials: list[Tensor]) -> Tensor:
     return total
 
 
-def layouts(tp: int = 1, dp: int = 1, ep: int = 1, dense: int | None = None) -> list[Layout]:
+def layouts(tp: int = 1, dp: int = 1, ep: int = 1, dense: int | None = None, dcp: int = 1) -> list[Layout]:
     """The layout of each of tp x dp ranks, data-parallel groups first.
 
-    ep: groups that the experts are divided over. dense: ranks that share dense MLPs.
+    ep: groups that the experts are divided over. dense: ranks that share dense MLPs. dcp: ranks that share contexts.
     """
     world = tp * dp
     tps, dps = [Rendezvous(tp) for _ in range(dp)], [Rendezvous(dp) for _ in range(tp)]
     eps, moe_tps = [Rendezvous(ep) for _ in range(world // ep)], [Rendezvous(world // ep) for _ in range(ep)]
+
+    dcps = [Rendezvous(dcp) for _ in range(world // dcp)]
 
     def axis(rendezvous: Rendezvous, rank: int) -> Axis:
         return SINGLE if rendezvous.size == 1 else ThreadAxis(rendezvous, rank)
@@ -119,6 +121,7 @@ def layouts(tp: int = 1, dp: int = 1, ep: int = 1, dense: int | None = None) -> 
                 dense=own if dense in (None, tp) else SINGLE,
                 ep=axis(eps[of_moe_tp], of_ep),
                 moe_tp=axis(moe_tps[of_ep], of_moe_tp),
+                dcp=axis(dcps[rank // dcp], rank % dcp),
             )
         )
     return made

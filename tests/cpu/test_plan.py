@@ -254,6 +254,21 @@ def test_a_layout_that_is_asked_for(plan: Run, v3: str) -> None:
     assert [one["name"] for one in made["layouts"]] == ["TP4 PP2"] and made["bounds_layout"] == "TP4 PP2"
 
 
+def test_gpus_that_share_contexts(plan: Run, v3: str) -> None:
+    """Eight times the tokens in the same bytes, and two exchanges in each layer."""
+    flags = (v3, "--machine", "h200x8", "--tp-size", "8", "--json")
+    plain, shared = (json.loads(plan(*flags, *more).out) for more in ((), ("--dcp-size", "8")))
+    assert shared["bounds_layout"] == "TP8 DCP8" and "on CPUs alone so far" in shared["best"]["not_yet"]
+    assert shared["pages"] == pytest.approx(plain["pages"], rel=0.01) and shared["page_tokens"] == 512
+    assert shared["kv_tokens"] == 512 * shared["pages"] and shared["kv_bytes"] == pytest.approx(plain["kv_bytes"], 0.01)
+    longest = [made["holds"][-1]["sequences"] for made in (plain, shared)]
+    assert longest[1] == pytest.approx(8 * longest[0], rel=0.1)
+    phases = [made["decode_bounds"][-1]["phases"] for made in (plain, shared)]
+    assert phases[1]["attention"] < phases[0]["attention"] / 4 and phases[1]["sending"] > phases[0]["sending"]
+    capped = json.loads(plan(*flags, "--dcp-size", "8", "--max-total-tokens", "65536").out)
+    assert (capped["pages"], capped["kv_tokens"]) == (128, 65536)
+
+
 def test_a_sparse_model_and_a_dense_one(plan: Run, tmp_path: Path) -> None:
     sparse = json.loads(plan(folder(tmp_path / "s", DEEPSEEK | INDEXER), "--machine", "b200x8", "--json").out)
     assert {plane["name"] for plane in sparse["planes"]} == {"latent", "index"}

@@ -14,7 +14,7 @@ import pytest
 
 from tests.configs import changed, config
 from thalweg.bench import replayer
-from thalweg.bench.replayer import Replayer, ReplayReport
+from thalweg.bench.replayer import Replayer, ReplayReport, split_pages
 from thalweg.cli import main
 from thalweg.config.engine import EngineConfig
 from thalweg.core.grammar import Grammar
@@ -276,3 +276,8 @@ def test_other_log_probabilities_are_told_though_the_tokens_are_the_same(tmp_pat
 
 def shifted(output: Output, name: str, moved: float) -> Output:
     return output._replace(**{name: tuple(e._replace(logprob=e.logprob + moved) for e in getattr(output, name))})
+
+
+def test_pages_that_ranks_shared_become_pages_of_one() -> None:
+    assert split_pages((3, 1), 2) == (5, 6, 1, 2) and split_pages((7, 2), 1) == (7, 2)
+    assert sorted(split_pages(range(1, 5), 3)) == list(range(1, 13)), "as many as the cache has, without the null page"

@@ -5,6 +5,7 @@ alternative.
 from __future__ import annotations
 
 import dataclasses
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from thalweg.core.plan import PAGE
 from thalweg.core.report import AUTO, USER, Decision
 from thalweg.launch.decisions import Decisions
 from thalweg.launch.graphs import buckets, token_buckets
+from thalweg.launch.parallelism import check_shared_contexts
 from thalweg.launch.resolve import UNCHANGED, resolve
 from thalweg.launch.resolved import Plane, Sizes
 from thalweg.launch.resources import DEFAULTS, TYPICAL_TOKENS, Resources, resolve_resources
@@ -185,11 +187,52 @@ def test_a_model_that_does_not_fit_names_what_would() -> None:
         ({"ep_size": 2}, ("ep_size: no experts", "--ep-size 1")),
         ({"tp_size": 4, "moe_dense_tp_size": 2}, ("moe_dense_tp_size", "--moe-dense-tp-size 1 or 4")),
         ({"enable_dp_lm_head": False}, ("enable_dp_lm_head", "leave the flag out")),
+        ({"tp_size": 4, "dcp_size": 3}, ("dcp_size: 3 does not divide", "--dcp-size 1, 2 or 4")),
+        ({"tp_size": 2, "dcp_size": 2}, ("dcp_size: 2 ranks", "4 key heads", "--dcp-size 1")),
     ],
 )
 def test_refusals_name_the_setting_and_the_nearest(wishes: dict[str, Any], words: tuple[str, ...]) -> None:
     error = refusal(**wishes)
     assert all(word in error for word in words), error
+
+
+LATENT: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"], "num_key_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": None,
+    "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "first_k_dense_replace": 2, "n_routed_experts": 4,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 1,
+}  # fmt: skip
+
+
+def test_pages_of_ranks_that_share_contexts() -> None:
+    """As many pages in as many bytes, each of twice the tokens."""
+    of, limits = facts(**LATENT), {"tp_size": 2, "mem_fraction_static": 0.5}
+    plain, shared = (
+        run(of, machine(10 * GB), kv=100_000, max_running_requests=4096, dcp_size=dcp, **limits)[0] for dcp in (1, 2)
+    )
+    assert shared.pages == plain.pages == shared.config.num_pages
+    assert shared.config.max_total_tokens == 2 * plain.config.max_total_tokens
+    asked = run(of, dcp_size=2, tp_size=2, max_total_tokens=1000)[0]
+    assert (asked.config.max_total_tokens, asked.config.num_pages, asked.context) == (896, 7, 896)
+
+
+@pytest.mark.parametrize(
+    ("wishes", "words"),
+    [
+        ({"mla": False}, ("dcp_size", "--disable-mla")),
+        ({"device": "cuda"}, ("dcp_size", "on CPUs alone so far", "--dcp-size 1")),
+    ],
+)
+def test_contexts_that_cannot_be_shared(wishes: dict[str, Any], words: tuple[str, ...]) -> None:
+    on = machine(gpus=("NVIDIA H200",) * 2, gpu_free=100 * GB) if "device" in wishes else machine()
+    error = refusal(facts(**LATENT), on, tp_size=2, dcp_size=2, **wishes)
+    assert all(word in error for word in words), error
+
+
+def test_a_drafter_that_caches_heads_shares_no_contexts() -> None:
+    for algorithm, is_refused in (("EAGLE3", True), ("STANDALONE", True), ("NEXTN", False), ("NGRAM", False)):
+        config = EngineConfig(model_path="", tp_size=2, dcp_size=2, speculative_algorithm=algorithm)
+        with pytest.raises(UnsupportedConfig, match="use .*NEXTN") if is_refused else nullcontext():
+            check_shared_contexts(config, facts(**LATENT))
 
 
 def test_the_layers_of_stages_are_a_decision() -> None:

@@ -119,14 +119,16 @@ def kernel_layers(of: ModelFacts, device: torch.device, choice: KernelConfig = K
 Part = tuple[int, int, int]  # first page of the row, tokens before this step, tokens of this step
 
 
-def batches(rows: list[Part], device: torch.device, generator: torch.Generator, vocab: int) -> tuple[Batch, Batch]:
+def batches(
+    rows: list[Part], device: torch.device, generator: torch.Generator, vocab: int, page_size: int = 64
+) -> tuple[Batch, Batch]:
     """One step of these rows, for the reference and for the kernels (whose tables are int32)."""
     ids = torch.cat([torch.randint(0, vocab, (n,), generator=generator) for _, _, n in rows]).to(device)
     positions = torch.cat([torch.arange(at, at + n) for _, at, n in rows]).to(device)
-    write = torch.cat([page * 64 + torch.arange(at, at + n) for page, at, n in rows]).to(device)
-    wide = max(-(-(at + n) // 64) for _, at, n in rows)
+    write = torch.cat([page * page_size + torch.arange(at, at + n) for page, at, n in rows]).to(device)
+    wide = max(-(-(at + n) // page_size) for _, at, n in rows)
     table = torch.tensor(
-        [[page + i if i * 64 < at + n else 0 for i in range(wide)] for page, at, n in rows], device=device
+        [[page + i if i * page_size < at + n else 0 for i in range(wide)] for page, at, n in rows], device=device
     )
     groups: list[Group] = []
     token = 0

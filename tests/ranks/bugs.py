@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from thalweg.attention import context_shard
+from thalweg.attention.context_shard import ContextShard
 from thalweg.core.agreement import AgreedStep, coordinate_step
 from thalweg.engine import coordination
 from thalweg.engine.follower import Follower, SampleStep
@@ -101,8 +104,22 @@ def not_published() -> Callable[[], None]:
     return _replaced(Publication, "_receive", drop)
 
 
+def lse_in_base_2() -> Callable[[], None]:
+    """The log-sum-exp of the rank's part of a context is that of another kernel."""
+    pack = context_shard.pack_state
+    return _replaced(context_shard, "pack_state", lambda out, lse: pack(out, lse / math.log(2)))
+
+
+def owner_off_by_one() -> Callable[[], None]:
+    """The rank stores each token that is one before its own."""
+    owner = ContextShard.owner
+    return _replaced(ContextShard, "owner", lambda self, place: owner(self, place + 1))
+
+
 BUGS: dict[str, Callable[[], Callable[[], None]]] = {
     "not published": not_published,
+    "LSE in base 2": lse_in_base_2,
+    "owner off by one": owner_off_by_one,
     "stream not summed": stream_not_summed,
     "masks lost": masks_lost,
     "own step": own_step,

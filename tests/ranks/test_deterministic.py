@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from tests.compose.deterministic import PLAIN, SEED, assert_equal_bits
+from tests.compose.matrix import DRAFTING
 from tests.compose.workload import Answer, Ask, workload
 from tests.ranks.group import ProcessGroup, Script, Served, dealt, submits
 from tests.ranks.test_tokens import EPLB, answers_of, engine_config
@@ -60,7 +61,9 @@ def alone(group: ProcessGroup, layout: str, **fields: Any) -> list[Answer]:
     return answers(group, layout, *((one,) for one in SCRIPT), **PLAIN, **fields)[0]
 
 
-@pytest.mark.parametrize(("layout", "experts"), [("tp2", {}), ("dp2-ep2", {}), ("tp2-dp2-ep4", EPLB), ("pp2", {})])
+@pytest.mark.parametrize(
+    ("layout", "experts"), [("tp2", {}), ("tp2-dcp2", {}), ("dp2-ep2", {}), ("tp2-dp2-ep4", EPLB), ("pp2", {})]
+)
 def test_bits_depend_on_the_sequence_alone(
     layout: str, experts: dict[str, Any], groups: dict[int, ProcessGroup]
 ) -> None:
@@ -70,6 +73,13 @@ def test_bits_depend_on_the_sequence_alone(
     assert_equal_bits(alone(group, layout, **resting), crowd)
     assert not experts or all(rank.expert_moves for rank in served)
     assert layout != "tp2" or (served[0].preemptions and served[0].cached), "one rank has all requests"
+
+
+def test_trees_over_ranks_that_share_contexts(groups: dict[int, ProcessGroup]) -> None:
+    """Entries of a tree's nodes move between the ranks, and drafts change no bit."""
+    crowd, served = answers(groups[2], "tp2-dcp2", SCRIPT, **CROWD, **DRAFTING["nextn-tree"])
+    assert served[0].accepted
+    assert_equal_bits(alone(groups[2], "tp2-dcp2"), crowd)
 
 
 def test_without_it_bits_do_move(groups: dict[int, ProcessGroup]) -> None:

@@ -26,6 +26,7 @@ def test_tensor_parallel_ranks_are_neighbours() -> None:
     assert axis_ranks(MeshSizes(tp=2, dp=2, ep=4), 3) == {
         "tp": (2, 3),
         "dp": (1, 3),
+        "dcp": (3,),
         "ep": (0, 1, 2, 3),
         "moe_tp": (3,),
         "hidden": (3,),
@@ -34,11 +35,13 @@ def test_tensor_parallel_ranks_are_neighbours() -> None:
     }
     assert axis_ranks(MeshSizes(tp=4, ep=2), 1)["ep"] == (1, 3)
     assert axis_ranks(MeshSizes(tp=4, ep=2), 1)["moe_tp"] == (0, 1)
+    sizes = MeshSizes(tp=4, dp=2, pp=2, dcp=2)
+    assert [axis_ranks(sizes, rank)["dcp"] for rank in (0, 3, 6, 9)] == [(0, 1), (2, 3), (6, 7), (8, 9)]
 
 
 @pytest.mark.parametrize(("tp", "dp", "ep"), [(2, 1, 1), (4, 1, 4), (2, 2, 2), (1, 4, 4), (2, 4, 2)])
 def test_each_process_of_an_axis_names_the_same_processes(tp: int, dp: int, ep: int) -> None:
-    sizes = MeshSizes(tp, dp, ep, tp)
+    sizes = MeshSizes(tp, dp, ep, tp, dcp=tp // 2 or 1)
     for rank in range(sizes.world):
         for name, ranks in axis_ranks(sizes, rank).items():
             assert all(axis_ranks(sizes, other)[name] == ranks for other in ranks) and rank in ranks
@@ -47,9 +50,9 @@ def test_each_process_of_an_axis_names_the_same_processes(tp: int, dp: int, ep: 
 @pytest.mark.parametrize(("tp", "dp", "ep"), [(2, 1, 2), (2, 2, 4), (2, 2, 2), (1, 2, 2)])
 def test_places_are_those_of_the_threaded_ranks(tp: int, dp: int, ep: int) -> None:
     """The layouts of the model tests, whose ranks are threads."""
-    for rank, threaded in enumerate(layouts(tp, dp, ep)):
-        own = layout(MeshSizes(tp, dp, ep, tp), rank)
-        for name in ("tp", "dp", "dense", "ep", "moe_tp"):
+    for rank, threaded in enumerate(layouts(tp, dp, ep, dcp=tp)):
+        own = layout(MeshSizes(tp, dp, ep, tp, dcp=tp), rank)
+        for name in ("tp", "dp", "dense", "ep", "moe_tp", "dcp"):
             ours, theirs = getattr(own, name), getattr(threaded, name)
             assert (ours.size, ours.rank) == (theirs.size, theirs.rank), (rank, name)
 

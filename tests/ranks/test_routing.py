@@ -22,7 +22,7 @@ def text(seed: int, length: int) -> list[int]:
 
 
 def test_a_burst_is_spread_by_tokens() -> None:
-    router = RequestRouter(2, 100)
+    router = RequestRouter(2, 100, PAGE)
     ranks = [router.route(submit(i, text(i, length))) for i, length in enumerate((1000, 100, 100, 100, 800))]
     assert ranks == [0, 1, 1, 1, 1]
     router.follow(TokenDelta(0, (), "stop"))
@@ -30,7 +30,7 @@ def test_a_burst_is_spread_by_tokens() -> None:
 
 
 def test_output_counts_until_its_end() -> None:
-    router = RequestRouter(2, 100)
+    router = RequestRouter(2, 100, PAGE)
     assert router.route(submit(0, text(0, 100))) == 0
     assert router.route(submit(1, text(1, 120))) == 1
     router.follow(TokenDelta(0, tuple(range(50))))
@@ -41,7 +41,7 @@ def test_output_counts_until_its_end() -> None:
 
 
 def test_a_prefix_goes_where_it_is_cached_unless_that_rank_is_busy() -> None:
-    router, prefix = RequestRouter(2, 100), text(0, 10 * PAGE)
+    router, prefix = RequestRouter(2, 100, PAGE), text(0, 10 * PAGE)
     assert router.route(submit(0, prefix + [1])) == 0
     router.forget(0)
     assert router.route(submit(1, text(1, 100))) == 0
@@ -54,19 +54,19 @@ def test_a_prefix_goes_where_it_is_cached_unless_that_rank_is_busy() -> None:
 
 
 def test_what_a_rank_remembers_is_bounded_by_its_pages() -> None:
-    router = RequestRouter(2, 4)
+    router = RequestRouter(2, 4, PAGE)
     router.route(submit(0, text(0, 10 * PAGE)))
     assert [len(rank.pages) for rank in router.ranks] == [4, 0]
 
 
 def test_siblings_follow_the_first() -> None:
-    router = RequestRouter(4, 100)
+    router = RequestRouter(4, 100, PAGE)
     first = router.route(submit(0, text(0, 500)))
     assert [router.route(submit(i, text(0, 500), sibling=0)) for i in (1, 2, 3)] == [first] * 3
     assert router.by_rank([0, 1, 2, 3, 99]) == {first: (0, 1, 2, 3)}
 
 
 def test_one_rank_gets_everything() -> None:
-    router = RequestRouter(1, 100)
+    router = RequestRouter(1, 100, PAGE)
     assert router.route(submit(0, text(0, 5))) == 0
     assert router.by_rank([5, 6]) == {0: (5, 6)}

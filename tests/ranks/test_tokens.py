@@ -36,18 +36,25 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2": {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True},
     "dp2-ep2": {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True, "ep_size": 2},
     "pp2": {"pp_size": 2},
+    "tp2-dcp2": {"tp_size": 2, "dcp_size": 2},
     "tp4": {"tp_size": 4},
     "tp4-ep4": {"tp_size": 4, "ep_size": 4},
     "tp2-dp2-ep4": {"tp_size": 4, "dp_size": 2, "enable_dp_attention": True, "ep_size": 4},
     "tp2-dp2-ep2": {"tp_size": 4, "dp_size": 2, "enable_dp_attention": True, "ep_size": 2},
     "dp4-ep4": {"tp_size": 4, "dp_size": 4, "enable_dp_attention": True, "ep_size": 4},
+    "tp4-dcp2-ep4": {"tp_size": 4, "dcp_size": 2, "ep_size": 4},
+    "tp4-dcp4": {"tp_size": 4, "dcp_size": 4},
+    "tp2-dcp2-dp2-ep4": {"tp_size": 4, "dcp_size": 2, "dp_size": 2, "enable_dp_attention": True, "ep_size": 4},
     "pp4": {"pp_size": 4},
+    "pp2-tp2-dcp2": {"pp_size": 2, "tp_size": 2, "dcp_size": 2},
     "pp2-tp2": {"pp_size": 2, "tp_size": 2},
     "pp2-dp2-ep2": {"pp_size": 2, "tp_size": 2, "dp_size": 2, "enable_dp_attention": True, "ep_size": 2},
 }
 
 
-PAIRED = [name for name in LAYOUTS if name not in ("tp4-ep4", "tp2-dp2-ep2", "pp4")]  # `make soak` has all
+# `make soak` has all
+UNPAIRED = "tp4-ep4", "tp2-dp2-ep2", "pp4", "tp4-dcp2-ep4", "tp4-dcp4", "tp2-dcp2-dp2-ep4", "pp2-tp2-dcp2"
+PAIRED = [name for name in LAYOUTS if name not in UNPAIRED]
 ON_NODES = ("dp2-ep2", "tp4", "tp2-dp2-ep4", "pp2-tp2")  # that divide records, plans, both, and stages
 
 
@@ -171,7 +178,9 @@ def run_case(group: ProcessGroup, case: Case, plant: str = "") -> tuple[list[Ser
     """What the ranks served, and how many requests left the reference at near ties."""
     asked = load(case.kind, case.grammar, case.n, case.prompt_logprobs)
     script, uids = script_of(asked)
-    limits = {"num_pages": case.pages, "max_running_requests": 4, "kv_cache_dtype": case.kv}
+    # pages that several ranks share hold more tokens: as many tokens, so that they are as scarce
+    pages = -(-case.pages // LAYOUTS[case.layout].get("dcp_size", 1))
+    limits = {"num_pages": pages, "max_running_requests": 4, "kv_cache_dtype": case.kv}
     config = engine_config(case.layout, **{"chunked_prefill_size": 48} | limits | DRAFTING[case.drafts] | case.fields)
     ranks = config.dp_size
     served = group.serve(config, [script, *[()] * (ranks - 1)] if case.is_uneven else dealt(script, ranks), plant)
@@ -221,6 +230,25 @@ def test_scarce_pages_do_preempt(groups: dict[int, ProcessGroup]) -> None:
     assert jumped <= 1 and served[0].preemptions > 0
 
 
+def test_ranks_that_share_contexts_hold_as_many_more_tokens(groups: dict[int, ProcessGroup]) -> None:
+    """The load above, on as many pages, which are twice as large: nothing is preempted."""
+    served, jumped = run_case(groups[2], Case("tp2-dcp2", "penalised", "nextn-3", "json_schema", n=2, pages=2 * 6))
+    assert jumped <= 1 and served[0].preemptions == 0
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("tp2-dcp2-dp2-ep4", "seeded", "nextn-tree", pages=6),
+        Case("pp2-tp2-dcp2", "greedy", "nextn-3", pages=6, fields={"max_steps_in_flight": 2}),
+    ],
+    ids=lambda case: case.layout,
+)
+def test_contexts_are_shared_beside_other_axes(case: Case, groups: dict[int, ProcessGroup]) -> None:
+    served, jumped = run_case(groups[4], case)
+    assert jumped <= 1 and all(rank.accepted for rank in served)
+
+
 def test_the_cases_cover_every_legal_pair() -> None:
     free = {name: levels[0] for name, levels in COLUMNS.items()}
     ruled = ("layout", "is_uneven", "kv", "grammar", "moe_a2a_backend", "experts", "nnodes")  # what `is_legal` looks at
@@ -247,6 +275,8 @@ def test_the_cases_cover_every_legal_pair() -> None:
         ("residual twice", Case("dp2-ep2", "greedy")),
         ("own vocabulary", Case("tp2", "greedy", fields=GRAPHS["decode"])),
         ("not published", Case("pp2", "greedy")),
+        ("LSE in base 2", Case("tp2-dcp2", "greedy")),
+        ("owner off by one", Case("tp2-dcp2", "greedy")),
     ],
 )
 def test_planted_bugs_are_caught(bug: str, case: Case, groups: dict[int, ProcessGroup]) -> None:
@@ -258,7 +288,7 @@ def test_planted_bugs_are_caught(bug: str, case: Case, groups: dict[int, Process
     assert jumped > 1
 
 
-@pytest.mark.parametrize("layout", ["tp2", "tp4"])
+@pytest.mark.parametrize("layout", ["tp2", "tp2-dcp2", "tp4"])
 def test_ranks_share_a_key_head(layout: str, groups: dict[int, ProcessGroup], tmp_path: Path) -> None:
     """Grouped-query attention with more ranks than key heads; prompt log-probabilities; random weights."""
     folder, script = written(tmp_path, SHAPES["one-key-head"]), list[Any]()

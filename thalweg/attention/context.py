@@ -3,21 +3,23 @@ every layer.
 
 Letters: R rows of a group, q query tokens a row, N = R * q of them, S context tokens (whole pages), T tokens of the
 step. A bias is additive: about 0 (see TIE) where a query may see a context token, -inf elsewhere. Every query sees at
-least one context token.
+least one context token, but of a part of the context (`attention.context_shard`) maybe none.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Iterator, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from thalweg.attention.context_shard import ContextShard
 from thalweg.batch.batch import Batch, Group
 from thalweg.core.plan import PAGE
 from thalweg.memory.planes import Planes
+from thalweg.parallel.axis import SINGLE, Axis
 
 # Taken from the bias once per position, far below the rounding of any score. relu makes index scores of exactly 0
 # frequent, and the first of equal scores wins, as in `kernels.dsa`: the selection depends neither on the chunks of a
@@ -47,28 +49,47 @@ class WorkspaceNeed(NamedTuple):
         return self.per_pair * -(-kv_len // PAGE) * PAGE
 
 
+class ContextPositions(NamedTuple):
+    """Which tokens of a context lie behind its page table."""
+
+    positions_S: Tensor  # of those in the first page, then those in the second, …
+    page_tokens: int  # in each page
+    page_size: int  # tokens that a page has on all ranks that share it
+    every_S: Tensor  # 0, 1, 2, …
+
+
 class AttentionGroup:
     """The rows of one rectangle of a batch and their context, cut into tiles that bound the memory of scores."""
 
-    def __init__(self, batch: Batch, group: Group, positions_S: Tensor, workspace: WorkspaceNeed) -> None:
+    def __init__(self, batch: Batch, group: Group, context: ContextPositions, workspace: WorkspaceNeed) -> None:
         self.group, self.rows, self.query, self.max_kv_len = group, group.rows, group.query, group.max_kv_len
-        self.pages = -(-group.max_kv_len // PAGE)
-        self._positions_S = positions_S
+        self._batch, self._context, self._workspace = batch, context, workspace
+        self.pages = -(-group.max_kv_len // context.page_size)
         self._is_whole_step = group.rows * group.query == len(batch.ids_T)
         self.columns_N = self.take(batch.columns_T)
         self.tree_mask_N = None if batch.tree is None else self.take(batch.tree.tree_mask_T)
         self.table_RP = batch.table_RP[group.row_slice, : self.pages]
         self._table_N = self.table_RP.reshape(-1)
-        self.tiles = tuple(self._make_tiles(workspace))
+        self.tiles = tuple(self._make_tiles())
         self._bias = self._make_bias(self.tiles[0]) if len(self.tiles) == 1 else None
 
-    def _make_tiles(self, workspace: WorkspaceNeed) -> Iterator[QueryTile]:
-        per_token = max(workspace.elements(self.max_kv_len), workspace.per_token)
+    def _make_tiles(self) -> Iterator[QueryTile]:
+        per_token = max(self._workspace.elements(self.max_kv_len), self._workspace.per_token)
         step = max(_max_elements(self.table_RP) // (self.rows * per_token), 1)
         for start in range(0, self.query, step):
             stop = min(start + step, self.query)
             # columns are consecutive: a query token sees neither the tokens after it nor their pages
-            yield QueryTile(start, stop, min(-(-(self.max_kv_len - self.query + stop) // PAGE), self.pages))
+            pages = -(-(self.max_kv_len - self.query + stop) // self._context.page_size)
+            yield QueryTile(start, stop, min(pages, self.pages))
+
+    @cached_property
+    def whole(self) -> AttentionGroup:
+        """The same rows and tiles with the context of all ranks, as `ContextShard.gather_context` has it."""
+        _, page_tokens, page_size, every_S = self._context
+        if page_tokens == page_size:
+            return self
+        every = ContextPositions(every_S, page_size, page_size, every_S)
+        return AttentionGroup(self._batch, self.group, every, self._workspace)
 
     def take(self, x: Tensor) -> Tensor:
         """The group's tokens [N, ...] of a tensor of all tokens [T, ...]."""
@@ -91,7 +112,7 @@ class AttentionGroup:
         return self._make_bias(tile) if self._bias is None else self._bias
 
     def _make_bias(self, tile: QueryTile) -> Tensor:
-        positions_S = self._positions_S[: self._width(tile)]
+        positions_S = self._context.positions_S[: self._width(tile)]
         columns_N1 = self.take_tile(self.columns_N, tile).unsqueeze(-1)
         unseen = positions_S > columns_N1
         if self.tree_mask_N is not None:
@@ -102,7 +123,7 @@ class AttentionGroup:
 
     def _width(self, tile: QueryTile) -> int:
         """Context tokens of a tile. For a whole row it follows the table: a traced step has tables of any width."""
-        return (self.table_RP.shape[1] if tile.pages == self.pages else tile.pages) * PAGE
+        return (self.table_RP.shape[1] if tile.pages == self.pages else tile.pages) * self._context.page_tokens
 
     def selected_bias(self, tile: QueryTile, index_NK: Tensor, bias_NK: Tensor) -> Tensor:
         """float32 [tokens of the tile, S]: the given bias at the selected positions, -inf elsewhere."""
@@ -115,12 +136,12 @@ class AttentionGroup:
         return paged.index_select(0, table).view(self.rows, -1, paged.shape[-1])
 
     def plane_rows(self, index_NK: Tensor) -> Tensor:
-        """Plane rows of context positions. Every row has the same number of query tokens."""
+        """Plane rows of stored context tokens. Every row has the same number of query tokens."""
         return self._plane_rows_RS.gather(1, index_NK.view(self.rows, -1)).view_as(index_NK)
 
     @cached_property
     def _plane_rows_RS(self) -> Tensor:
-        return torch.add(self._positions_S[:PAGE], self.table_RP.unsqueeze(-1), alpha=PAGE).view(self.rows, -1)
+        return torch.add(self._context.every_S[:PAGE], self.table_RP.unsqueeze(-1), alpha=PAGE).view(self.rows, -1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,19 +160,27 @@ class AttentionMetadataBuilder(nn.Module):
 
     cos_sin: Tensor
     positions_S: Tensor  # 0, 1, 2, … of a context's whole pages
+    stored_S: Tensor  # the positions that this rank stores
 
-    def __init__(self, cos_sin: Tensor, workspace: WorkspaceNeed) -> None:
-        """cos_sin: complex64 [context, dim / 2]."""
+    def __init__(self, cos_sin: Tensor, workspace: WorkspaceNeed, dcp: Axis = SINGLE) -> None:
+        """cos_sin: complex64 [context, dim / 2]. dcp: the ranks that share each context."""
         super().__init__()
-        self.workspace = workspace
-        positions_S = torch.arange(-(-len(cos_sin) // PAGE) * PAGE).to(cos_sin.device)  # made on meta, it loads sympy
+        self.workspace, self.page_size = workspace, PAGE * dcp.size
+        self.shard = ContextShard(dcp) if dcp.size > 1 else None
+        pages = -(-len(cos_sin) // self.page_size)
+        positions_S = torch.arange(pages * self.page_size)  # made on meta, it loads sympy
+        stored_S = positions_S if self.shard is None else self.shard.positions(positions_S[: pages * PAGE])
         self.register_buffer("cos_sin", cos_sin, persistent=False)
-        self.register_buffer("positions_S", positions_S, persistent=False)
+        self.register_buffer("positions_S", positions_S.to(cos_sin.device), persistent=False)
+        self.register_buffer("stored_S", stored_S.to(cos_sin.device), persistent=False)
 
     def build(self, batch: Batch, planes: Planes) -> AttentionMetadata:
         cos_sin_T1c = self.cos_sin.index_select(0, batch.positions_T).unsqueeze(1)
+        if self.shard is not None:
+            batch = replace(batch, write_T=self.shard.rows(batch.write_T))
+        context = ContextPositions(self.stored_S, PAGE, self.page_size, self.positions_S)
         parts = (part for group in batch.groups for part in _split_rows(batch, group, self.workspace))
-        groups = tuple(AttentionGroup(batch, part, self.positions_S, self.workspace) for part in parts)
+        groups = tuple(AttentionGroup(batch, part, context, self.workspace) for part in parts)
         return AttentionMetadata(batch, planes, cos_sin_T1c, groups, max(group.max_kv_len for group in groups))
 
     def captured_cached_tokens(self, wish: int, planes: Planes) -> None:

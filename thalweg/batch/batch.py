@@ -90,8 +90,8 @@ class Batch:
 
     ids_T: Tensor  # int64: token ids; padding is 0
     positions_T: Tensor  # int64: a token attends to positions of its row up to its own (but see `tree`); padding is 0
-    write_T: Tensor  # int64: flat index page * PAGE + offset where KV is written; padding goes into the null page
-    table_RP: Tensor  # the page of each 64 positions of a row, 0 beyond its end; in the type of the slots' table
+    write_T: Tensor  # int64: flat index page * page size + offset where KV is written; padding goes into the null page
+    table_RP: Tensor  # the pages of a row's positions in order, 0 beyond its end; in the type of the slots' table
     real_T: Tensor  # bool: False for padding
     logits_indices_N: Tensor  # int64: tokens whose logits are sampled, equally many of each sampled row
     groups: tuple[Group, ...]  # rectangles that cover all tokens in order

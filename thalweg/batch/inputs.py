@@ -14,7 +14,7 @@ from torch import Tensor
 from thalweg.batch.batch import Batch, Group, RowExtent, TreeMask
 from thalweg.batch.padding import empty_batch, pad_batch
 from thalweg.batch.slots import Slots, upload, upload_parts
-from thalweg.core.plan import PAGE, Row, StepPlan
+from thalweg.core.plan import Row, StepPlan
 from thalweg.kernels.build_inputs import ref
 
 
@@ -46,13 +46,13 @@ def build_inputs(plan: StepPlan, slots: Slots) -> StepInputs:
         ([row.slot for row in rows] + [0] + first, moved, sampled_rows, sampled), device
     )
     rows_2R = both.view(2, -1)
-    slot_R, pages = rows_2R[0, :-1], -(-plan.max_kv_len // PAGE)
+    slot_R, pages = rows_2R[0, :-1], slots.num_pages(plan.max_kv_len)
     tree = None
     if query > 1 and slots.tree.is_tree_step(query):
         made, tree = _tree_inputs(rows, rows_2R, slots, pages)
     else:
         made = slots.input_kernels.build_ragged(
-            rows_2R, first[-1], max(row.n for row in rows), slots.tensors(is_tree=False), pages, PAGE
+            rows_2R, first[-1], max(row.n for row in rows), slots.tensors(is_tree=False), pages, slots.page_size
         )
     batch = Batch(
         ids_T=made.ids_T,
@@ -107,7 +107,7 @@ def sampled_tokens(plan: StepPlan, device: torch.device) -> Tensor:
 
 def gather(slots: Slots, slot_T: Tensor, column_T: Tensor, ints_TI: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See `kernels.build_inputs.ref.gather`; column_T: positions, but for trees."""
-    return ref.gather(slots.tokens_SL, slots.table_SP, PAGE, slot_T, column_T, ints_TI[:, ref.END])
+    return ref.gather(slots.tokens_SL, slots.table_SP, slots.page_size, slot_T, column_T, ints_TI[:, ref.END])
 
 
 def tree_nodes(slots: Slots, slot_T: Tensor, node_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:

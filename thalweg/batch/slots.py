@@ -72,10 +72,17 @@ class Slots:
     tree: TreeShape  # of the drafts
 
     def __init__(
-        self, slots: int, context: int, device: torch.device, fields: Sequence[Field] = (), tree: TreeShape = CHAIN
+        self,
+        slots: int,
+        context: int,
+        device: torch.device,
+        fields: Sequence[Field] = (),
+        tree: TreeShape = CHAIN,
+        page_size: int = PAGE,
     ) -> None:
-        pages = -(-context // PAGE)
-        self.context, self.tree = context, tree
+        """page_size: tokens of an entry of the page table."""
+        self.context, self.tree, self.page_size = context, tree, page_size
+        pages = self.num_pages(context)
         self.input_kernels = implementation("build_inputs", device)
         self.tokens_SL = torch.zeros(slots, context + 1, dtype=torch.int32, device=device)
         entry = torch.int64 if device.type == "cpu" else torch.int32
@@ -104,6 +111,10 @@ class Slots:
         self.nodes_SN3[:, :, 2] = -1
         self.nodes_SN3[:, 1:, 1] = 1  # a first node is always the root's child, also that of a chain, which writes none
         self.extra = {name: torch.zeros(slots, *shape, dtype=dtype, device=device) for name, shape, dtype in fields}
+
+    def num_pages(self, tokens: int) -> int:
+        """Entries of the page table that so many tokens have."""
+        return -(-tokens // self.page_size)
 
     def tensors(self, is_tree: bool) -> SlotTensors:
         """What kernels read and write. is_tree: the drafts of the step are trees."""

@@ -39,6 +39,7 @@ overlap         overlap_schedule
 mla             mla
 tp              tp_size
 pp              pp_size
+dcp             dcp_size
 kv              kv_cache_dtype
 moe             moe_runner_backend
 fp8-gemm        fp8_gemm_backend

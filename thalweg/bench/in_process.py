@@ -196,12 +196,13 @@ def reserve(config: Options, batch: int, input_len: int, output_len: int) -> Opt
     Each data-parallel rank gets its part.
     """
     batch = -(-batch // config.parallel.dp_size)
-    pages = -(-(input_len + output_len + 1) // PAGE) + 1
-    context_pages = -(-(config.model.context_length or 0) // PAGE)  # a context that was asked for has to fit, too
+    page = PAGE * config.parallel.dcp_size
+    pages = -(-(input_len + output_len + 1) // page) + 1
+    context_pages = -(-(config.model.context_length or 0) // page)  # a context that was asked for has to fit, too
     wishes = {
         "max_running_requests": (config.schedule.max_running_requests, batch),
         "chunked_prefill_size": (config.schedule.chunked_prefill_size, batch * input_len),
-        "max_total_tokens": (config.memory.max_total_tokens, max(2 * batch * pages, context_pages) * PAGE),
+        "max_total_tokens": (config.memory.max_total_tokens, max(2 * batch * pages, context_pages) * page),
     }
     return replace(config, **{name: value for name, (given, value) in wishes.items() if given is None})
 

@@ -56,7 +56,10 @@ def check(made: Forecast, argv: Sequence[str], asked: argparse.Namespace, consol
         result = {
             "near": good,
             "parts": [part._asdict() | {"off": part.off} for part in parts],
-            "pages": {"forecast": made.resolved.pages, "measured": measured["max_total_tokens"] // PAGE},
+            "pages": {
+                "forecast": made.resolved.pages,
+                "measured": measured["max_total_tokens"] // made.resolved.engine.page_size,
+            },
             **provenance("plan", _without_keys(argv), configuration(made.resolved)),
         }
         print(json.dumps(result, indent=2))

@@ -104,6 +104,7 @@ class Replayer:
         self.loop, _, facts, _ = build(settings, LocalChannel())
         self.worker, self.book = self.loop.worker, self.loop.scheduler.grammars
         self.vocab, self.budget = facts.vocab, settings.chunked_prefill_size
+        self.parts = recording.config.dcp_size  # pages of `PAGE` tokens in a recorded one
         self.report = ReplayReport()
         self._grammars: dict[int, Grammar] = {request.uid: request.grammar for _, request in recording.requests}
         self._states: dict[int, _SlotState] = {}  # by slot
@@ -115,7 +116,7 @@ class Replayer:
     def run(self) -> Iterator[ReplayReport]:
         """Runs all steps; yields the report so far after each."""
         for seat in self.recording.slots:
-            self._restore(seat.uid, self._adapt(seat.bind), seat.pages)
+            self._restore(seat.uid, self._adapt(seat.bind), split_pages(seat.pages, self.parts))
         for step in self.recording.steps:
             try:
                 self._replay_step(step)
@@ -173,7 +174,12 @@ class Replayer:
     # ---- a step
 
     def _replay_step(self, step: RecordedStep) -> None:
-        plan = replace(step.plan, binds=tuple(self._adapt(bind) for bind in step.plan.binds))
+        appends = (
+            PageAppend(slot, first * self.parts, split_pages(pages, self.parts))
+            for slot, first, pages in step.plan.appends
+        )
+        binds = tuple(self._adapt(bind) for bind in step.plan.binds)
+        plan = replace(step.plan, binds=binds, appends=tuple(appends))
         tables = {append.slot: append.pages for append in plan.appends if append.first_entry == 0}
         uids = {row.slot: row.uid for row in plan.rows}
         for bind in plan.binds:
@@ -299,6 +305,11 @@ class Replayer:
 
     def _fold(self, tokens: Sequence[int]) -> Sequence[int]:
         return tokens if self.compare else tuple(token % self.vocab for token in tokens)
+
+
+def split_pages(pages: Sequence[int], parts: int) -> tuple[int, ...]:
+    """Pages of one rank in place of these, each of which so many ranks have shared. Page 0 stays the null page."""
+    return tuple((page - 1) * parts + 1 + part for page in pages for part in range(parts))
 
 
 def _gap(old: Sequence[TokenLogprob], new: Sequence[TokenLogprob]) -> float:

@@ -91,6 +91,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     dp_size: int = 1
     """Groups with requests of their own: copies, or with `enable_dp_attention` parts of the `tp_size` processes."""
     enable_dp_attention: bool = False
+    dcp_size: int = 1
+    """Processes of an attention among which the KV of each sequence is dealt out, `PAGE` tokens at a time."""
     ep_size: int = 1
     """Groups of processes that the experts are divided over."""
     moe_a2a_backend: str = "none"
@@ -186,7 +188,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_pages(self) -> int:
         """Pages of the KV cache without the null page; 0 before start-up has measured them."""
-        return self.max_total_tokens // PAGE
+        return self.max_total_tokens // self.page_size
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page of the scheduler; each process stores `PAGE` of them."""
+        return PAGE * self.dcp_size
 
     @property
     def processes(self) -> int:

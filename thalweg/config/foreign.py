@@ -64,6 +64,9 @@ enable-flashinfer-mla: use --attention-backend flashinfer
 enable-flashmla: use --attention-backend flashmla
 enable-nsa-prefill-context-parallel nsa-prefill-cp-mode enable-nsa-prefill-cp-cache-layer-split: not in this
     version: one device
+dcp-comm-backend: not needed: devices that share contexts exchange what they attended to once a layer (a2a)
+cp-kv-cache-interleave-size dcp-kv-cache-interleave-size: not needed: devices that share contexts hold 64 tokens in
+    turn, so pages stay whole
 enable-ep-moe: use --ep-size
 enable-deepep-moe: use --ep-size and --moe-a2a-backend deepep
 enable-flashinfer-cutlass-moe: not in this version

@@ -410,6 +410,13 @@ class ParallelOptions(Section):
     pp_layer_partition: tuple[int, ...] = setting(
         (), "layers of each stage, the first stage first", metavar="N", auto="as even as they can be, by parameters"
     )
+    dcp_size: int = setting(
+        1,
+        "devices of one attention that share the KV of each sequence, where all would hold the same (decode context"
+        " parallelism)",
+        foreign=("decode-context-parallel-size",),
+        **_DEVICES,
+    )
     ep_size: int = setting(
         1,
         "groups of devices that the experts are divided over; 1 cuts each expert instead",

@@ -10,7 +10,7 @@ import msgspec
 
 from thalweg.core.acceptance import AcceptanceCounts
 from thalweg.core.grammar import NO_GRAMMAR, Grammar
-from thalweg.core.plan import TokenLogprob
+from thalweg.core.plan import PAGE, TokenLogprob
 from thalweg.core.report import Report
 from thalweg.core.retention import RETAIN_ALL, CacheRetention
 from thalweg.core.sampling import SamplingParams
@@ -118,6 +118,7 @@ class Stats(msgspec.Struct):
 
     running: int = 0
     waiting: int = 0
+    page_size: int = PAGE  # tokens of a page
     pages: int = 0
     pages_used: int = 0  # acquired by requests
     pages_cached: int = 0  # held by the prefix cache only, so they can be evicted
@@ -157,7 +158,7 @@ class Stats(msgspec.Struct):
 
 
 # of ranks that run the same steps
-LARGEST = "steps", "step_seconds", "expert_imbalance", "expert_moves", "expert_rebalances"
+LARGEST = "page_size", "steps", "step_seconds", "expert_imbalance", "expert_moves", "expert_rebalances"
 
 
 def merged_stats(of_ranks: Sequence[Stats]) -> Stats:

@@ -31,7 +31,6 @@ from thalweg.core.errors import (
 )
 from thalweg.core.format import format_bytes
 from thalweg.core.kernels import TORCH_ATTENTION, KernelConfig
-from thalweg.core.plan import PAGE
 from thalweg.core.report import START_UP, Decision
 from thalweg.core.sampling import MAX_EOS_IDS
 from thalweg.engine import caches
@@ -303,7 +302,7 @@ def build_runner(
         with raise_as_drafter_error():
             drafter.capture(planes)
     rows = config.max_running_requests + (layout.world.size > 1)  # padding of drafts has a slot of its own
-    slots = Slots(rows, config.context_length, device, drafter.fields(), config.tree)
+    slots = Slots(rows, config.context_length, device, drafter.fields(), config.tree, config.page_size)
     times.end_phase("captured steps")
     models: tuple[Model, Model] = (TokenByToken(model), TokenByToken(steps)) if one_by_one else (model, steps)
     runner = _with_acceptance_rule(Runner(*models, planes, slots, drafter), config)
@@ -342,7 +341,9 @@ def _build_on_gpu(
     config = with_pages(config, shared_budget(budget._replace(free=free_memory(device)), model.factory))
     times.end_phase("memory")
     planes = _allocate_planes(model, drafter, config, device)
-    slots = Slots(config.max_running_requests + 1, config.context_length, device, drafter.fields(), config.tree)
+    slots = Slots(
+        config.max_running_requests + 1, config.context_length, device, drafter.fields(), config.tree, config.page_size
+    )
     runner = _with_acceptance_rule(Runner(model, model, planes, slots, drafter), config)
     runner.failed = failure_flag(model)
     before = free_memory(device)
@@ -502,7 +503,7 @@ def build_loop(
     config: EngineConfig, facts: ModelFacts, runner: Runner, channel: Channel, rank_context: RankContext = ALONE
 ) -> Loop:
     """Builds the scheduler, the worker and the loop around a runner."""
-    tree = RadixTree(PAGE) if config.radix_cache else NoPrefixCache(PAGE)
+    tree = (RadixTree if config.radix_cache else NoPrefixCache)(config.page_size)
     limits = Limits(
         slots=config.max_running_requests,
         budget=config.chunked_prefill_size,

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 
 from thalweg.config.engine import EngineConfig
-from thalweg.core.plan import PAGE, Bind, PageAppend, Row, StepPlan
+from thalweg.core.plan import Bind, PageAppend, Row, StepPlan
 from thalweg.core.report import START_UP, Decision
 from thalweg.core.sampling import SamplingParams
 from thalweg.core.step_times import Line, StepTimes
@@ -120,7 +120,7 @@ class Calibrator:
 
         Slots share pages if there are too few: their contents do not matter.
         """
-        binds, appends, entries = [], [], -(-max_len // PAGE)
+        binds, appends, entries = [], [], self.runner.slots.num_pages(max_len)
         for row in rows:
             known = row.start + row.n - row.num_drafts
             tokens = (self.tokens * (2 + known // len(self.tokens)))[row.slot : row.slot + known]

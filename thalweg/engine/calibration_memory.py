@@ -17,7 +17,7 @@ from thalweg.config.engine import EngineConfig
 from thalweg.core.errors import InsufficientMemory
 from thalweg.core.format import format_bytes
 from thalweg.core.kernels import TORCH_ATTENTION
-from thalweg.core.plan import PAGE, StepPlan
+from thalweg.core.plan import StepPlan
 from thalweg.core.report import START_UP, Decision
 from thalweg.engine import calibration_plans as plans
 from thalweg.engine.calibration import run_step
@@ -97,7 +97,7 @@ def provisional_context(
     if config.num_pages:
         return config.context_length
     free = int(min(gather_number(world, free_memory(device), device)))
-    return max(min(config.context_length, free // Planes.page_cost(specs) * PAGE), 1)
+    return max(min(config.context_length, free // Planes.page_cost(specs) * config.page_size), 1)
 
 
 def runner_without_cache(
@@ -105,7 +105,7 @@ def runner_without_cache(
 ) -> Runner:
     """A runner whose rows are all padding, which needs the null page only."""
     planes = Planes((*model.planes(), *drafter.planes()), 1, device)
-    slots = Slots(config.max_running_requests + 1, context, device, drafter.fields(), config.tree)
+    slots = Slots(config.max_running_requests + 1, context, device, drafter.fields(), config.tree, config.page_size)
     return Runner(model, model, planes, slots, drafter)
 
 
@@ -201,14 +201,15 @@ def with_pages(config: EngineConfig, budget: MemoryBudget) -> EngineConfig:
         raise InsufficientMemory(
             f"memory: {config.num_pages} pages do not fit: {budget}, and"
             f" {(budget.left + budget.reserve) // budget.page} without a reserve; use --max-total-tokens"
-            f" {max(budget.pages, 1) * PAGE}, or leave --mem-fraction-static and --max-total-tokens to the engine"
+            f" {max(budget.pages, 1) * config.page_size}, or leave --mem-fraction-static and --max-total-tokens to the"
+            " engine"
         )
     if pages < 1:
         raise InsufficientMemory(
             f"memory: {budget}: no page is left for the KV cache; use a smaller --chunked-prefill-size,"
             " --max-running-requests or --cuda-graph-max-bs, or a GPU with more memory"
         )
-    tokens = pages * PAGE
+    tokens = pages * config.page_size
     if config.min_context_length > tokens:
         raise InsufficientMemory(
             f"context_length: {config.min_context_length} is more than the KV cache holds: {budget}; use at most"
@@ -216,7 +217,7 @@ def with_pages(config: EngineConfig, budget: MemoryBudget) -> EngineConfig:
         )
     decisions = []
     if not config.num_pages:
-        decisions.append(Decision("max_total_tokens", tokens, START_UP, f"{PAGE} tokens a page: {budget}"))
+        decisions.append(Decision("max_total_tokens", tokens, START_UP, f"{config.page_size} tokens a page: {budget}"))
         if context > tokens:
             decisions.append(Decision("context_length", tokens, START_UP, "what the KV cache holds"))
     log.info("memory: %s%s", budget, f"; {config.num_pages} were asked for" if config.num_pages else "")

@@ -157,7 +157,7 @@ class EngineClient:
         self._serving = asyncio.Event()
         self._runner: asyncio.Task[None] | None = None
         self._processes: EngineProcesses | None = None
-        self._router = RequestRouter(config.dp_size, config.num_pages)
+        self._router = RequestRouter(config.dp_size, config.num_pages, config.page_size)
         self._stats: dict[int, Stats] = {}  # the latest, by data-parallel rank
         self._ready: list[EngineReady] = []  # of the processes that serve, those with a scheduler first
         self._replies: dict[int, list[ControlReply]] = {}  # that some data-parallel ranks have not answered, by id
@@ -376,7 +376,7 @@ class EngineClient:
             processes = self._processes = EngineProcesses(self.config, folder, first=self._first, nodes=self._nodes)
             self._first = None
             processes.start()
-            self._router = RequestRouter(self.config.dp_size, self.config.num_pages)
+            self._router = RequestRouter(self.config.dp_size, self.config.num_pages, self.config.page_size)
             self._ready, self._replies, self._stats = [], {}, {}
             arrivals = [int(socket.getsockopt(zmq.FD)) for socket in processes.sockets]
             self._ended = loop.create_future()

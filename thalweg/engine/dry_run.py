@@ -26,7 +26,6 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 
-from thalweg.core.plan import PAGE
 from thalweg.engine import build
 from thalweg.engine.calibration_memory import runner_without_cache
 from thalweg.engine.calibration_warmup import Work, warm_up_work
@@ -197,7 +196,7 @@ def prepare(job: Job) -> Sequence[Work]:
     context = config.context_length
     if not config.num_pages:
         page = Planes.page_cost((*model.planes(), *drafter.planes()))
-        context = max(min(context, (job.free - weights) // page * PAGE), 1)
+        context = max(min(context, (job.free - weights) // page * config.page_size), 1)
     work = warm_up_work(runner_without_cache(config, model, drafter, context, DEVICE), config, context)
     send(DryRunMessage(weights=weights, steps=len(work)))
     return work

@@ -161,7 +161,7 @@ def place_of(config: EngineConfig, rank: int) -> Place:
 
 def mesh_of(config: EngineConfig) -> MeshSizes:
     sizes = config.attention_tp, config.attention_dp, config.ep_size, config.moe_dense_tp_size
-    return MeshSizes(*sizes, config.pp_size)
+    return MeshSizes(*sizes, config.pp_size, config.dcp_size)
 
 
 def rank_name(config: EngineConfig, copy: int, rank: int) -> str:

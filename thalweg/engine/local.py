@@ -130,7 +130,7 @@ class LocalEngine:
             self.others.close(error)
             raise
         self.vocab, self.context = facts.vocab, self.loop.scheduler.context
-        self.router = RequestRouter(config.dp_size, self.config.num_pages)
+        self.router = RequestRouter(config.dp_size, self.config.num_pages, self.config.page_size)
         self.next_uid = self.next_control = 0
         self.is_broken = False  # a step began and did not end
 

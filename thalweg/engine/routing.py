@@ -12,7 +12,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from thalweg.core.messages import Submit, TokenDelta
-from thalweg.core.plan import PAGE
 
 
 @dataclass(slots=True)
@@ -30,17 +29,17 @@ class _Sequence:
 class RequestRouter:
     """Chooses ranks, and follows their sequences by what the engine says of them."""
 
-    def __init__(self, ranks: int, pages: int) -> None:
-        """pages: of the prefix cache of a rank."""
-        self.ranks, self.pages = [_RankLoad() for _ in range(ranks)], pages
+    def __init__(self, ranks: int, pages: int, page_size: int) -> None:
+        """pages: of the prefix cache of a rank, of `page_size` tokens each."""
+        self.ranks, self.pages, self.page_size = [_RankLoad() for _ in range(ranks)], pages, page_size
         self._sequences: dict[int, _Sequence] = {}  # by uid
 
     def route(self, message: Submit) -> int:
         """The rank of a new sequence. A sibling goes to the rank that computes the shared prompt."""
         if len(self.ranks) == 1:
             return 0
-        keys = page_keys(message.prompt, message.salt)
-        work = [len(message.prompt) - PAGE * _num_hits(rank.pages, keys) for rank in self.ranks]
+        size, keys = self.page_size, page_keys(message.prompt, message.salt, self.page_size)
+        work = [len(message.prompt) - size * _num_hits(rank.pages, keys) for rank in self.ranks]
         sibling = self._sequences.get(message.sibling)
         number = min(range(len(work)), key=lambda i: self.ranks[i].work + work[i]) if sibling is None else sibling.rank
         rank = self.ranks[number]
@@ -85,11 +84,11 @@ class RequestRouter:
             rank.pages.clear()
 
 
-def page_keys(prompt: Sequence[int], salt: int) -> list[int]:
+def page_keys(prompt: Sequence[int], salt: int, page_size: int) -> list[int]:
     """A key for each full page of a prompt, of the page and all before it."""
     keys, key = list[int](), salt
-    for first in range(0, len(prompt) - PAGE, PAGE):
-        key = hash((key, prompt[first : first + PAGE]))
+    for first in range(0, len(prompt) - page_size, page_size):
+        key = hash((key, prompt[first : first + page_size]))
         keys.append(key)
     return keys
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from thalweg.config.drafters import DRAFTERS, DrafterWeights
 from thalweg.config.engine import EngineConfig
 from thalweg.config.machine import Machine
 from thalweg.config.model import ModelFacts
@@ -18,8 +19,11 @@ from thalweg.models.stages import stage_borders
 
 def unsupported_parallelism(parallel: ParallelOptions, device: str) -> str:
     """Why this version does not run such a layout; "" where it does."""
-    on_gpus = parallel.pp_size > 1 and device == "cuda"
-    return "pp_size: pipeline stages have run on CPUs alone so far" if on_gpus else ""
+    if device != "cuda":
+        return ""
+    if parallel.dcp_size > 1:
+        return "dcp_size: decode context parallelism has run on CPUs alone so far"
+    return "pp_size: pipeline stages have run on CPUs alone so far" if parallel.pp_size > 1 else ""
 
 
 def resolve_parallelism(
@@ -27,7 +31,7 @@ def resolve_parallelism(
 ) -> None:
     """Raises UnsupportedConfig."""
     if reason := unsupported_parallelism(parallel, device):
-        raise UnsupportedConfig(f"{reason}; use --pp-size 1")
+        raise UnsupportedConfig(f"{reason}; use --{reason.partition('_')[0]}-size 1")
     has_nextn = decisions.fields.get("speculative_algorithm") == "NEXTN"
     stages = stage_borders(facts, parallel.pp_size, parallel.pp_layer_partition, has_nextn)
     if parallel.pp_size > 1:
@@ -35,7 +39,7 @@ def resolve_parallelism(
         reason = "the largest stage has as few parameters as it can"
         decisions.record("pp_layer_partition", ",".join(map(str, layers)), is_users, reason)
         decisions.fields["pp_layer_partition"] = layers
-    for name in ("tp_size", "pp_size", "dp_size", "enable_dp_attention"):
+    for name in ("tp_size", "pp_size", "dp_size", "dcp_size", "enable_dp_attention"):
         decisions.fields[name] = getattr(parallel, name)
     tp, dp = parallel.tp_size, parallel.dp_size
     if parallel.enable_dp_attention:
@@ -56,6 +60,8 @@ def resolve_parallelism(
     if config.processes > 1:
         copies = f"{config.copies} copies of " if config.copies > 1 else ""
         inner = f"{config.attention_dp} data-parallel x {config.attention_tp} tensor-parallel ranks"
+        if config.dcp_size > 1:
+            inner += f", {config.dcp_size} of which share each context"
         if config.pp_size > 1:
             inner = f"{config.pp_size} pipeline stages, each of {inner}"
         if config.nnodes > 1:
@@ -105,6 +111,30 @@ def _check_heads(facts: ModelFacts, tp: int, dp: int) -> None:
         raise UnsupportedConfig(
             f"tp_size: {facts.heads} attention heads cannot be shared by {tp} ranks; use --tp-size"
             f" {_or(size * dp for size in legal)}"
+        )
+
+
+def check_shared_contexts(config: EngineConfig, facts: ModelFacts) -> None:
+    """Ranks can share contexts whose KV they would all hold: latents, or a key head. Raises UnsupportedConfig."""
+    dcp, tp, algorithm = config.dcp_size, config.attention_tp, config.speculative_algorithm
+    if tp % dcp:
+        raise UnsupportedConfig(
+            f"dcp_size: {dcp} does not divide the {tp} ranks of an attention; use --dcp-size {_or(_divisors(tp))}"
+        )
+    alike = tp if facts.mla is not None else max(tp // facts.kv_heads, 1)
+    if alike % dcp:
+        raise UnsupportedConfig(
+            f"dcp_size: {dcp} ranks can share a context that all of them hold, and of the {facts.kv_heads} key heads a"
+            f" rank has the same as {alike - 1} others; use --dcp-size {_or(_divisors(alike))}"
+        )
+    if dcp > 1 and not config.mla:
+        raise UnsupportedConfig(
+            "dcp_size: ranks share latents, which --disable-mla does not cache; leave one of them out"
+        )
+    if dcp > 1 and algorithm in DRAFTERS and DRAFTERS[algorithm].weights is DrafterWeights.FOLDER:
+        raise UnsupportedConfig(
+            f"dcp_size: ranks share latents, and the drafter {algorithm} caches keys and values of heads; use"
+            " --speculative-algorithm NEXTN, NGRAM or NONE, or --dcp-size 1"
         )
 
 

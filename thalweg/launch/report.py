@@ -24,7 +24,8 @@ CHOICES = {"setting": "{name}", "value": lambda choice: _shown(choice["value"]),
 def as_json(resolved: Resolved) -> dict[str, Any]:
     """The whole report as plain values."""
     sizes, pages, slots = resolved.sizes, resolved.pages, resolved.engine.max_running_requests
-    tokens = pages * PAGE
+    page_size = resolved.engine.page_size
+    tokens = pages * page_size
     each = min(tokens // slots, resolved.context)
     return {
         "model": str(resolved.path),
@@ -36,9 +37,9 @@ def as_json(resolved: Resolved) -> dict[str, Any]:
         "planes": [msgspec.to_builtins(plane) for plane in sizes.planes],
         "pages": pages,
         "pages_measured_at_start": resolved.engine.num_pages == 0,
-        "page_tokens": PAGE,
+        "page_tokens": page_size,
         "kv_tokens": tokens,
-        "kv_bytes": tokens * sizes.kv_bytes,
+        "kv_bytes": pages * PAGE * sizes.kv_bytes,
         "concurrent_full_contexts": tokens // resolved.context,
         "holds": [holding(resolved.context, tokens // resolved.context), holding(each, slots)],
         "eos_ids": list(resolved.engine.eos_ids),
@@ -105,7 +106,8 @@ def _cache(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if not (tokens := report["kv_tokens"]):
         return
     size, about = report["kv_bytes"], "about " if report["pages_measured_at_start"] else ""
-    pages = f"{about}{report['pages']:,} pages x {PAGE} tokens x {size / tokens:,.0f} B = {format_bytes(size)}"
+    of_pages = f"{about}{report['pages']:,} pages x {report['page_tokens']} tokens"
+    pages = f"{of_pages} x {size / tokens:,.0f} B = {format_bytes(size)}"
     layout, caches = report.get("bounds_layout", ONE_GPU), report.get("caches", 1)
     pages += f" on each GPU of {layout}" if layout != ONE_GPU else ""
     yield "kv cache", pages + (f", {caches} caches" if caches > 1 else "")

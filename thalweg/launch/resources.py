@@ -21,7 +21,7 @@ from thalweg.core.report import AUTO, MODEL, USER
 from thalweg.launch.decisions import NO_CACHE, Decisions
 from thalweg.launch.graphs import resolve_graphs
 from thalweg.launch.kernels import resolve_kernels
-from thalweg.launch.parallelism import resolve_parallelism
+from thalweg.launch.parallelism import check_shared_contexts, resolve_parallelism
 from thalweg.launch.resolved import Sizes
 
 TYPICAL_TOKENS = 2048  # of a request; by default a CPU's cache holds no more than this for each running request
@@ -88,6 +88,7 @@ def resolve_resources(
     kept = {"mla": kernels.latent, "kv_cache_dtype": kernels.kv, "shared_experts_fusion": kernels.fusion}
     kept |= {"dsa_topk_backend": kernels.topk, "fp8_index_keys": kernels.fp8_index}
     decisions.fields |= kept
+    check_shared_contexts(decisions.config(), facts)
     sizes = _resolve_dtype(options, device, free, measure, decisions)
     kv = kernels.kv or decisions.fields["dtype"]
     decisions.record("kv_cache_dtype", kv, bool(kernels.kv), "as dtype")
@@ -111,7 +112,7 @@ def resolve_resources(
     decisions.fields |= {
         "min_context_length": options.model.context_length or 0,
         "context_length": _context_limit(options, facts) if is_measured else context,
-        "max_total_tokens": 0 if is_measured else pages * PAGE,
+        "max_total_tokens": 0 if is_measured else pages * drafting.page_size,
     }
     return Resources(decisions.config(), sizes, pages, context)
 
@@ -197,7 +198,7 @@ def _resolve_memory(
         decisions.add(name, "auto", AUTO, "--max-total-tokens says how much the KV cache takes")
     else:
         decisions.choose(name, asked.mem_fraction_static, default, reason)
-    page = sizes.kv_bytes * PAGE
+    page, page_size = sizes.kv_bytes * PAGE, decisions.config().page_size
     most = (int(free * fraction) - sizes.weight_bytes) // page
     formula = (
         f"({format_bytes(free)} free x {fraction:g} - {format_bytes(sizes.weight_bytes)} weights) /"
@@ -211,21 +212,21 @@ def _resolve_memory(
         raise InsufficientMemory(f"memory: {formula} leaves no page for the KV cache; use {instead}")
     limit, requests = _context_limit(options, facts), fields["max_running_requests"]
     if asked.max_total_tokens is not None:
-        pages = asked.max_total_tokens // PAGE
+        pages = asked.max_total_tokens // page_size
         if pages > most:
             raise InsufficientMemory(
                 f"max_total_tokens: {asked.max_total_tokens} do not fit: {formula} = {most} pages; use at most"
-                f" {most * PAGE}"
+                f" {most * page_size}"
             )
-        decisions.add("max_total_tokens", pages * PAGE, USER, f"{pages} whole pages of {PAGE} tokens")
+        decisions.add("max_total_tokens", pages * page_size, USER, f"{pages} whole pages of {page_size} tokens")
     else:
         tokens = min(limit, TYPICAL_TOKENS)
         # a CPU's cache holds no more than the running requests need
-        useful = most if is_gpu else max(requests * -(-tokens // PAGE), -(-limit // PAGE))
+        useful = most if is_gpu else max(requests * -(-tokens // page_size), -(-limit // page_size))
         pages = min(most, useful)
         estimate = "an estimate, which start-up replaces by what it measures: " if is_measured else ""
         enough = f"; {useful} are enough for {requests} requests of {tokens} tokens" if pages < most else ""
-        decisions.add("max_total_tokens", pages * PAGE, AUTO, f"{estimate}{formula} = {most}{enough}")
+        decisions.add("max_total_tokens", pages * page_size, AUTO, f"{estimate}{formula} = {most}{enough}")
     return pages, _resolve_context(options, facts, limit, pages, decisions)
 
 
@@ -240,11 +241,12 @@ def _context_limit(options: Options, facts: ModelFacts) -> int:
 
 
 def _resolve_context(options: Options, facts: ModelFacts, limit: int, pages: int, decisions: Decisions) -> int:
-    capacity = pages * PAGE
+    page_size = decisions.config().page_size
+    capacity = pages * page_size
     if options.model.context_length is not None:
         if limit > capacity:
             raise InsufficientMemory(
-                f"context_length: {limit} is more than the KV cache holds, {pages} pages x {PAGE}; use at most"
+                f"context_length: {limit} is more than the KV cache holds, {pages} pages x {page_size}; use at most"
                 f" {capacity}"
             )
         decisions.add("context_length", limit, USER, "")

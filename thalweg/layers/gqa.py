@@ -92,6 +92,7 @@ class Gqa(GqaProjections):
 
     def _attend(self, group: AttentionGroup, query_NHd: Tensor, metadata: AttentionMetadata) -> Tensor:
         """Attention of one group: [N, H * d]."""
+        heads = query_NHd.shape[1]
         context = (group.rows, -1, self.kv_heads, self.dim)
         planes = metadata.planes
         key, value = (
@@ -103,7 +104,9 @@ class Gqa(GqaProjections):
         parts = []
         for tile in group.tiles:
             bias = group.bias(tile).view(group.rows, tile.stop - tile.start, -1)
-            query = group.take_tile(query_NHd, tile).view(group.rows, tile.stop - tile.start, self.heads, self.dim)
-            out = attend_grouped(query, key[:, : bias.shape[-1]], value[:, : bias.shape[-1]], bias)
-            parts.append(out.reshape(-1, self.heads * self.dim))
+            query = group.take_tile(query_NHd, tile).view(group.rows, tile.stop - tile.start, heads, self.dim)
+            parts.append(self._attend_tile(query, key[:, : bias.shape[-1]], value[:, : bias.shape[-1]], bias))
         return group.join_tiles(parts)
+
+    def _attend_tile(self, query_RqHd: Tensor, key_RSKd: Tensor, value_RSKd: Tensor, bias_RqS: Tensor) -> Tensor:
+        return attend_grouped(query_RqHd, key_RSKd, value_RSKd, bias_RqS).reshape(-1, self.heads * self.dim)

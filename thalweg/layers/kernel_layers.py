@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from thalweg.attention.context import AttentionMetadataBuilder, WorkspaceNeed
+from thalweg.attention.context_shard import ContextShard
 from thalweg.config.backends import DECODE, PREFILL
 from thalweg.config.entry_point import load_entry
 from thalweg.config.model import ModelFacts, MoeFacts
@@ -27,7 +28,9 @@ from thalweg.layers.paged_gqa import PagedGqa
 from thalweg.layers.paged_gqa import prepare_by as prepare_gqa
 from thalweg.layers.paged_mha import WIDTH, PagedMha
 from thalweg.layers.paged_mla import LatentMla, PagedMla, prepare_by
+from thalweg.layers.paged_sharded import ShardedLatentMla, ShardedMetadataBuilder, ShardedSparseMla
 from thalweg.layers.paged_sparse import InvariantSparseMla, SparseMla
+from thalweg.layers.sharded_mla import ShardedMla
 from thalweg.memory.planes import FP8, kv_cache_dtype
 from thalweg.parallel.axis import share_of
 from thalweg.quant.catalog import Schemes
@@ -91,24 +94,30 @@ class KernelLayers(LayerFactory):
         return None
 
     def mla(self, facts: ModelFacts, layer: int, name: str, is_indexed: bool) -> PagedMla | Mla:
+        is_invariant, is_shared = self.kernels.deterministic, self.layout.dcp.size > 1
         if own := DECODE[self.kernels.decode].mla_layer:
-            made: Mla = load_entry(own)(self, facts, layer, name, is_indexed)
+            made: Mla = (ShardedMla if is_shared else load_entry(own))(self, facts, layer, name, is_indexed)
             return made
         if not self.kernels.latent:
             return PagedMha(self, facts, layer, name)
-        is_invariant = self.kernels.deterministic
+        if is_invariant and is_shared:
+            raise UnsupportedConfig(
+                "dcp_size: the deterministic kernels attend to whole contexts; use --dcp-size 1, or --attention-backend"
+                " reference"
+            )
         if is_invariant and facts.indexer is None:
             return InvariantMla(self, facts, layer, name)
         kernels = self._decoder(facts), load_entry(PREFILL[self.kernels.prefill].mla)
         if facts.indexer is not None:
-            return (InvariantSparseMla if is_invariant else SparseMla)(self, facts, layer, name, is_indexed, *kernels)
-        return LatentMla(self, facts, layer, name, *kernels)
+            kind = InvariantSparseMla if is_invariant else ShardedSparseMla if is_shared else SparseMla
+            return kind(self, facts, layer, name, is_indexed, *kernels)
+        return (ShardedLatentMla if is_shared else LatentMla)(self, facts, layer, name, *kernels)
 
     def _decoder(self, facts: ModelFacts) -> MlaDecodeKernel:
         """The decode kernel of latent attention."""
         assert facts.mla is not None
         scale = rotary.softmax_scale(facts.mla.nope + facts.mla.rope, facts.rope)
-        heads = len(share_of(facts.heads, self.layout.tp, "attention heads"))
+        heads = len(share_of(facts.heads, self.layout.tp, "attention heads")) * self.layout.dcp.size
         fp8 = kv_cache_dtype(self.kernels.kv, self.dtype) == FP8
         shape = MlaShape(heads, facts.mla.kv_lora, scale, fp8)
         kernel: MlaDecodeKernel = load_entry(DECODE[self.kernels.decode].mla)(shape)
@@ -130,8 +139,14 @@ class KernelLayers(LayerFactory):
     def metadata(self, facts: ModelFacts, workspace: WorkspaceNeed) -> PagedMetadataBuilder | AttentionMetadataBuilder:
         kernels, device = self.kernels, self.device
         if DECODE[kernels.decode].mla_layer:
-            return AttentionMetadataBuilder(rotary.table(facts.rope, facts.context, device), workspace)
+            table = rotary.table(facts.rope, facts.context, device)
+            return AttentionMetadataBuilder(table, workspace, self.layout.dcp)
         if facts.mla is None:
+            if self.layout.dcp.size > 1:
+                raise UnsupportedConfig(
+                    "dcp_size: the kernels of keys and values attend to whole contexts; use --dcp-size 1, or"
+                    " --attention-backend reference"
+                )
             heads = len(share_of(facts.heads, self.layout.tp, "attention heads"))
             kv_heads = len(share_of(facts.kv_heads, self.layout.tp, "key heads", may_repeat=True))
             prepare = prepare_gqa(kernels, GqaShape(heads, kv_heads, facts.head_dim))
@@ -144,6 +159,9 @@ class KernelLayers(LayerFactory):
         if kernels.deterministic:
             return PagedMetadataBuilder(facts, device, nothing if facts.indexer else own_rows, gathers=False)
         captures = True in PREFILL[kernels.prefill].supports.graphs and facts.indexer is None
+        if self.layout.dcp.size > 1:
+            shard = ContextShard(self.layout.dcp)
+            return ShardedMetadataBuilder(shard, facts, device, prepare_by(self._decoder(facts)))
         return PagedMetadataBuilder(facts, device, prepare_by(self._decoder(facts)), captures=captures)
 
     def head_widths(self, facts: ModelFacts) -> tuple[int, int]:

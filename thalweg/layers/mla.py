@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +16,6 @@ from torch import Tensor, nn
 from thalweg.attention.context import AttentionGroup, AttentionMetadata, QueryTile, concat_groups
 from thalweg.attention.selection import SelectedContext, SelectedContexts, Selection, select_top_k
 from thalweg.config.model import ModelFacts
-from thalweg.core.plan import PAGE
 from thalweg.kernels.attend.ref import attend, expand_latents, hadamard, index_scores, rotate_
 from thalweg.kernels.gemm.prefetch import Prefetch, no_prefetch, prefetch_for
 from thalweg.layers.factory import LayerFactory
@@ -94,6 +94,8 @@ class Mla(MlaProjections):
     save work on every pair. A selected context is gathered, or, while it is short, masked.
     """
 
+    attend_latents = staticmethod(attend)  # what computes absorbed attention
+
     def __init__(
         self,
         layers: LayerFactory,
@@ -104,7 +106,8 @@ class Mla(MlaProjections):
         selection: Selection = select_top_k,
     ) -> None:
         super().__init__(layers, facts, layer, name, *index_shards(facts, name, is_indexed))
-        self.indexer, index = Indexer(layers, facts, layer, name, selection) if is_indexed else None, facts.indexer
+        index = facts.indexer
+        self.indexer = self.make_indexer(layers, facts, layer, name, selection) if is_indexed else None
         if not is_indexed and index is not None:
             self.weights.skips.append(unused_indexer(name))
         self._prefetch_before: Prefetch = no_prefetch
@@ -120,6 +123,10 @@ class Mla(MlaProjections):
         # up to here a mask over everything costs less than gathering the selected latents of every query token: twice
         # the work, measured
         self.masked = 2 * topk * absorbed // expanded
+
+    def make_indexer(self, *args: Any) -> Indexer:
+        """args: of `Indexer`."""
+        return Indexer(*args)
 
     def _place(self) -> None:
         """Places weights that a step reads one after the other side by side, to prefetch them together
@@ -183,9 +190,9 @@ class Mla(MlaProjections):
     ) -> Tensor:
         """Attention of one group: → [N, H * v]."""
         if group.query > self.long and (selected is None or group.max_kv_len <= min(self.masked, 2 * group.query)):
-            contexts = self._gather(group, group.pages, metadata)
+            contexts = self._gather_whole(group, metadata)
             return self.attend_expanded(
-                group, query_NHd, selected, (expand_latents(x_SD, self.uk, self.uv) for x_SD in contexts)
+                group.whole, query_NHd, selected, (expand_latents(x_SD, self.uk, self.uv) for x_SD in contexts)
             )
         absorbed = torch.bmm(query_NHd[..., : self.nope].transpose(0, 1), self.uk).transpose(0, 1)
         query_NHD = torch.cat((absorbed, query_NHd[..., self.nope :]), -1)
@@ -198,14 +205,18 @@ class Mla(MlaProjections):
 
     def _dense(self, group: AttentionGroup, query_NHD: Tensor, metadata: AttentionMetadata) -> Tensor:
         """Absorbed attention to the whole context: → [N, H, r]."""
-        parts = []
+        parts, heads = [], query_NHD.shape[1]
         for tile in group.tiles:
             latents = self._gather(group, tile.pages, metadata)
             query = group.take_tile(query_NHD, tile).view(group.rows, -1, self.rank + self.rope)
-            bias = group.bias(tile).unsqueeze(1).expand(-1, self.heads, -1).reshape(group.rows, query.shape[1], -1)
-            out = attend(query, latents, latents[..., : self.rank], bias, self.scale)
-            parts.append(out.view(-1, self.heads, self.rank))
+            bias = group.bias(tile).unsqueeze(1).expand(-1, heads, -1).reshape(group.rows, query.shape[1], -1)
+            out = self.attend_latents(query, latents, latents[..., : self.rank], bias, self.scale)
+            parts.append(out.view(-1, heads, out.shape[-1]))
         return group.join_tiles(parts)
+
+    def _gather_whole(self, group: AttentionGroup, metadata: AttentionMetadata) -> Tensor:
+        """The latents of every row's whole context: [R, S, r + rope]."""
+        return self._gather(group, group.pages, metadata)
 
     def _gather(self, group: AttentionGroup, pages: int, metadata: AttentionMetadata) -> Tensor:
         """The latents of every row's first pages: [R, S, r + rope]."""
@@ -231,7 +242,7 @@ class Mla(MlaProjections):
         stored = metadata.planes.tokens("latent", self.layer).index_select(0, slots_NK.view(-1))
         latents = metadata.planes.read("latent", self.layer, stored, query_NHD.dtype)
         latents = latents.view(len(query_NHD), -1, self.rank + self.rope)
-        return attend(query_NHD, latents, latents[..., : self.rank], bias_N1K, self.scale)
+        return self.attend_latents(query_NHD, latents, latents[..., : self.rank], bias_N1K, self.scale)
 
     def attend_expanded(
         self,
@@ -323,9 +334,12 @@ class Indexer(Module):
         paged = metadata.planes.paged("index", self.layer)
         # past each query's own position -inf, not 0: scores may be negative
         keys = metadata.planes.read("index", self.layer, group.gather(paged, tile.pages), query.dtype)
-        scores = index_scores(query, weights, keys, bias, self.scale)
-        index = self.selection(scores, min(self.topk, tile.pages * PAGE))
-        return index, bias.gather(1, index)
+        return self._choose(index_scores(query, weights, keys, bias, self.scale), bias)
+
+    def _choose(self, scores_NS: Tensor, bias_NS: Tensor) -> tuple[Tensor, Tensor]:
+        """Positions int64 and bias [N, K] of the choice."""
+        index_NK = self.selection(scores_NS, min(self.topk, scores_NS.shape[1]))
+        return index_NK, bias_NS.gather(1, index_NK)
 
 
 def index_shards(facts: ModelFacts, name: str, is_indexed: bool) -> tuple[list[PackedShard], list[PackedShard]]:

@@ -5,7 +5,8 @@ batch.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -152,7 +153,7 @@ class PagedMetadataBuilder(nn.Module):
     ) -> None:
         super().__init__()
         self.prepare, self.gathers, self.captures = prepare, gathers, captures
-        self.topk = None if facts.indexer is None else facts.indexer.topk
+        self.topk, self.page = None if facts.indexer is None else facts.indexer.topk, PAGE
         table = rotary.table(facts.rope, facts.context, device)
         self.register_buffer("cos", table.real.contiguous(), persistent=False)
         self.register_buffer("sin", table.imag.contiguous(), persistent=False)
@@ -160,8 +161,9 @@ class PagedMetadataBuilder(nn.Module):
     def build(self, batch: Batch, planes: Planes) -> PagedStep:
         if batch.prompts is not None:
             return self._captured(batch, batch.prompts, planes)
-        count, tokens, rows = _decode_rows(batch)
-        rest = None if count == len(batch.extents) else _rest(batch, count, tokens)
+        stored = self.stored(batch)
+        count, tokens, rows = _decode_rows(stored)
+        rest = None if count == len(batch.extents) else _rest(stored, count, tokens)
         prefixes: tuple[ContextChunk, ...] = ()
         whole = None
         chooses = self.topk is not None and max(group.max_kv_len for group in batch.groups) > self.topk
@@ -169,12 +171,23 @@ class PagedMetadataBuilder(nn.Module):
             contexts = [extent.max_kv_len for extent in batch.extents[count:]]
             # with an FP8 plane a step's own tokens are attended to as they were before they were rounded
             if sum(contexts) <= CHUNK and not planes.has_fp8:
-                whole = _chunk([0] * len(contexts), contexts, batch.ids_T.device)
+                whole = self.chunk([0] * len(contexts), contexts, batch.ids_T.device)
             else:
-                prefixes = _prefixes(rest.cached, batch.ids_T.device)
-        query_rows = None if self.topk is None else _query_rows(batch)
-        shared = rest, prefixes, whole, self.prepare(batch, tokens, rows), (), chooses, query_rows
+                chunks = _prefixes(rest.cached, self.page)
+                prefixes = tuple(self.chunk(*chunk, batch.ids_T.device) for chunk in chunks)
+        query_rows = None if self.topk is None else _query_rows(stored)
+        shared = rest, prefixes, whole, self.prepare(stored, tokens, rows), (), chooses, query_rows
+        if stored is not batch:
+            batch = replace(batch, write_T=stored.write_T)
         return PagedStep(batch, planes, self.cos, self.sin, tokens, rows, *shared)
+
+    def stored(self, batch: Batch) -> Batch:
+        """The step with places, masks and lengths as kernels count the context that this rank stores."""
+        return batch
+
+    def chunk(self, firsts: Sequence[int], lengths: Sequence[int], device: torch.device) -> ContextChunk:
+        """So many tokens of each ragged row's context, from these on."""
+        return context_chunk(firsts, lengths, device)
 
     def captured_cached_tokens(self, wish: int, planes: Planes) -> int | None:
         """See `layers.interface.MetadataBuilder`."""
@@ -225,18 +238,17 @@ def _rest(batch: Batch, row: int, token: int) -> Rest:
     return Rest(token, rows, tuple(extent.max_kv_len - extent.query for extent in extents))
 
 
-def _prefixes(cached: tuple[int, ...], device: torch.device) -> tuple[ContextChunk, ...]:
+def _prefixes(cached: tuple[int, ...], page: int) -> Iterator[tuple[list[int], list[int]]]:
     """Cuts the rows' cached contexts into chunks of about CHUNK tokens in all, each a whole number of pages of every
-    row.
+    row: where each begins in the rows, and how many tokens it has of them.
     """
     having = sum(length > 0 for length in cached)
-    step, chunks = max(CHUNK // having // PAGE, 1) * PAGE, []
+    step = max(CHUNK // having // page, 1) * page
     for first in range(0, max(cached), step):
-        lengths = [min(max(length - first, 0), step) for length in cached]
-        chunks.append(_chunk([first] * len(cached), lengths, device))
-    return tuple(chunks)
+        yield [first] * len(cached), [min(max(length - first, 0), step) for length in cached]
 
 
-def _chunk(firsts: list[int], lengths: list[int], device: torch.device) -> ContextChunk:
+def context_chunk(firsts: Sequence[int], lengths: Sequence[int], device: torch.device) -> ContextChunk:
+    """So many tokens of each row's context, from these on."""
     first_R, starts_R1 = (upload(x, torch.int32, device) for x in (firsts, [0, *accumulate(lengths)]))
     return ContextChunk(first_R, starts_R1, sum(lengths), max(lengths))

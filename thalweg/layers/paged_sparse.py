@@ -5,6 +5,7 @@ While no context is longer than the choice, attention is that of `LatentMla`; in
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -29,6 +30,8 @@ from thalweg.memory.records import decode_record
 SCORES_AT_ONCE = 1 << 28  # bytes of the scores of some tokens
 INVARIANT_SPLITS = 8  # parts of every choice in deterministic mode
 PARTS = 1 << 27  # elements of partial sums at a time in deterministic mode: 256 MiB
+
+Choose = Callable[[Tensor, Tensor, int], Tensor]  # as `dsa.choose`
 
 
 class SparseMla(LatentMla):
@@ -92,7 +95,13 @@ class SparseMla(LatentMla):
         query_THD = query_THd.new_empty(*query_THd.shape[:2], self.rank + self.rope)
         query_THD[..., self.rank :] = query_THd[..., self.nope :]
         self._into_latents(query_THd, query_THD)
-        return values_of_splits(*self._of_chosen(query_THD, step, chosen_TK, step.query_rows), self.uv)
+        return self._values_of_chosen(query_THD, step, chosen_TK, step.query_rows)
+
+    def _values_of_chosen(
+        self, query_THD: Tensor, step: PagedStep, chosen_TK: Tensor | None, rows: QueryRows
+    ) -> Tensor:
+        """Attention to the choice, or to all that is seen: → [T, H * v]."""
+        return values_of_splits(*self._of_chosen(query_THD, step, chosen_TK, rows), self.uv)
 
     def _of_chosen(
         self, query_THD: Tensor, step: PagedStep, chosen_TK: Tensor | None, rows: QueryRows, splits: int = 0
@@ -107,7 +116,7 @@ class SparseMla(LatentMla):
         if not self.has_records or step.query_rows is None:
             return super()._decode(query_THD, step)
         rows = step.query_rows.some(slice(0, len(query_THD)))
-        return values_of_splits(*self._of_chosen(query_THD, step, None, rows), self.uv)
+        return self._values_of_chosen(query_THD, step, None, rows)
 
     def _gather(self, step: PagedStep, rest: Rest, chunk: ContextChunk) -> Tensor:
         if not self.has_records:
@@ -124,15 +133,26 @@ class SparseMla(LatentMla):
             return step.chosen_TK[0]
         (query_TX, weights_TH), parts = index, list[Tensor]()
         longest, keys = max(group.max_kv_len for group in step.batch.groups), step.planes.paged("index", self.layer)
+        longest = self._stored_len(longest)
         at_once, by_kernel = max(SCORES_AT_ONCE // (4 * longest), 1), self.indexer.selection is select_top_k
-        choose = dsa.choose if by_kernel and self.choose == "triton" else partial(choose_by, self.indexer.selection)
+        choose: Choose = (
+            dsa.choose if by_kernel and self.choose == "triton" else partial(choose_by, self.indexer.selection)
+        )
         for first in range(0, len(query_TX), at_once):
             some = slice(first, first + at_once)
             own = rows.some(some)
             scores_TS = dsa.scores(query_TX[some], weights_TH[some], keys, own, longest, self.indexer.scale)
-            parts.append(choose(scores_TS, own.positions_T, self.topk))
+            parts.append(self._choose(choose, scores_TS, own))
         step.chosen_TK[:] = parts if len(parts) == 1 else [torch.cat(parts)]
         return step.chosen_TK[0]
+
+    def _stored_len(self, max_kv_len: int) -> int:
+        """How much of a context of so many tokens this rank stores at most."""
+        return max_kv_len
+
+    def _choose(self, choose: Choose, scores_TS: Tensor, rows: QueryRows) -> Tensor:
+        """The choice by these scores of what this rank stores."""
+        return choose(scores_TS, rows.positions_T, self.topk)
 
 
 class InvariantSparseMla(SparseMla):

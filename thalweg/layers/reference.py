@@ -16,6 +16,8 @@ from thalweg.layers.mha import Mha
 from thalweg.layers.mla import Mla
 from thalweg.layers.moe import MoeBlock
 from thalweg.layers.rounded import RoundedLinear
+from thalweg.layers.sharded_gqa import ShardedGqa
+from thalweg.layers.sharded_mla import ShardedMla
 from thalweg.quant.catalog import Schemes
 from thalweg.quant.scheme import Quantized
 
@@ -54,8 +56,13 @@ class ReferenceLayers(LayerFactory):
         linear.load_parts(parts, inputs, self.published, has_bias)
         return linear
 
+    def gqa(self, facts: ModelFacts, layer: int, name: str, qk_norm: bool = False, inputs: int = 0) -> Gqa:
+        kind = self.gqa_type if self.layout.dcp.size == 1 else ShardedGqa
+        return kind(self, facts, layer, name, qk_norm, inputs)
+
     def mla(self, facts: ModelFacts, layer: int, name: str, is_indexed: bool) -> Mla:
         kind = Mla if self.kernels.latent else Mha
+        kind = kind if self.layout.dcp.size == 1 else ShardedMla
         return kind(self, facts, layer, name, is_indexed, self.selection)
 
     def moe(self, layer: int, name: str, moe: MoeFacts, hidden: int) -> MoeBlock:
@@ -63,7 +70,8 @@ class ReferenceLayers(LayerFactory):
         return MoeBlock(self, layer, name, moe, hidden, None if routed is None else routed.activations)
 
     def metadata(self, facts: ModelFacts, workspace: WorkspaceNeed) -> AttentionMetadataBuilder:
-        return AttentionMetadataBuilder(rotary.table(facts.rope, facts.context, self.device), workspace)
+        table = rotary.table(facts.rope, facts.context, self.device)
+        return AttentionMetadataBuilder(table, workspace, self.layout.dcp)
 
     def head_widths(self, facts: ModelFacts) -> tuple[int, int]:
         assert facts.mla is not None

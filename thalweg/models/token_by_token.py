@@ -11,14 +11,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from thalweg.attention.context_shard import ContextShard
 from thalweg.batch.batch import Batch, Group, RowExtent
-from thalweg.core.plan import PAGE
-from thalweg.memory.planes import Planes, put, take
-from thalweg.models.interface import WrappedModel
+from thalweg.memory.planes import Planes
+from thalweg.models.interface import Model, WrappedModel
 
 
 class TokenByToken(WrappedModel):
     """`model` behind the same interface."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
+        self.shard = ContextShard(model.factory.layout.dcp)
 
     def forward(self, batch: Batch, planes: Planes) -> Tensor:
         """Waits for the device: how long each context is, the host knows only as a bound."""
@@ -36,7 +40,7 @@ class TokenByToken(WrappedModel):
         return torch.cat(hidden)
 
     def _one(self, batch: Batch, planes: Planes, row: int, token: int, position: int, write: Tensor) -> Tensor:
-        return self.model.forward(_single(batch, row, token, position, write), planes)
+        return self.model.forward(_single(batch, row, token, position, write, self.shard.page_size), planes)
 
     def _nodes(self, batch: Batch, planes: Planes, row: int, tokens: range, tree_mask_Q: Tensor) -> list[Tensor]:
         """A row whose tokens are nodes of a tree. Each is computed where it would stand without drafts: meanwhile the
@@ -52,13 +56,13 @@ class TokenByToken(WrappedModel):
             real = bool(batch.real_T[token])
             path = [above for above in range(1, node) if real and masks[node] >> (node - above) & 1]
             for column, above in zip(columns_Q[1:], path, strict=False):
-                put(entries, column, made[above])
+                self.shard.put(entries, column, made[above])
             depth = len(path) + (node > 0) if real else 0
             write = columns_Q[depth if real else node]
             hidden.append(self._one(batch, planes, row, token, (root + depth) * real, write))
-            made.append(take(entries, write))
+            made.append(self.shard.take(entries, write))
         for column, entry in zip(columns_Q, made, strict=True):
-            put(entries, column, entry)
+            self.shard.put(entries, column, entry)
         return hidden
 
     def logits(self, hidden_NX: Tensor) -> Tensor:
@@ -68,14 +72,14 @@ class TokenByToken(WrappedModel):
         return torch.cat([self.model.shard_logits(hidden_NX[i : i + 1].clone()) for i in range(len(hidden_NX))])
 
 
-def _single(batch: Batch, row: int, token: int, position: int, write: Tensor) -> Batch:
+def _single(batch: Batch, row: int, token: int, position: int, write: Tensor, page_size: int) -> Batch:
     """The step of one token; copied, since a kernel may go by how its inputs are aligned."""
     one, max_kv_len = slice(token, token + 1), position + 1
     return Batch(
         ids_T=batch.ids_T[one].clone(),
         positions_T=batch.positions_T[one].clone(),
         write_T=write.view(1).clone(),
-        table_RP=batch.table_RP[row : row + 1, : -(-max_kv_len // PAGE)].clone(),
+        table_RP=batch.table_RP[row : row + 1, : -(-max_kv_len // page_size)].clone(),
         real_T=batch.real_T[one].clone(),
         logits_indices_N=batch.positions_T.new_zeros(1),
         groups=(Group(0, 1, 0, 1, max_kv_len),),

@@ -37,6 +37,7 @@ class Layout:
     world: Axis = SINGLE  # all ranks of the model, those of other pipeline stages too
     pipe: Pipe = ONE_STAGE  # to the other pipeline stages
     experts: ExpertLayout = ExpertLayout()
+    dcp: Axis = SINGLE  # neighbours among `tp` that share the KV of each sequence
     is_single: bool = field(init=False)  # one rank computes each layer
 
     def __post_init__(self) -> None:

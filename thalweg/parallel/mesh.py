@@ -26,6 +26,7 @@ class MeshSizes(NamedTuple):
     ep: int = 1  # groups of ranks that the experts are divided over
     dense: int = 1  # ranks that share the width of dense MLPs: tp or 1
     pp: int = 1  # pipeline stages
+    dcp: int = 1  # neighbouring tensor-parallel ranks that share the KV of each sequence
 
     @property
     def stage(self) -> int:
@@ -49,6 +50,7 @@ def axis_ranks(sizes: MeshSizes, rank: int) -> dict[str, tuple[int, ...]]:
     of_stage = {
         "tp": range(of_dp * tp, (of_dp + 1) * tp),
         "dp": range(of_tp, stage, tp),
+        "dcp": range(own - own % sizes.dcp, own - own % sizes.dcp + sizes.dcp),
         "ep": range(of_moe_tp, stage, moe_tp),
         "moe_tp": range(of_ep * moe_tp, (of_ep + 1) * moe_tp),
     }
@@ -66,7 +68,7 @@ def layout_of(sizes: MeshSizes, rank: int, axis: MakeAxis) -> Layout:
     axes = {name: axis(name, ranks) if len(ranks) > 1 else SINGLE for name, ranks in axis_ranks(sizes, rank).items()}
     dense = axes["tp"] if sizes.dense > 1 else SINGLE
     pipe = Pipe(axes["hidden"], axes["published"])
-    return Layout(axes["tp"], axes["dp"], dense, axes["ep"], axes["moe_tp"], axes["world"], pipe)
+    return Layout(axes["tp"], axes["dp"], dense, axes["ep"], axes["moe_tp"], axes["world"], pipe, dcp=axes["dcp"])
 
 
 def build_mesh(sizes: MeshSizes, device: torch.device, timeout: float | None = None) -> Layout:

@@ -13,6 +13,7 @@ from typing import Callable, Sequence
 import torch
 from torch import Tensor
 
+from thalweg.attention.context_shard import ContextShard
 from thalweg.batch.batch import RowExtent
 from thalweg.batch.inputs import gather, groups_of
 from thalweg.batch.slots import Slots, upload
@@ -21,14 +22,20 @@ from thalweg.kernels.build_inputs.ref import NUM_COMPUTED
 from thalweg.kernels.compact_kv import ref
 from thalweg.kernels.launch import supports_triton
 from thalweg.memory.planes import Planes, PlaneSpec
+from thalweg.parallel.axis import SINGLE, Axis
 from thalweg.spec.drafter import DraftExtendInput
 
 Move = Callable[[Tensor, Tensor], None]  # rows of planes from places to others, int64 [E, D]: see `kernels.compact_kv`
 
 
-def kv_mover(planes: Planes, specs: Sequence[PlaneSpec]) -> Move:
-    """Moves entries in the planes of `specs`: by a kernel on a GPU, where Triton is installed."""
+def kv_mover(planes: Planes, specs: Sequence[PlaneSpec], dcp: Axis = SINGLE) -> Move:
+    """Moves entries in the planes of `specs`: by a kernel on a GPU, where Triton is installed. dcp: the ranks that
+    share each context, between which entries move, too.
+    """
     rows = [part for spec in specs for part in planes.entries(spec.name, spec.layer)]
+    if rows and dcp.size > 1:
+        shard = ContextShard(dcp)
+        return lambda from_ED, to_ED: shard.put(rows, to_ED.flatten(), shard.take(rows, from_ED.flatten()))
     if not rows or not supports_triton(planes.device):
         return lambda from_ED, to_ED: ref.move(rows, from_ED.flatten(), to_ED.flatten())
     from thalweg.kernels.compact_kv import triton as moving  # needs Triton

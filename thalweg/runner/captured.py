@@ -17,7 +17,7 @@ from torch import Tensor
 from thalweg.batch.batch import Batch, Group, RowExtent, TreeMask
 from thalweg.batch.slots import Slots, refill
 from thalweg.core.agreement import AgreedStep
-from thalweg.core.plan import PAGE, SamplingNeeds, StepPlan
+from thalweg.core.plan import SamplingNeeds, StepPlan
 from thalweg.core.tree import TreeShape
 from thalweg.kernels.build_inputs.ref import InputTensors
 from thalweg.kernels.launch import implementation
@@ -51,7 +51,7 @@ class CaptureContext:
 
     @property
     def pages(self) -> int:
-        return -(-self.max_kv_len // PAGE)
+        return self.slots.num_pages(self.max_kv_len)
 
     @property
     def build_inputs(self) -> Callable[..., InputTensors]:
@@ -104,9 +104,8 @@ class CapturedPass:
 
     def _forward(self, model: Model) -> tuple[InputTensors, Batch, Tensor, Tensor]:
         context, ahead_R = self.context, None if self.is_tree else self.ahead_R
-        step = context.build_inputs(
-            self.slot_R, ahead_R, context.slots.tensors(self.is_tree), context.pages, PAGE, self.query
-        )
+        tensors, page = context.slots.tensors(self.is_tree), context.slots.page_size
+        step = context.build_inputs(self.slot_R, ahead_R, tensors, context.pages, page, self.query)
         batch = context.batch(step, self.every_T, self.rows, self.query, self.shares_slots)
         hidden_TX = model.forward(batch, context.planes)
         return step, batch, hidden_TX, model.shard_logits(hidden_TX)
@@ -207,10 +206,11 @@ class VerifyStep(CapturedStep):
             context.sampler.sample_tokens(logits_NV, context.slots, slot_N, ints_NI, needs),
             context.slots.tensors(captured_pass.is_tree),
         )
+        page = context.slots.page_size
         if self.compacted is None:
-            context.verify(target_ids_N, step, slots, PAGE, self.out, None)
+            context.verify(target_ids_N, step, slots, page, self.out, None)
         else:
-            context.verify(target_ids_N, step, slots, PAGE, self.out, self.compacted.paths)
+            context.verify(target_ids_N, step, slots, page, self.out, self.compacted.paths)
             self.compacted.fill(captured_pass)
 
     def _sampled(self, rows: int) -> Sampled:

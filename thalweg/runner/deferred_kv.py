@@ -17,7 +17,7 @@ from torch import Tensor
 from thalweg.batch.batch import Batch, RowExtent
 from thalweg.batch.inputs import groups_of
 from thalweg.batch.slots import Slots, upload
-from thalweg.core.plan import PAGE, Row, StepPlan
+from thalweg.core.plan import Row, StepPlan
 from thalweg.spec.drafter import DraftExtendInput
 
 MAX_TOKENS_PER_SLOT = 512  # writing the draft KV of so many takes far less time than a step of as many tokens
@@ -76,10 +76,11 @@ class DeferredKV:
 
     def slots_with_full_page(self) -> set[int]:
         """Slots whose deferred tokens filled a page, which may be the prefix of another sequence by now."""
+        page = self.slots.page_size
         return {
             slot
             for slot, (locations, last) in self.by_slot.items()
-            if len(locations) <= INEXACT_STEPS or (last.start + 1) // PAGE > (last.start + 1 - len(locations)) // PAGE
+            if len(locations) <= INEXACT_STEPS or (last.start + 1) // page > (last.start + 1 - len(locations)) // page
         }
 
     def defer(self, draft_input: DraftExtendInput, rows: int) -> None:
@@ -130,7 +131,7 @@ class DeferredKV:
         )
         max_kv_len = min(self.max_kv_len, context)
         slot_R = upload([row.slot for row in rows], torch.int64, device)
-        table_RP = self.slots.table_SP[:, : -(-max_kv_len // PAGE)].index_select(0, slot_R)
+        table_RP = self.slots.table_SP[:, : self.slots.num_pages(max_kv_len)].index_select(0, slot_R)
         groups, extents = groups_of(rows), tuple(RowExtent(row.n, min(row.start + row.n, context)) for row in rows)
         batch = Batch(ids_T, positions_T, write_T, table_RP, real_T, slot_R[:0], groups, extents)
         return DraftExtendInput(StepPlan(0, 0, rows, max_kv_len=max_kv_len), batch, hidden_TX)

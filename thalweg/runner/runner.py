@@ -100,7 +100,8 @@ class Runner:
         self.pipe = model.factory.layout.pipe
         self.drafting = Drafting(drafter, slots, planes) if self.pipe.is_last else DraftsElsewhere(slots, planes)
         self.sampler: Sampler = sharded(sampler_on(planes.device), model.shards)
-        self.compact_kv = kv_mover(planes, model.planes() if slots.tree.is_tree else ())
+        moved = model.planes() if slots.tree.is_tree else ()
+        self.compact_kv = kv_mover(planes, moved, model.factory.layout.dcp)
         self.publication = Publication(self.pipe, slots, self.compact_kv)
         self.graphs = CapturedSteps()
         self.balancer: Balancer = NoBalancer()

@@ -24,7 +24,6 @@ from torch import Tensor
 
 from thalweg.batch.inputs import tree_nodes
 from thalweg.batch.slots import Slots
-from thalweg.core.plan import PAGE
 from thalweg.kernels.build_inputs.ref import END, LENGTH, InputTensors
 from thalweg.kernels.verify import ref
 
@@ -92,5 +91,5 @@ def accept_drafts(
         ids_N, ids_N, ids_N, real_N, slots.table_SP, slot_T=positions.slot_N,
         ints_TI=ints_EI.repeat_interleave(query, 0),
     )  # fmt: skip
-    ref.verify(target_ids_EQ.flatten(), step, slots.tensors(is_tree), PAGE, out, None)
+    ref.verify(target_ids_EQ.flatten(), step, slots.tensors(is_tree), slots.page_size, out, None)
     return out

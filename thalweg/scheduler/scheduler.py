@@ -481,6 +481,7 @@ class Scheduler:
             self.counters,
             running=len(self.live) - len(self._transferring),
             waiting=len(self.queue) + sum(r.state is RequestState.LOADING for r in self._transferring),
+            page_size=self.allocator.page_size,
             pages=pages,
             pages_used=pages - self.allocator.num_available(),
             pages_cached=self.allocator.tree.num_evictable,

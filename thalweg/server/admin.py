@@ -98,6 +98,7 @@ class ServerInfoResponse(TypedDict):
     tp_size: int
     pp_size: int
     dp_size: int
+    dcp_size: int
     ep_size: int
     enable_dp_attention: bool
     weight_version: str
@@ -241,6 +242,7 @@ async def server_info(ctx: AppContext, request: Request) -> ServerInfoResponse:
         "tp_size": front.config.tp_size,
         "pp_size": front.config.pp_size,
         "dp_size": front.config.dp_size,
+        "dcp_size": front.config.dcp_size,
         "ep_size": front.config.ep_size,
         "enable_dp_attention": front.config.enable_dp_attention,
         "weight_version": front.weight_version,

@@ -15,7 +15,6 @@ from starlette.responses import Response
 
 from thalweg import __version__
 from thalweg.core.errors import Overloaded, ThalwegError
-from thalweg.core.plan import PAGE
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.client import EngineState, PromptRequest
 from thalweg.server.context import AppContext, reply
@@ -119,7 +118,7 @@ async def get_load(ctx: AppContext, request: Request) -> list[RankLoad]:
                 "dp_rank": rank,
                 "num_reqs": stats.running + stats.waiting,
                 "num_waiting_reqs": stats.waiting,
-                "num_tokens": stats.pages_used * PAGE + pending,
+                "num_tokens": stats.pages_used * stats.page_size + pending,
                 "num_pending_tokens": pending,
                 "ts_tic": now,
             }

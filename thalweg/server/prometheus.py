@@ -16,7 +16,6 @@ from prometheus_client.registry import Collector
 
 from thalweg import __version__
 from thalweg.core.messages import EngineReady, Stats
-from thalweg.core.plan import PAGE
 from thalweg.server.metrics import WINDOW, BucketHistogram, ServerMetrics, hit_rate, token_usage
 
 RANK_STATS = "running", "waiting", "pages", "pages_used", "pages_cached", "prefill_tokens", "decode_tokens"
@@ -47,10 +46,10 @@ class MetricsSnapshot(NamedTuple):
             "decode_rate": rates.decode,
             "prefill_rate": rates.prefill,
             "rolled_back": stats.drafted_tokens - stats.accepted_tokens,
-            "cache_tokens": stats.pages * PAGE,
-            "used_tokens": stats.pages_used * PAGE,
-            "evictable_tokens": stats.pages_cached * PAGE,
-            "free_tokens": (stats.pages - stats.pages_used - stats.pages_cached) * PAGE,
+            "cache_tokens": stats.pages * stats.page_size,
+            "used_tokens": stats.pages_used * stats.page_size,
+            "evictable_tokens": stats.pages_cached * stats.page_size,
+            "free_tokens": (stats.pages - stats.pages_used - stats.pages_cached) * stats.page_size,
             "cached_by_source": {"device": self.metrics.cached_tokens},
             "ended": sum(self.metrics.finished.values()),
             "aborted": self.metrics.finished["abort"],

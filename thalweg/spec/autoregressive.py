@@ -63,8 +63,8 @@ class AutoregressiveDrafter:
     def bind(self, binds: Sequence[Bind], slots: Slots, planes: Planes) -> None:
         ends_PW = self._ends(planes)
         for b in binds:
-            if b.computed and b.computed % PAGE == 0:
-                page = slots.table_SP[b.slot, b.computed // PAGE - 1]
+            if b.computed and b.computed % slots.page_size == 0:
+                page = slots.table_SP[b.slot, b.computed // slots.page_size - 1]
                 slots.extra[HIDDEN][b.slot] = ends_PW.index_select(0, page.view(1))[0]
 
     def extend(self, draft_input: DraftExtendInput, slots: Slots, planes: Planes) -> None:
@@ -88,7 +88,8 @@ class AutoregressiveDrafter:
         """What `extend` does, on the device alone. shift_hidden_states: see `kernels.draft_state.ref`."""
         places = TokenPlaces(batch.positions_T, batch.write_T, batch.real_T)
         state_TW, kept_SW = self.head.draft_state(hidden_TX), slots.extra[HIDDEN]
-        before_TW = shift_hidden_states(state_TW, rows, places, kept_SW, self._ends(planes), slots.ints_SI, PAGE)
+        ends_PW, page = self._ends(planes), slots.page_size
+        before_TW = shift_hidden_states(state_TW, rows, places, kept_SW, ends_PW, slots.ints_SI, page)
         self.steps.write_kv(batch.ids_T, before_TW, batch, planes)
 
     def propose(self, request: DraftRequest, num_drafts: int, slots: Slots, planes: Planes) -> DraftOutput | None:
@@ -109,8 +110,8 @@ class AutoregressiveDrafter:
         on how many drafts there are.
         """
         slot_E, rows, max_kv_len = chain.slot_E, len(chain.slot_E), min(max_kv_len, slots.context)
-        pages = -(-max_kv_len // PAGE)
-        step = self.kernels.build_inputs(slot_E, chain.ahead_E, slots.tensors(is_tree=False), pages, PAGE)
+        pages, page = slots.num_pages(max_kv_len), slots.page_size
+        step = self.kernels.build_inputs(slot_E, chain.ahead_E, slots.tensors(is_tree=False), pages, page)
         there_EI = step.ints_TI
         groups, extents = (Group(0, rows, 0, 1, max_kv_len),), (RowExtent(1, max_kv_len),) * rows
         batch = Batch(*step[:3], step.table_RP, step.real_T, slot_E, groups, extents)

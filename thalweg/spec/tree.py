@@ -24,7 +24,7 @@ from torch import Tensor
 from thalweg.batch.batch import Batch, Group, RowExtent, TreeMask
 from thalweg.batch.inputs import gather
 from thalweg.batch.slots import Slots, upload
-from thalweg.core.plan import PAGE, SamplingNeeds
+from thalweg.core.plan import SamplingNeeds
 from thalweg.core.tree import TreeShape
 from thalweg.kernels.build_inputs.ref import LENGTH, NUM_COMPUTED, SEED
 from thalweg.kernels.build_tree.ref import (
@@ -162,8 +162,8 @@ class TreeDrafter(AutoregressiveDrafter):
         level = TreeLevel(
             nothing_E1, nothing_E1, nothing_E1, nothing_E1.view(torch.float32).view(-1)[:many].view(many, 1)
         )
-        pages = -(-max_kv_len // PAGE)
-        root = self.kernels.build_inputs(slot_E, nothing_E1[:, 0], slots.tensors(is_tree=False), pages, PAGE)
+        pages, page = slots.num_pages(max_kv_len), slots.page_size
+        root = self.kernels.build_inputs(slot_E, nothing_E1[:, 0], slots.tensors(is_tree=False), pages, page)
         table_EP, ints_EI = root.table_RP, root.ints_TI
         given_EW = state_TW = slots.extra[HIDDEN].index_select(0, slot_E)
         rows = Rows(slot_E, ints_EI, given_EW, request.max_kv_len, request.needs)
@@ -176,7 +176,7 @@ class TreeDrafter(AutoregressiveDrafter):
             state_TW = self.steps.forward(batch.ids_T, state_TW, batch, planes)
             top_children = self._best(state_TW, rows, depth, slots)
             level, placed = self.kernels.expand_level(
-                *top_children, level, depth, slot_E, ints_EI, slots.table_SP, PAGE, made
+                *top_children, level, depth, slot_E, ints_EI, slots.table_SP, page, made
             )
             if depth + 1 < deepest:
                 batch, state_TW = _step(placed, table_EP, slot_E, max_kv_len), state_TW.index_select(0, placed.from_T)
@@ -228,7 +228,7 @@ class TreeDrafter(AutoregressiveDrafter):
             ids_T=level.ids_EM.flatten() * real_T,
             positions_T=(ints_TI[:, NUM_COMPUTED] + level.depth) * real_T,
             write_T=write_T,
-            table_RP=slots.table_SP[:, : -(-max_kv_len // PAGE)].index_select(0, rows.slot_E),
+            table_RP=slots.table_SP[:, : slots.num_pages(max_kv_len)].index_select(0, rows.slot_E),
             real_T=real_T,
             logits_indices_N=slot_T,
             groups=(Group(0, many, 0, nodes, max_kv_len),),

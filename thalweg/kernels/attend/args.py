@@ -97,6 +97,15 @@ class RowLengths(NamedTuple):
     contexts: tuple[int, ...]
 
 
+class SharedChunk(NamedTuple):
+    """What each of the ranks that share a context gathers of a chunk, whole pages; and which of all that they gather,
+    one rank behind the other, are the chunk's tokens: int64 [S].
+    """
+
+    stored: ContextChunk
+    order_S: Tensor
+
+
 class ContextChunk(NamedTuple):
     """A part of the cached context of ragged rows, to be gathered."""
 
@@ -104,3 +113,4 @@ class ContextChunk(NamedTuple):
     starts_R1: Tensor  # int32 [R + 1]: where each row's tokens lie in the chunk
     tokens: int  # of all rows
     max_tokens: int  # of a row
+    shared: SharedChunk | None = None  # where several ranks hold it

@@ -8,6 +8,7 @@ tokens, H heads, d head dim, v value dim, r latent dims, D = r + rope. A bias is
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 
 import torch
 import torch.nn.functional as F
@@ -115,12 +116,14 @@ def hadamard(x_XD: Tensor) -> Tensor:
 
 def merge_states(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Merges attention to disjoint parts of a context: outs [..., v] and LSE float32 [...] of each part → the same of
-    the whole. A part whose LSE is -inf does not count, but must be finite.
+    the whole, added in float32 in their order. A part whose LSE is -inf does not count, but must be finite.
     """
-    lse_P = torch.stack(tuple(lses))
-    lse = lse_P.logsumexp(0)
-    weight_P = (lse_P - _finite(lse)).exp().unsqueeze(-1)
-    return (torch.stack(tuple(outs)).float() * weight_P).sum(0).to(outs[0].dtype), lse
+    base = _finite(torch.stack(tuple(lses)).amax(0))
+    weights = [(lse - base).exp() for lse in lses]
+    total = reduce(torch.add, weights)
+    shares = ((weight / total.clamp(min=1e-30)).unsqueeze(-1) for weight in weights)
+    merged = reduce(torch.add, (out.float() * share for out, share in zip(outs, shares, strict=True)))
+    return merged.to(outs[0].dtype), base + total.log()
 
 
 def _finite(lse: Tensor) -> Tensor:

@@ -15,6 +15,8 @@ from thalweg.launch.planning.roofline import StepShape
 # 14 KiB cross in under 5
 LATENCY = 5e-6
 ACTIVATION = 2  # bytes of a number between layers
+LSE = 4  # bytes of a head's log-sum-exp
+CANDIDATE = 8  # bytes of a score and its position
 HEADER = 16  # bytes before a token that is dispatched
 
 
@@ -46,6 +48,8 @@ def collectives(facts: ModelFacts, shape: StepShape, layout: ParallelLayout) -> 
         found.append(Collective("all-reduce", count, inner, 2 * among * shape.tokens * row))
         logits = shape.rows * facts.vocab * ACTIVATION
         found.append(Collective("all-gather of logits", 1, inner, among / inner * logits))
+    if layout.dcp > 1:
+        found += _around_attention(facts, shape, layout)
     if facts.moe is not None and layout.dp > 1:
         found += _around_experts(facts, shape, layout, sparse, row)
     if layout.pp > 1:
@@ -56,6 +60,24 @@ def collectives(facts: ModelFacts, shape: StepShape, layout: ParallelLayout) -> 
 def sending_seconds(facts: ModelFacts, shape: StepShape, layout: ParallelLayout, hardware: Hardware | None) -> float:
     """The least time of all collectives of a step; 0.0 for GPUs whose links are unknown."""
     return 0.0 if hardware is None else sum(one.seconds(hardware) for one in collectives(facts, shape, layout))
+
+
+def _around_attention(facts: ModelFacts, shape: StepShape, layout: ParallelLayout) -> list[Collective]:
+    """Queries of all GPUs that share a context meet each part of it; outputs, each with its log-sum-exp, go back. An
+    indexer's candidates, a score and a position each, are gathered.
+    """
+    ranks, heads, mla = layout.dcp, facts.heads / layout.attention, facts.mla
+    query, out = (facts.head_dim,) * 2 if mla is None else (mla.kv_lora + mla.rope, mla.kv_lora)
+    each, others = shape.tokens * heads, ranks - 1
+    found = [
+        Collective("all-gather of queries", facts.layers, ranks, others * each * query * ACTIVATION),
+        Collective("all-to-all of attention", facts.layers, ranks, others * each * (out * ACTIVATION + LSE)),
+    ]
+    if facts.indexer is not None and shape.context > facts.indexer.topk:
+        chosen = min(facts.indexer.topk, shape.context / ranks)
+        candidates = others * shape.tokens * chosen * CANDIDATE
+        found.append(Collective("all-gather of candidates", sum(facts.indexer.full), ranks, candidates))
+    return found
 
 
 def _around_experts(

@@ -16,7 +16,6 @@ from thalweg.config.model import ModelFacts
 from thalweg.config.options import Options, ParallelOptions
 from thalweg.core.errors import InsufficientMemory, UnsupportedConfig
 from thalweg.core.format import format_bytes
-from thalweg.core.plan import PAGE
 from thalweg.launch.hub import locate
 from thalweg.launch.parallelism import unsupported_parallelism
 from thalweg.launch.planning import processor, search
@@ -62,7 +61,8 @@ class Forecast:
         if self.memory is not None:
             return self.memory.slots
         engine, drafts = self.resolved.engine, self.resolved.sizes.slot_bytes
-        return float(slot_bytes(engine.max_running_requests, engine.context_length, table_entry=8, drafts=drafts))
+        lengths = engine.max_running_requests, engine.context_length
+        return float(slot_bytes(*lengths, table_entry=8, drafts=drafts, page_size=engine.page_size))
 
 
 def forecast(options: Options, request: PlanRequest, folder: str) -> Forecast:
@@ -138,7 +138,9 @@ def forecast(options: Options, request: PlanRequest, folder: str) -> Forecast:
 
 def not_yet(layout: ParallelLayout) -> str:
     """Why this version does not run such a layout; "" where it does."""
-    sizes = ParallelOptions(tp_size=layout.tp, dp_size=layout.dp, pp_size=layout.pp, ep_size=layout.ep)
+    sizes = ParallelOptions(
+        tp_size=layout.tp, dp_size=layout.dp, pp_size=layout.pp, ep_size=layout.ep, dcp_size=layout.dcp
+    )
     return unsupported_parallelism(sizes, "cuda")
 
 
@@ -186,10 +188,11 @@ def _cache(
 ) -> dict[str, Any]:
     """The KV caches of a layout. gpu: None on a CPU."""
     lengths = sorted({length for length in contexts if length < resolved.context} | {resolved.context})
+    page_size = resolved.engine.page_size
     report: dict[str, Any] = {
         "memory": None,
         "caches": layout.caches,
-        "holds": [holding(length, resolved.pages // -(-length // PAGE) * layout.caches) for length in lengths],
+        "holds": [holding(length, resolved.pages // -(-length // page_size) * layout.caches) for length in lengths],
         "bounds_layout": layout.name,
     }
     return report if gpu is None else report | {"memory": gpu.as_json(), "kv_bytes": round(resolved.pages * gpu.page)}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 
+from msgspec import structs
+
 from thalweg.config.engine import EngineConfig
 from thalweg.config.model import ModelFacts
 from thalweg.core.plan import PAGE
@@ -41,6 +43,7 @@ class GpuMemory:
     slots: float  # state of the running requests
     reserve: float
     page: float  # of 64 tokens in all planes
+    page_size: int = PAGE  # tokens of a page on all GPUs that share each context
 
     def as_json(self) -> dict[str, float]:
         return asdict(self) | {"kv": self.pages * self.page, "pages": self.pages, "tokens": self.tokens}
@@ -57,7 +60,7 @@ class GpuMemory:
 
     @property
     def tokens(self) -> int:
-        return self.pages * PAGE
+        return self.pages * self.page_size
 
 
 def gpu_memory(resolved: Resolved, model: PlannedModel, layout: ParallelLayout, free: int) -> GpuMemory:
@@ -74,10 +77,12 @@ def gpu_memory(resolved: Resolved, model: PlannedModel, layout: ParallelLayout, 
     page = sizes.kv_bytes * PAGE * stage * rank.kv_bytes() / alone.kv_bytes()
     step, graphs = (count(facts, engine, layout.tp) for count in (step_bytes, graph_bytes))
     beside = RUNTIME + exchange_bytes(facts, engine, layout)
-    memory = GpuMemory(free, beside, rank.weight_bytes + rotary + drafter, step, graphs, 0.0, RESERVE, page)
+    weights, page_size = rank.weight_bytes + rotary + drafter, PAGE * layout.dcp
+    memory = GpuMemory(free, beside, weights, step, graphs, 0.0, RESERVE, page, page_size)
     # slots are as long as the longest sequence, which is no longer than what the pages hold
     context = min(engine.context_length, max(memory.tokens, PAGE))
-    return replace(memory, slots=slot_bytes(engine.max_running_requests + 1, context, drafts=sizes.slot_bytes))
+    drafts, requests = sizes.slot_bytes, engine.max_running_requests + 1
+    return replace(memory, slots=slot_bytes(requests, context, drafts=drafts, page_size=page_size))
 
 
 def exchange_bytes(facts: ModelFacts, engine: EngineConfig, layout: ParallelLayout) -> int:
@@ -91,8 +96,9 @@ def exchange_bytes(facts: ModelFacts, engine: EngineConfig, layout: ParallelLayo
 
 def with_pages(resolved: Resolved, memory: GpuMemory, layout: ParallelLayout) -> Resolved:
     """With the pages that are expected where start-up will measure them, in place of the resolver's first estimate."""
-    if resolved.engine.num_pages:
-        return resolved
+    engine = structs.replace(resolved.engine, dcp_size=layout.dcp)
+    if engine.num_pages:
+        return replace(resolved, pages=engine.num_pages, engine=engine)
     limit = resolved.engine.context_length
     context = min(limit, max(memory.tokens, 1))
     where = f" of each of the {layout.caches} caches" if layout.caches > 1 else " of the cache"
@@ -101,17 +107,16 @@ def with_pages(resolved: Resolved, memory: GpuMemory, layout: ParallelLayout) ->
     decisions = [Decision("max_total_tokens", memory.tokens, AUTO, reason)]
     if context < limit:
         decisions.append(Decision("context_length", context, AUTO, "what the KV cache is expected to hold"))
-    engine = resolved.engine.started(decisions)
-    return replace(resolved, pages=memory.pages, context=context, engine=engine)
+    return replace(resolved, pages=memory.pages, context=context, engine=engine.started(decisions))
 
 
-def slot_bytes(slots: int, context: int, table_entry: int = 4, drafts: int = 0) -> int:
+def slot_bytes(slots: int, context: int, table_entry: int = 4, drafts: int = 0, page_size: int = PAGE) -> int:
     """State of the requests as `batch.slots` keeps it: tokens, page table, eight integers, six sampling numbers, stop
     ids, ids to score, biases, the root of a tree. table_entry: bytes, 8 on a CPU. drafts: bytes that drafts add to
     each.
     """
     lists = 8 * (MAX_STOP_IDS + MAX_EOS_IDS + MAX_LOGPROB_IDS) + 12 * MAX_LOGIT_BIAS + 8 * 3
-    return slots * (4 * (context + 1) + table_entry * -(-context // PAGE) + 8 * 8 + 6 * 4 + lists + drafts)
+    return slots * (4 * (context + 1) + table_entry * -(-context // page_size) + 8 * 8 + 6 * 4 + lists + drafts)
 
 
 def step_bytes(facts: ModelFacts, engine: EngineConfig, cut: int = 1) -> float:

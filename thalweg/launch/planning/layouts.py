@@ -24,6 +24,7 @@ class ParallelLayout:
     ep: int = 1  # groups that the experts are divided over; 1 cuts each expert instead
     pp: int = 1  # stages of consecutive layers
     copies: int = 1  # whole engines behind one balancer
+    dcp: int = 1  # GPUs of an attention that share each context
 
     @property
     def attention(self) -> int:
@@ -50,7 +51,7 @@ class ParallelLayout:
         return (*sizes, *["--enable-dp-attention"][: self.dp - 1])
 
     def _sizes(self) -> Iterator[tuple[str, int]]:
-        for name in ("tp", "dp", "ep", "pp"):
+        for name in ("tp", "dp", "ep", "pp", "dcp"):
             if (count := getattr(self, name)) > 1:
                 yield name, count
 
@@ -60,7 +61,8 @@ ONE = ParallelLayout()
 
 def layout_of(config: EngineConfig) -> ParallelLayout:
     """The layout that an engine has."""
-    return ParallelLayout(config.tp_size, config.attention_dp, config.ep_size, config.pp_size, config.copies)
+    sizes = config.tp_size, config.attention_dp, config.ep_size, config.pp_size, config.copies, config.dcp_size
+    return ParallelLayout(*sizes)
 
 
 def why_not(facts: ModelFacts, layout: ParallelLayout) -> str:
@@ -69,6 +71,9 @@ def why_not(facts: ModelFacts, layout: ParallelLayout) -> str:
         return f"dp {layout.dp} must divide tp {layout.tp}"
     if facts.heads % layout.attention:
         return f"{facts.heads} heads are not divided by {layout.attention}"
+    alike = layout.attention if facts.mla is not None else max(layout.attention // facts.kv_heads, 1)
+    if alike % layout.dcp:
+        return f"{alike} GPUs hold the same KV, and a divisor of them can share each context, not {layout.dcp}"
     if layout.pp > facts.layers:
         return f"{facts.layers} layers are fewer than {layout.pp} stages"
     if facts.moe is None:

@@ -148,19 +148,19 @@ def _experts(
 def _attention(model: RankModel, shape: StepShape) -> list[StepPhase]:
     """Scores and sums over the context, and before them an indexer's choice."""
     facts, kv, heads = model.facts, model.kv, model.facts.heads / model.layout.attention
-    context = shape.rows * shape.context
+    context = shape.rows * shape.context / model.layout.dcp
     if facts.mla is None:
         flops = 4.0 * shape.pairs * heads * facts.head_dim
         return [StepPhase("attention", context * kv.attended, flops).times(facts.layers)]
     if facts.indexer is None:
         flops = min(absorbed(facts.mla, heads, shape.pairs), decompressed(facts.mla, heads, shape))
         return [StepPhase("attention", context * kv.attended, flops).times(facts.layers)]
-    selected = shape.rows * min(shape.context, facts.indexer.topk * shape.new)
+    selected = shape.rows * min(shape.context, facts.indexer.topk * shape.new) / model.layout.dcp
     sparse = absorbed(facts.mla, heads, shape.chosen(facts.indexer.topk))
     flops = min(sparse, decompressed(facts.mla, heads, shape))
     return [
         StepPhase("attention", selected * kv.attended, flops).times(facts.layers),
-        _index(facts.indexer, shape, kv).times(sum(facts.indexer.full)),
+        _index(facts.indexer, shape, kv).times(sum(facts.indexer.full) / model.layout.dcp),
     ]
 
 

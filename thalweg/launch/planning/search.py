@@ -9,7 +9,6 @@ from functools import cached_property
 
 from thalweg.config.machines import Hardware
 from thalweg.core.errors import UnsupportedConfig
-from thalweg.core.plan import PAGE
 from thalweg.launch.planning.collectives import Collective, collectives
 from thalweg.launch.planning.gpu_memory import GpuMemory
 from thalweg.launch.planning.layouts import ParallelLayout, layouts
@@ -113,7 +112,7 @@ class PlannedLayout:
     @cached_property
     def most(self) -> int:
         """Requests of this load that all caches hold at a time."""
-        each = -(-(self.load.input + self.load.output) // PAGE) * PAGE
+        each = -(-(self.load.input + self.load.output) // self.room.page_size) * self.room.page_size
         return min(self.room.tokens // each * self.layout.caches, MAX_REQUESTS)
 
     @cached_property
