@@ -1,0 +1,50 @@
+"""The device's part of planes whose pages are in host memory: a hot set of entries for each slot and layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from thalweg.kernels.swap_in.ref import HotSet
+
+STATE = 8  # bytes of an entry beside its latent: what it holds, and when it was used
+LOOKUP = 2  # bytes of a position of the context
+
+
+def hot_sets(
+    layers: Sequence[int], entries: int, slots: int, context: int, width: int, dtype: torch.dtype, device: torch.device
+) -> tuple[dict[int, HotSet], tuple[Tensor, ...]]:
+    """Empty hot sets of these layers, of `entries` vectors [width] of `dtype` for each slot; and what becomes 0 in row
+    `slot` of dim 1 when the slot gets another request.
+    """
+    count = len(layers)
+    position_NSH, last_use_NSH = (
+        torch.zeros(count, slots, entries, dtype=torch.int32, device=device) for _ in range(2)
+    )
+    clock_NS = torch.zeros(count, slots, dtype=torch.int32, device=device)
+    sets = {
+        layer: HotSet(
+            torch.zeros(slots * entries, width, dtype=dtype, device=device),
+            torch.zeros(slots, context, dtype=torch.int16, device=device),
+            position_NSH[i],
+            last_use_NSH[i],
+            clock_NS[i],
+        )
+        for i, layer in enumerate(layers)
+    }
+    return sets, (position_NSH, last_use_NSH, clock_NS)
+
+
+def host_zeros(rows: int, row_bytes: int, device: torch.device) -> Tensor:
+    """Zeros in host memory, uint8 [rows, row_bytes], that kernels of the device can address.
+
+    Pages are locked by cudaHostRegister: torch's allocator of pinned memory rounds sizes up to a power of two.
+    """
+    memory = torch.zeros(rows, row_bytes, dtype=torch.uint8)
+    if device.type == "cuda":
+        error = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+        if error:
+            raise MemoryError(f"cudaHostRegister of {memory.nbytes} bytes failed with error {error}")
+    return memory
