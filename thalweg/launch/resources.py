@@ -20,6 +20,7 @@ from thalweg.core.plan import PAGE
 from thalweg.core.report import AUTO, MODEL, USER
 from thalweg.launch.decisions import NO_CACHE, Decisions
 from thalweg.launch.graphs import resolve_graphs
+from thalweg.launch.hisparse import resolve_hisparse
 from thalweg.launch.kernels import resolve_kernels
 from thalweg.launch.parallelism import resolve_parallelism
 from thalweg.launch.resolved import Sizes
@@ -85,6 +86,8 @@ def resolve_resources(
     choose("threads", options.load.threads, max(1, (machine.cores - 1) // processes), reason)
     drafting = decisions.config()
     kernels = resolve_kernels(options, facts, machine, device, decisions, drafting.tree.is_tree)
+    graph_mode = options.load.cuda_graph_mode
+    kernels = resolve_hisparse(options.memory, facts, machine, device, kernels, graph_mode, decisions)
     kept = {"mla": kernels.latent, "kv_cache_dtype": kernels.kv, "shared_experts_fusion": kernels.fusion}
     kept |= {"dsa_topk_backend": kernels.topk, "fp8_index_keys": kernels.fp8_index}
     decisions.fields |= kept
@@ -197,19 +200,25 @@ def _resolve_memory(
         decisions.add(name, "auto", AUTO, "--max-total-tokens says how much the KV cache takes")
     else:
         decisions.choose(name, asked.mem_fraction_static, default, reason)
-    page = sizes.kv_bytes * PAGE
-    most = (int(free * fraction) - sizes.weight_bytes) // page
+    limit, requests = _context_limit(options, facts), fields["max_running_requests"]
+    in_host, host = sizes.host_kv_bytes * PAGE, fields.get("hisparse_host_memory", 0)
+    page = sizes.kv_bytes * PAGE - in_host * is_gpu
+    used, others = sizes.weight_bytes, ""
+    if hot := requests * sizes.hot_sets(limit):
+        used, others = used + hot, f" - {format_bytes(hot)} hot sets of {requests} requests"
+    most = (int(free * fraction) - used) // page
     formula = (
-        f"({format_bytes(free)} free x {fraction:g} - {format_bytes(sizes.weight_bytes)} weights) /"
+        f"({format_bytes(free)} free x {fraction:g} - {format_bytes(sizes.weight_bytes)} weights{others}) /"
         f" {format_bytes(page)} a page"
     )
+    if in_host and host and (held := host // in_host - 1) < most:  # beside the null page
+        most, formula = held, f"{format_bytes(host)} of host memory / {format_bytes(in_host)} of latents a page"
     if most < 1:
-        needed = (sizes.weight_bytes + page) / free if free else 1.0
+        needed = (used + page) / free if free else 1.0
         smaller = ", or --dtype bfloat16" if fields["dtype"] == "float32" else ""
         larger = f"a machine with more memory{smaller}"
         instead = f"--mem-fraction-static {needed + 0.005:.2f}" if needed < 0.985 else larger
         raise InsufficientMemory(f"memory: {formula} leaves no page for the KV cache; use {instead}")
-    limit, requests = _context_limit(options, facts), fields["max_running_requests"]
     if asked.max_total_tokens is not None:
         pages = asked.max_total_tokens // PAGE
         if pages > most:

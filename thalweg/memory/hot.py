@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
+import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,13 +41,30 @@ def hot_sets(
 
 
 def host_zeros(rows: int, row_bytes: int, device: torch.device) -> Tensor:
-    """Zeros in host memory, uint8 [rows, row_bytes], that kernels of the device can address.
+    """Zeros in host memory, uint8 [rows, row_bytes], that kernels of the device can address. Raises MemoryError where
+    its pages cannot be locked.
 
-    Pages are locked by cudaHostRegister: torch's allocator of pinned memory rounds sizes up to a power of two.
+    They are locked by cudaHostRegister: torch's allocator of pinned memory rounds sizes up to a power of two.
     """
-    memory = torch.zeros(rows, row_bytes, dtype=torch.uint8)
-    if device.type == "cuda":
-        error = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
-        if error:
-            raise MemoryError(f"cudaHostRegister of {memory.nbytes} bytes failed with error {error}")
-    return memory
+    if device.type != "cuda":
+        return torch.zeros(rows, row_bytes, dtype=torch.uint8)
+    memory = mmap.mmap(-1, rows * row_bytes)
+    zeros = torch.frombuffer(memory, dtype=torch.uint8).view(rows, row_bytes)
+    lock_pages(zeros.data_ptr(), zeros.nbytes)
+    weakref.finalize(memory, unlock_pages, zeros.data_ptr())  # the tensors hold `memory`, which then is unmapped
+    return zeros
+
+
+def lock_pages(address: int, size: int) -> None:
+    """Raises MemoryError."""
+    error = int(_cuda_runtime().cudaHostRegister(address, size, 0))
+    if error:
+        raise MemoryError(f"{size} bytes of host memory cannot be locked: cudaHostRegister returns {error}")
+
+
+def unlock_pages(address: int) -> None:
+    _cuda_runtime().cudaHostUnregister(address)
+
+
+def _cuda_runtime() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]

@@ -40,7 +40,9 @@ class GpuMemory:
     graphs: float
     slots: float  # state of the running requests
     reserve: float
-    page: float  # of 64 tokens in all planes
+    page: float  # of 64 tokens in all planes on the device
+    host: float = 0.0  # of host memory for latents
+    host_page: float = 0.0  # of 64 tokens there; 0: nothing is there
 
     def as_json(self) -> dict[str, float]:
         return asdict(self) | {"kv": self.pages * self.page, "pages": self.pages, "tokens": self.tokens}
@@ -53,7 +55,8 @@ class GpuMemory:
 
     @property
     def pages(self) -> int:
-        return max(int(self.left // self.page), 0)
+        held = int(self.left // self.page)
+        return max(min(held, int(self.host // self.host_page) - 1) if self.host_page else held, 0)
 
     @property
     def tokens(self) -> int:
@@ -71,13 +74,17 @@ def gpu_memory(resolved: Resolved, model: PlannedModel, layout: ParallelLayout, 
     # most of a drafter's weights are experts
     drafter = (sizes.weight_bytes - rotary - alone.weight_bytes) / layout.tp
     stage = -(-facts.layers // layout.pp) / facts.layers
-    page = sizes.kv_bytes * PAGE * stage * rank.kv_bytes() / alone.kv_bytes()
+    share = PAGE * stage * rank.kv_bytes() / alone.kv_bytes()
+    page, host_page = (sizes.kv_bytes - sizes.host_kv_bytes) * share, sizes.host_kv_bytes * share
     step, graphs = (count(facts, engine, layout.tp) for count in (step_bytes, graph_bytes))
     beside = RUNTIME + exchange_bytes(facts, engine, layout)
-    memory = GpuMemory(free, beside, rank.weight_bytes + rotary + drafter, step, graphs, 0.0, RESERVE, page)
+    host = engine.hisparse_host_memory * engine.node_processes / layout.gpus
+    weights, requests = rank.weight_bytes + rotary + drafter, engine.max_running_requests + 1
+    memory = GpuMemory(free, beside, weights, step, graphs, 0.0, RESERVE, page, host, host_page)
     # slots are as long as the longest sequence, which is no longer than what the pages hold
     context = min(engine.context_length, max(memory.tokens, PAGE))
-    return replace(memory, slots=slot_bytes(engine.max_running_requests + 1, context, drafts=sizes.slot_bytes))
+    hot = requests * sizes.hot_sets(context) * stage
+    return replace(memory, slots=slot_bytes(requests, context, drafts=sizes.slot_bytes) + hot)
 
 
 def exchange_bytes(facts: ModelFacts, engine: EngineConfig, layout: ParallelLayout) -> int:
