@@ -25,6 +25,7 @@ from thalweg.layers.mla import Mla
 from thalweg.layers.paged import PagedMetadataBuilder, nothing, ragged
 from thalweg.layers.paged_gqa import PagedGqa
 from thalweg.layers.paged_gqa import prepare_by as prepare_gqa
+from thalweg.layers.paged_hot import HotSparseMla
 from thalweg.layers.paged_mha import WIDTH, PagedMha
 from thalweg.layers.paged_mla import LatentMla, PagedMla, prepare_by
 from thalweg.layers.paged_sparse import InvariantSparseMla, SparseMla
@@ -46,7 +47,7 @@ class KernelLayers(LayerFactory):
     def for_drafter(self, facts: ModelFacts, schemes: Schemes) -> KernelLayers:
         """On our own kernels; attention to a selection of context on plain torch."""
         by = TORCH if facts.indexer is not None else "triton"
-        kernels = msgspec.structs.replace(self.kernels, decode=by, prefill=by)
+        kernels = msgspec.structs.replace(self.kernels, decode=by, prefill=by, hot=0)
         return replace(self, kernels=kernels, schemes=schemes)
 
     def linear(
@@ -101,7 +102,8 @@ class KernelLayers(LayerFactory):
             return InvariantMla(self, facts, layer, name)
         kernels = self._decoder(facts), load_entry(PREFILL[self.kernels.prefill].mla)
         if facts.indexer is not None:
-            return (InvariantSparseMla if is_invariant else SparseMla)(self, facts, layer, name, is_indexed, *kernels)
+            kind = HotSparseMla if self.hot_entries(facts, layer) else InvariantSparseMla if is_invariant else SparseMla
+            return kind(self, facts, layer, name, is_indexed, *kernels)
         return LatentMla(self, facts, layer, name, *kernels)
 
     def _decoder(self, facts: ModelFacts) -> MlaDecodeKernel:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thalweg.core.plan import PAGE
 from thalweg.kernels.swap_in.ref import HotSet
 
 STATE = 8  # bytes of an entry beside its latent: what it holds, and when it was used
@@ -27,9 +28,12 @@ def hot_sets(
         torch.zeros(count, slots, entries, dtype=torch.int32, device=device) for _ in range(2)
     )
     clock_NS = torch.zeros(count, slots, dtype=torch.int32, device=device)
+    pages = -(-slots * entries // PAGE)
+    table_1P = torch.arange(pages, dtype=torch.int32, device=device).unsqueeze(0)
     sets = {
         layer: HotSet(
-            torch.zeros(slots * entries, width, dtype=dtype, device=device),
+            torch.zeros(pages * PAGE, width, dtype=dtype, device=device),
+            table_1P,
             torch.zeros(slots, context, dtype=torch.int16, device=device),
             position_NSH[i],
             last_use_NSH[i],

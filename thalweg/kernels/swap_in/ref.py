@@ -22,7 +22,8 @@ from torch import Tensor
 class HotSet(NamedTuple):
     """The hot sets of one layer."""
 
-    latents_ED: Tensor  # [S * H, D], in the plane's type
+    latents_ED: Tensor  # [S * H, D], in the plane's type; and more, to whole pages
+    table_1P: Tensor  # int32: a page table by which `latents_ED` is a context
     entry_SL: Tensor  # int16: the entry that a position was loaded into last; any valid number where it never was
     position_SH: Tensor  # int32: 1 + the position that an entry holds; 0 where it holds none that is found again
     last_use_SH: Tensor  # int32: the step of the slot in which an entry was chosen last
@@ -75,8 +76,8 @@ def _swap_in_one(
     is_missing, slots_RK, now_RK = is_wanted & ~is_hit, slots_R1.expand_as(chosen_RK), now_R1.expand_as(chosen_RK)
     hot.last_use_SH[slots_RK[is_hit], entry_RK[is_hit]] = now_RK[is_hit]
     number_RK = (is_missing.cumsum(1) - 1).clamp(min=0)
-    victims_RK = least_recently_used(hot, slots_R1.squeeze(1), chosen_RK.shape[1]).gather(1, number_RK)
-    entry_RK = torch.where(is_missing, victims_RK, entry_RK)
+    victims_RK = least_recently_used(hot.last_use_SH.index_select(0, slots_R1.squeeze(1)), is_missing)
+    entry_RK = torch.where(is_missing, victims_RK.gather(1, number_RK), entry_RK)
     rows_RK = slots_RK * hot.entries + entry_RK
     loaded = slots_RK[is_missing], entry_RK[is_missing]
     hot.latents_ED.view(torch.uint8)[rows_RK[is_missing]] = host_XD.view(torch.uint8)[places_RK[is_missing]]
@@ -87,6 +88,11 @@ def _swap_in_one(
     return rows_RK
 
 
-def least_recently_used(hot: HotSet, slots_R: Tensor, count: int) -> Tensor:
-    """The entries of each row's slot that were chosen longest ago, in this order: int64 [R, count]."""
-    return hot.last_use_SH.index_select(0, slots_R).topk(count, largest=False).indices
+def least_recently_used(last_use_RH: Tensor, is_missing_RK: Tensor) -> Tensor:
+    """As many entries of each row as are missing, of those that were chosen longest ago; of equal ones the first. They
+    rise: int64 [R, K], H after the last.
+    """
+    entries, count = last_use_RH.shape[1], is_missing_RK.shape[1]
+    oldest_RK = last_use_RH.sort(stable=True, dim=1).indices[:, :count]
+    is_needed = torch.arange(count, device=oldest_RK.device) < is_missing_RK.sum(1, keepdim=True)
+    return oldest_RK.masked_fill(~is_needed, entries).sort(1).values
