@@ -94,20 +94,20 @@ def beside_the_device(kv: str) -> None:
     assert all(spec.hot == 2 * TOPK * (spec.name == "latent") for spec in planes[0].specs)
     generator = torch.Generator().manual_seed(1)
     steps: list[tuple[list[shapes.Part], int]] = [
-        ([(1, 0, 40), (2, 0, 9)], 0),
-        ([(3, 0, 140), (2, 9, 20)], 0),
-        ([(2, 29, 1), (3, 140, 1), (1, 40, 30)], 0),
-        ([(2, 30, 1), (3, 141, 1), (1, 70, 1)], 0),
-        ([(2, 31, 2), (3, 142, 2)], 0),
-        ([(2, 32, 2), (3, 144, 2)], 0),  # a draft of the first row was rejected
-        ([(3, 146, 2)], 1),
-        ([(3, 147, 1)], 0),
+        ([(1, 0, 40), (4, 0, 9)], 0),
+        ([(6, 0, 140), (4, 9, 20)], 0),
+        ([(4, 29, 1), (6, 140, 1), (1, 40, 30)], 0),
+        ([(4, 30, 1), (6, 141, 1), (1, 70, 1)], 0),
+        ([(4, 31, 2), (6, 142, 2)], 0),
+        ([(4, 32, 2), (6, 144, 2)], 0),  # a draft of the first row was rejected
+        ([(6, 146, 2)], 1),
+        ([(6, 147, 1)], 0),
     ]
     for number, (rows, trees) in enumerate(steps):
         _, batch = shapes.batches(rows, DEVICE, generator, 64)
         if trees:
             batch, _ = shapes.branched(batch, rows, trees)
-        batch = replace(batch, slot_R=torch.tensor([page for page, _, _ in rows]))
+        batch = replace(batch, slot_R=torch.tensor([page // 2 for page, _, _ in rows]))
         got, want = (model.forward(batch, own) for model, own in zip(models, planes, strict=True))
         error = float(((got - want).norm(dim=1) / want.norm(dim=1)).max())
         assert error < 1e-5, f"{kv} step {number}: {error}"

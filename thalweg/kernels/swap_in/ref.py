@@ -51,12 +51,17 @@ def swap_in(
     of the query tokens, rising. chosen_RQK: int64, different positions for each token, -1 for a filler. places_RQK:
     their rows of `host_XD`. Q * K is at most H.
     """
-    slots_R1, start_R1 = slots_R.unsqueeze(1), positions_RQ[:, :1]
+    slots_R1, start_R1 = slots_R.unsqueeze(1), first_of_step(positions_RQ)
     now_R1 = hot.clock_S[slots_R1] + 1
     hot.clock_S[slots_R1] = now_R1
     tokens = zip(real_RQ.unbind(1), chosen_RQK.unbind(1), places_RQK.unbind(1), strict=True)
     rows = [_swap_in_one(hot, host_XD, slots_R1, start_R1, now_R1, *token) for token in tokens]
     return torch.stack(rows, 1)
+
+
+def first_of_step(positions_RQ: Tensor) -> Tensor:
+    """The first position of each row that later steps may change: [R, 1]."""
+    return positions_RQ[:, :1]
 
 
 def _swap_in_one(
