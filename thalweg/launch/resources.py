@@ -53,6 +53,8 @@ DEFAULTS = {
     ),
 }
 
+HOT_REQUESTS = 64, "each has hot sets on the device, some 190 MB of DeepSeek-V3.2 in FP8"
+
 
 class Resources(NamedTuple):
     """The configuration with all that was decided so far."""
@@ -95,7 +97,8 @@ def resolve_resources(
     kv = kernels.kv or decisions.fields["dtype"]
     decisions.record("kv_cache_dtype", kv, bool(kernels.kv), "as dtype")
     choose("overlap_schedule", schedule.overlap_schedule, *defaults.overlap)
-    requests = choose("max_running_requests", schedule.max_running_requests, *defaults.requests)
+    auto = HOT_REQUESTS if kernels.hot and device == "cuda" else defaults.requests
+    requests = choose("max_running_requests", schedule.max_running_requests, *auto)
     is_open = options.memory.mem_fraction_static is None and options.memory.max_total_tokens is None
     is_measured = device == "cuda" and is_open  # start-up measures how much KV cache fits
     pages, context = _resolve_memory(options, facts, free, sizes, is_measured, decisions)

@@ -197,8 +197,8 @@ class LayerFactory(ABC):
         return self.plane("key", layer, heads * key, "heads"), self.plane("value", layer, heads * value, "heads")
 
     def hot_entries(self, facts: ModelFacts, layer: int) -> int:
-        """Entries of a slot's hot set of this layer's latents; 0: its plane is on the device. So is that of a next-token
-        layer, which writes the same positions again in later steps.
+        """Entries of a slot's hot set of this layer's latents; 0: its plane is on the device. A next-token layer's is
+        there, because later steps write its positions again.
         """
         return self.kernels.hot if facts.indexer is not None and layer < facts.layers else 0
 

@@ -16,8 +16,8 @@ from thalweg.layers.paged_sparse import SparseMla, gather_records
 
 
 class HotSparseMla(SparseMla):
-    """Decode rows read the hot sets of their slots. Each of the other rows, prompts above all, reads a copy of its whole
-    context on the device.
+    """Decode rows read the hot sets of their slots. Each of the other rows, prompts above all, reads a copy of its
+    whole context on the device.
     """
 
     def _values(self, query_THD: Tensor, step: PagedStep, chosen_TK: Tensor | None, rows: QueryRows) -> Tensor:

@@ -42,7 +42,7 @@ class PlaneSpec:
     shard: str  # "replicated" on every rank of a tensor-parallel group, or split by "heads"
     codec: str  # a key of `CODECS`: the type of the vectors in a page
     rank: int = 0  # of a latent in records: its numbers before the rotated key
-    # entries of each slot's hot set on the device, for a plane whose pages are in host memory; 0: they are on the device
+    # entries of each slot's hot set on the device, for a plane whose pages are in host memory; 0: the device has them
     hot: int = 0
 
 

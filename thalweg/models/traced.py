@@ -37,7 +37,7 @@ def traced(model: Model, planes: Planes) -> Model:
 
 
 def can_trace(model: Model, device: torch.device) -> bool:
-    """Not on an accelerator, on several ranks, with Python ≥ 3.14, with a selection of context that is not the model's
+    """Not on an accelerator, on several ranks, with Python ≥ 3.14, with another selection of context than the model's
     own, with latents in host memory, or with an FP8 cache, which TorchScript does not know.
     """
     factory = model.factory

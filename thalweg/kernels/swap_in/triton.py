@@ -134,7 +134,7 @@ def swap_in(
     topk]; after the last any row of the slot.
 
     host_XD: the plane in host memory, contiguous; a GPU reads it by address. slots_T: int64, the slot of each token;
-    real tokens of a slot are neighbours, and choose no more than a hot set holds. rows: where contexts lie in `host_XD`.
+    tokens of a slot are neighbours, and choose no more than a hot set holds. rows: where contexts lie in `host_XD`.
     chosen_TK: int32, rising, as `dsa.choose` makes it; None is all that a token sees, `topk` at most.
     """
     tokens, device, size = len(slots_T), hot.latents_ED.device, host_XD.shape[1] * host_XD.itemsize
