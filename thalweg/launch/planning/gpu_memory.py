@@ -45,7 +45,12 @@ class GpuMemory:
     host_page: float = 0.0  # of 64 tokens there; 0: nothing is there
 
     def as_json(self) -> dict[str, float]:
-        return asdict(self) | {"kv": self.pages * self.page, "pages": self.pages, "tokens": self.tokens}
+        return asdict(self) | {
+            "room": max(self.left, 0.0),
+            "kv": self.pages * self.page,
+            "pages": self.pages,
+            "tokens": self.tokens,
+        }
 
     @property
     def left(self) -> float:
