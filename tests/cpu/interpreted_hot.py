@@ -95,13 +95,13 @@ def beside_the_device(kv: str) -> None:
     generator = torch.Generator().manual_seed(1)
     steps: list[tuple[list[shapes.Part], int]] = [
         ([(1, 0, 40), (4, 0, 9)], 0),
-        ([(6, 0, 140), (4, 9, 20)], 0),
-        ([(4, 29, 1), (6, 140, 1), (1, 40, 30)], 0),
-        ([(4, 30, 1), (6, 141, 1), (1, 70, 1)], 0),
-        ([(4, 31, 2), (6, 142, 2)], 0),
-        ([(4, 32, 2), (6, 144, 2)], 0),  # a draft of the first row was rejected
-        ([(6, 146, 2)], 1),
-        ([(6, 147, 1)], 0),
+        ([(6, 0, 84), (4, 9, 20)], 0),
+        ([(4, 29, 1), (6, 84, 1), (1, 40, 30)], 0),
+        ([(4, 30, 1), (6, 85, 1), (1, 70, 1)], 0),
+        ([(4, 31, 2), (6, 86, 2)], 0),
+        ([(4, 32, 2), (6, 88, 2)], 0),  # a draft of the first row was rejected
+        ([(6, 90, 2)], 1),
+        ([(6, 91, 1)], 0),
     ]
     for number, (rows, trees) in enumerate(steps):
         _, batch = shapes.batches(rows, DEVICE, generator, 64)
