@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from thalweg.config.args import options_parser, parse_options
-from thalweg.config.foreign import EQUAL, NO_EFFECT_FLAGS, UNSUPPORTED_FLAGS, WITHOUT
+from thalweg.config.foreign import EQUAL, HISPARSE_EQUAL, HISPARSE_WITHOUT, NO_EFFECT_FLAGS, UNSUPPORTED_FLAGS, WITHOUT
 from thalweg.config.setting import Setting
 from thalweg.config.tree import settings, spellings
 from thalweg.core.errors import UnsupportedConfig
@@ -101,6 +101,8 @@ def test_the_example_lines_are_understood() -> None:
     assert [len(one) for one in notices] == [0, 4, 2]
     keys = {key for row in rows("`--speculative-config`") for key in re.findall(r"`(\w+)`", row[0])}
     assert keys == {*EQUAL, *WITHOUT}
+    keys = {key for row in rows("`--hisparse-config`") for key in re.findall(r"`(\w+)`", row[0])}
+    assert keys == {*HISPARSE_EQUAL, *HISPARSE_WITHOUT}
 
 
 def test_parser_names_of_other_engines_map_to_ours() -> None:

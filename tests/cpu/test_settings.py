@@ -43,6 +43,7 @@ BASES: list[tuple[Machine, dict[str, Any]]] = [  # a setting has to have its eff
     (CPU, {"model": TINY}),
     (GPU, {"model": "LARGE"}),
     (GPU, {"model": TINY, "attention_backend": "triton_sparse"}),
+    (GPU, {"model": TINY, "attention_backend": "triton_sparse", "enable_hisparse": True}),
     (GPU, {"model": TINY, "dtype": "bfloat16"}),
     (CPU, {"model": TINY, "speculative_algorithm": "NEXTN"}),
     (CPU, {"model": TINY, "speculative_algorithm": "NEXTN", "speculative_eagle_topk": 2}),

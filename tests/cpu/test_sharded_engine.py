@@ -128,8 +128,9 @@ def runner_of(config: EngineConfig, layout: Layout) -> Runner:
     drafter = build_drafter(name, model, folder, sampling, config.tree)
     load_weights(model, drafter.modules(), config)
     load_drafter(drafter.own_weight_modules(), config)
-    planes = Planes((*model.planes(), *drafter.planes()), config.num_pages + 1)
-    slots = Slots(config.max_running_requests + 1, config.context_length, device, drafter.fields(), config.tree)
+    requests = config.max_running_requests + 1
+    planes = Planes((*model.planes(), *drafter.planes()), config.num_pages + 1, device, requests, config.context_length)
+    slots = Slots(requests, config.context_length, device, drafter.fields(), config.tree)
     return Runner(model, model, planes, slots, drafter)
 
 
@@ -173,7 +174,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "v2-lite": ("v2-lite", {}),
     "v3-nextn": ("v3", NEXTN | CHAIN),
     "v3-fp8-nextn-tree": ("v3-fp8", NEXTN | TREE),
-    "v3.2-nextn": ("v3.2", NEXTN | CHAIN),
+    "v3.2-nextn-hisparse": ("v3.2", NEXTN | CHAIN | {"enable_hisparse": True}),
     "qwen-eagle3": ("qwen2.5", EAGLE3 | CHAIN),
     "qwen-eagle3-tree": ("qwen2.5", EAGLE3 | TREE),
 }
@@ -203,7 +204,7 @@ def test_two_tensor_parallel_ranks_give_one_ranks_outputs(name: str, tmp_path: P
         assert not differences(got, steps)
 
 
-@pytest.mark.parametrize("name", ["v2-lite", "v3-nextn", "v3-fp8-nextn-tree"])
+@pytest.mark.parametrize("name", ["v2-lite", "v3-nextn", "v3-fp8-nextn-tree", "v3.2-nextn-hisparse"])
 def test_an_idle_data_parallel_rank_changes_no_output(name: str, tmp_path: Path) -> None:
     """Rank 1 has no requests: it runs the agreed passes on padding, experts and drafts with them."""
     config, ranks, exchange = case(name, tmp_path), layouts(dp=2, ep=2), Exchange(2)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ from thalweg.kernels.nsa import triton as nsa
 from thalweg.kernels.nsa.ref import NsaConfig, NsaPlanes
 from thalweg.kernels.rope.triton import LatentNorm, mla_absorb, mla_write
 from thalweg.kernels.router.triton import RouterOutput
+from thalweg.kernels.swap_in import triton as swap
 from thalweg.kernels.verify import triton as verify
 from thalweg.kernels.verify.ref import AcceptedPaths, Verification
 from thalweg.kernels.weight_only import case as codes_case
@@ -238,6 +240,12 @@ def sparse() -> None:
                 asked = torch.empty(3, heads, 576, dtype=torch.bfloat16)
                 for chosen in (torch.zeros(3, 2048, dtype=torch.int32), None):
                     dsa.attend(asked, latents, chosen, rows, 2048, scale=1.0, rank=512)
+            for entries in (4096, 10240):
+                hot = Planes((replace(latent, hot=entries),), 4, slots=2, context=PAGE)
+                slots_T, real_T = positions, torch.ones(3, dtype=torch.bool)
+                for chosen in (torch.zeros(3, 2048, dtype=torch.int32), None):
+                    swap.swap_in(hot.hot(0), hot.tokens("latent", 0), slots_T, real_T, rows, chosen, 2048)
+        swap.stage(latents.paged_PSD, rows_T)
     for columns in (64, 4096, 20000):
         dsa.choose(torch.empty(3, columns), positions, 2048)
 

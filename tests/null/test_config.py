@@ -364,6 +364,28 @@ def speculative(*words: str) -> dict[str, Any]:
     return spelled(parse_options(options_parser("t", "t"), ["m", *words]).options)
 
 
+def test_sglang_hisparse_config_is_accepted() -> None:
+    words = ["--enable-hisparse", "--hisparse-config", '{"top_k": 2048, "device_buffer_size": 6144}']
+    assert speculative(*words) == {"enable_hisparse": True, "hisparse_device_buffer_size": 6144}
+    notices = parse_options(options_parser("t", "t"), ["m", *words]).notices
+    assert [words for words in notices if "--hisparse-device-buffer-size 6144" in words] and len(notices) == 2
+
+
+@pytest.mark.parametrize(
+    ("tree", "told"),
+    [
+        ('{"host_to_device_ratio": 2}', "use --hisparse-host-memory-gb"),
+        ('{"top_k": 512}', "index_topk in the model's config.json"),
+        ('{"device_bufer_size": 4096}', "did you mean device_buffer_size"),
+        ("4096", "expected an object"),
+        ("{", "hisparse_config: not JSON"),
+    ],
+)
+def test_sglang_hisparse_config_without_an_equivalent_is_refused(tree: str, told: str) -> None:
+    with pytest.raises(UnsupportedConfig, match=told):
+        parse_options(options_parser("t", "t"), ["m", "--hisparse-config", tree])
+
+
 @pytest.mark.parametrize(
     ("tree", "wanted"),
     [

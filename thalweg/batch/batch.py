@@ -101,6 +101,9 @@ class Batch:
     shares_slots: bool = False  # rows of one token may belong to one request: they read each other's keys
     verifies: bool = False  # the rows of the first group have drafts, so their extents are upper bounds
     prompts: PromptRows | None = None  # of a captured step, whose table_RP and extents are not read
+    # int64: the slot of each row, whose hot sets attention may use; rows without real tokens may have any. None: it
+    # reads host memory
+    slot_R: Tensor | None = None
 
     @property
     def columns_T(self) -> Tensor:

@@ -65,6 +65,7 @@ def build_inputs(plan: StepPlan, slots: Slots) -> StepInputs:
         extents=tuple(RowExtent(row.n, row.start + row.n) for row in rows),
         tree=tree,
         verifies=rows[0].num_drafts > 0,
+        slot_R=slot_R,
     )
     if len(sampled_rows) == len(rows):
         return StepInputs(batch, slot_R, made.ints_RI, all_sampled)

@@ -19,13 +19,14 @@ def without_first_group(batch: Batch) -> Batch:
     ids, positions, write, table, real = (
         x[rows:] for x in (batch.ids_T, batch.positions_T, batch.write_T, batch.table_RP, batch.real_T)
     )
-    return Batch(ids, positions, write, table, real, batch.logits_indices_N, moved, batch.extents[rows:])
+    slot_R = None if batch.slot_R is None else batch.slot_R[rows:]
+    return Batch(ids, positions, write, table, real, batch.logits_indices_N, moved, batch.extents[rows:], slot_R=slot_R)
 
 
 def empty_batch(slots: Slots) -> Batch:
     """A batch without tokens, to be padded."""
     none_T = slots.ints_SI.new_empty(0)
-    return Batch(none_T, none_T, none_T, slots.table_SP[:0, :1], none_T.to(torch.bool), none_T, ())
+    return Batch(none_T, none_T, none_T, slots.table_SP[:0, :1], none_T.to(torch.bool), none_T, (), slot_R=none_T)
 
 
 def pad_batch(batch: Batch, tokens: int) -> Batch:
@@ -40,6 +41,8 @@ def pad_batch(batch: Batch, tokens: int) -> Batch:
 
     names = "ids_T", "positions_T", "write_T", "real_T", "table_RP"
     longer: dict[str, Any] = {name: padded(getattr(batch, name)) for name in names}
+    if batch.slot_R is not None:
+        longer["slot_R"] = padded(batch.slot_R)
     if batch.tree is not None:
         longer["tree"] = TreeMask(padded(batch.tree.columns_T), padded(batch.tree.tree_mask_T, -1), batch.tree.rows)
     rows = sum(group.rows for group in batch.groups)

@@ -13,14 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Sequence
 
 from thalweg.config.bundled import NAME, NOTICE, find_bundled
-from thalweg.config.foreign import (
-    CONFIG,
-    FLAG,
-    NO_EFFECT_FLAGS,
-    instead_of,
-    translate_speculative_config,
-    without_effect,
-)
+from thalweg.config.foreign import FOREIGN_OBJECTS, NO_EFFECT_FLAGS, instead_of, without_effect
 from thalweg.config.options import Options
 from thalweg.config.setting import COMMAND_LINE, Setting, nearest
 from thalweg.config.tree import flat, options_from, read_yaml, secrets_of, sections, settings, spellings
@@ -106,8 +99,8 @@ def options_parser(
         if name == "model":
             text = "settings in YAML, flat or in sections; flags on the command line win"
             group.add_argument("--config", metavar="FILE", type=Path, help=text)
-        if name == "speculative":
-            group.add_argument(FLAG, dest=PREFIX + CONFIG, help=argparse.SUPPRESS)
+    for known in FOREIGN_OBJECTS.values():
+        parser.add_argument(known.flag, dest=PREFIX + known.name, help=argparse.SUPPRESS)
     for flag in NO_EFFECT_FLAGS:
         name, _, value = flag.partition(" ")
         parser.add_argument(f"--{name}", dest=PREFIX + flag, help=argparse.SUPPRESS, **({} if value else SWITCH))
@@ -157,8 +150,8 @@ def _notices(given: dict[str, Any]) -> Iterator[str]:
     for name, value in given.items():
         if name in NO_EFFECT_FLAGS:
             yield without_effect(name, value)
-        elif name == CONFIG:
-            yield from translate_speculative_config(value).notices
+        elif name in FOREIGN_OBJECTS:
+            yield from FOREIGN_OBJECTS[name].translate(value).notices
         else:
             one, fixed, is_foreign = spellings()[name.replace("-", "_")]
             if one.secret:

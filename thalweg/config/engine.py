@@ -120,6 +120,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     fp8_index_keys: bool = False
     """Whether index keys of sparse attention are e4m3, with a scale for each; else they are `dtype`."""
     radix_cache: bool = True
+    enable_hisparse: bool = False
+    """Whether latents of sparse attention are in host memory, with a hot set on the device for each slot."""
+    hisparse_device_buffer_size: int = 0
+    """Latents of a layer in a hot set."""
+    hisparse_host_memory: int = 0
+    """Bytes of host memory for latents; 0: no limit."""
 
     # ---- scheduler ----
     max_running_requests: int = 64
@@ -261,6 +267,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             topk=self.dsa_topk_backend,
             fp8_index=self.fp8_index_keys,
             latent=self.mla,
+            hot=self.hisparse_device_buffer_size,
             deterministic=self.deterministic_inference,
         )
 

@@ -134,7 +134,7 @@ def without_effect(flag: str, value: object) -> str:
 
 # ---- vLLM's --speculative-config ----
 
-CONFIG, FLAG = "speculative_config", "--speculative-config"
+CONFIG = "speculative_config"
 METHODS = {method: name for name, entry in DRAFTERS.items() for method in entry.vllm_methods}
 EQUAL = {
     "method": "speculative_algorithm",
@@ -167,6 +167,16 @@ REFUSED = {
 }
 
 
+# ---- SGLang's --hisparse-config ----
+
+HISPARSE_EQUAL = {"device_buffer_size": "hisparse_device_buffer_size"}
+HISPARSE_WITHOUT = {"top_k": (2048, "the model's index_topk says how much context is chosen")}
+HISPARSE_REFUSED = {
+    "top_k": "index_topk in the model's config.json is the number",
+    "host_to_device_ratio": "use --hisparse-host-memory-gb: host memory is limited by what is free, not by the GPU's",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class TranslatedConfig:
     """values: settings by name, as text or numbers. notices: what was called otherwise, or changes nothing."""
@@ -175,32 +185,66 @@ class TranslatedConfig:
     notices: tuple[str, ...]
 
 
-def translate_speculative_config(value: object) -> TranslatedConfig:
-    """Translates vLLM's object, or its JSON. Raises UnsupportedConfig naming a key that has no equal."""
-    tree, values, notices = _object(value), dict[str, Any](), list[str]()
-    if tree.get("method") is None and tree.get("model") in ("ngram", "[ngram]"):
-        tree = {**tree, "method": "ngram"}
-    for key, entry in tree.items():
-        if entry is None or key == "model" and entry in ("ngram", "[ngram]"):
-            continue
-        if key in EQUAL:
-            name = EQUAL[key]
-            values[name] = _method(entry) if key == "method" else entry
-            notices.append(f"{FLAG}: {key} is called --{name.replace('_', '-')} {values[name]} here")
-            continue
-        allowed, why = WITHOUT.get(key, (None, ""))
-        if why and (allowed is ... or entry == allowed):
-            notices.append(f"{FLAG}: {key} changes nothing: {why}")
-            continue
-        if key in REFUSED:
-            raise UnsupportedConfig(f"{CONFIG}: {key} has no equal here: {REFUSED[key]}; leave it out")
-        known = (*EQUAL, *WITHOUT)
-        guess = nearest(str(key), known)
-        raise UnsupportedConfig(
-            f"{CONFIG}: {key} is not known; "
-            + (f"did you mean {guess}?" if guess else f"understood are {', '.join(known)}")
-        )
-    return TranslatedConfig(values, tuple(notices))
+@dataclass(frozen=True, slots=True)
+class ForeignObject:
+    """A flag of another engine whose value is an object of settings, or its JSON."""
+
+    name: str
+    equal: Mapping[str, str]  # settings by key
+    without: Mapping[str, tuple[Any, str]]  # keys that change nothing, in which value (... is any), and why
+    refused: Mapping[str, str]  # what to do instead
+    example: str  # JSON
+    flags: str  # to use in its place
+
+    @property
+    def flag(self) -> str:
+        return f"--{self.name.replace('_', '-')}"
+
+    def translate(self, value: object) -> TranslatedConfig:
+        """Raises UnsupportedConfig naming a key that has no equal."""
+        values, notices = dict[str, Any](), list[str]()
+        for key, entry in _with_method(self._object(value)).items():
+            if entry is None:
+                continue
+            if key in self.equal:
+                name = self.equal[key]
+                values[name] = _method(entry) if key == "method" else entry
+                notices.append(f"{self.flag}: {key} is called --{name.replace('_', '-')} {values[name]} here")
+                continue
+            allowed, why = self.without.get(key, (None, ""))
+            if why and (allowed is ... or entry == allowed):
+                notices.append(f"{self.flag}: {key} changes nothing: {why}")
+                continue
+            if key in self.refused:
+                raise UnsupportedConfig(f"{self.name}: {key} has no equal here: {self.refused[key]}; leave it out")
+            known = (*self.equal, *self.without)
+            guess = nearest(str(key), known)
+            raise UnsupportedConfig(
+                f"{self.name}: {key} is not known; "
+                + (f"did you mean {guess}?" if guess else f"understood are {', '.join(known)}")
+            )
+        return TranslatedConfig(values, tuple(notices))
+
+    def _object(self, value: object) -> Mapping[str, Any]:
+        if isinstance(value, str):
+            try:
+                value = json.loads(value)
+            except ValueError as error:
+                raise UnsupportedConfig(
+                    f"{self.name}: not JSON ({error}); give an object in single quotes, such as '{self.example}', or"
+                    f" use {self.flags}"
+                ) from None
+        if not isinstance(value, Mapping):
+            raise UnsupportedConfig(f"{self.name}: expected an object of settings, got {value!r}")
+        return value
+
+
+def _with_method(tree: Mapping[str, Any]) -> Mapping[str, Any]:
+    """vLLM's lookup of n-grams may be named as the model."""
+    if tree.get("model") not in ("ngram", "[ngram]"):
+        return tree
+    rest = {key: entry for key, entry in tree.items() if key != "model"}
+    return rest if rest.get("method") is not None else rest | {"method": "ngram"}
 
 
 def _method(name: object) -> str:
@@ -213,15 +257,24 @@ def _method(name: object) -> str:
     )
 
 
-def _object(value: object) -> Mapping[str, Any]:
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError as error:
-            raise UnsupportedConfig(
-                f'{CONFIG}: not JSON ({error}); give an object in single quotes, such as \'{{"method": "mtp",'
-                ' "num_speculative_tokens": 3}\', or use --speculative-algorithm and --speculative-num-steps'
-            ) from None
-    if not isinstance(value, Mapping):
-        raise UnsupportedConfig(f"{CONFIG}: expected an object of settings, got {value!r}")
-    return value
+FOREIGN_OBJECTS = {
+    one.name: one
+    for one in (
+        ForeignObject(
+            CONFIG,
+            EQUAL,
+            WITHOUT,
+            REFUSED,
+            '{"method": "mtp", "num_speculative_tokens": 3}',
+            "--speculative-algorithm and --speculative-num-steps",
+        ),
+        ForeignObject(
+            "hisparse_config",
+            HISPARSE_EQUAL,
+            HISPARSE_WITHOUT,
+            HISPARSE_REFUSED,
+            '{"device_buffer_size": 4096}',
+            "--hisparse-device-buffer-size",
+        ),
+    )
+}

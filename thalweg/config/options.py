@@ -293,6 +293,20 @@ class MemoryOptions(Section):
         foreign=("enable-prefix-caching=true", "no-enable-prefix-caching=false"),
     )
 
+    enable_hisparse: bool = setting(
+        False,
+        "keep the latents of sparse attention (DSA) in host memory, behind a hot set on the device for each request",
+        off=False,
+    )
+    hisparse_device_buffer_size: int | None = setting(
+        None, "latents of each layer in a hot set", least=1, most=32767, auto="2 x index_topk, and that for each draft"
+    )
+    hisparse_host_memory_gb: float | None = setting(
+        None,
+        "GB of host memory for latents, of all processes of a node together",
+        least=0.001,
+        auto="on a GPU 0.8 of what the container's limit and other programs leave; on a CPU as --mem-fraction-static",
+    )
     strip_thinking_cache: bool | None = setting(
         None,
         "do not cache thoughts and the answers after them: the next turn's prompt does not contain them",

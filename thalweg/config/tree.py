@@ -9,13 +9,7 @@ import typing
 from pathlib import Path
 from typing import Any, Mapping
 
-from thalweg.config.foreign import (
-    CONFIG,
-    NO_EFFECT_FLAGS,
-    instead_of,
-    translate_speculative_config,
-    without_effect,
-)
+from thalweg.config.foreign import FOREIGN_OBJECTS, NO_EFFECT_FLAGS, instead_of, without_effect
 from thalweg.config.options import Options
 from thalweg.config.setting import COMMAND_LINE, Setting, nearest, settings_of
 from thalweg.core.errors import UnsupportedConfig
@@ -93,9 +87,9 @@ def flat(tree: Mapping[str, Any], where: str = "") -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in tree.items():
         name = str(key).replace("-", "_")
-        if name == CONFIG:
+        if name in FOREIGN_OBJECTS:
             # keys of the object are no flags
-            entries = flat(translate_speculative_config(value).values, where.removeprefix(COMMAND_LINE))
+            entries = flat(FOREIGN_OBJECTS[name].translate(value).values, where.removeprefix(COMMAND_LINE))
         elif name in sections() and (isinstance(value, Mapping) or name not in spellings()):
             entries = _section(name, value, where)
         else:

@@ -24,6 +24,7 @@ class KernelConfig(msgspec.Struct, frozen=True, kw_only=True):
     topk: str = "triton"  # what chooses the highest scores of an indexer beside kernels; or "torch"
     fp8_index: bool = False  # index keys and queries are e4m3 with scales
     latent: bool = True  # an MLA model caches latents; False: it caches decompressed keys and values
+    hot: int = 0  # entries of a slot's hot set, with latents in host memory (`kernels.swap_in`); 0: on the device
     deterministic: bool = False  # the bits of a token depend on nothing but its own sequence
 
 

@@ -296,7 +296,8 @@ def build_runner(
         times.end_phase("kernels ahead")
         steps = TokenByToken(model) if one_by_one else model
         return _build_on_gpu(config, steps, drafter, device, times, ahead.is_warm)
-    planes = _allocate_planes(model, drafter, config, device)
+    rows = config.max_running_requests + (layout.world.size > 1)  # padding of drafts has a slot of its own
+    planes = _allocate_planes(model, drafter, config, device, rows)
     steps = traced(model, planes)
     if isinstance(steps, TracedModel):
         with raise_as_drafter_error():
@@ -340,10 +341,9 @@ def _build_on_gpu(
     del first
     config = with_pages(config, shared_budget(budget._replace(free=free_memory(device)), model.factory))
     times.end_phase("memory")
-    planes = _allocate_planes(model, drafter, config, device)
-    slots = Slots(
-        config.max_running_requests + 1, config.context_length, device, drafter.fields(), config.tree, config.page_size
-    )
+    rows = config.max_running_requests + 1
+    planes = _allocate_planes(model, drafter, config, device, rows)
+    slots = Slots(rows, config.context_length, device, drafter.fields(), config.tree, config.page_size)
     runner = _with_acceptance_rule(Runner(model, model, planes, slots, drafter), config)
     runner.failed = failure_flag(model)
     before = free_memory(device)
@@ -420,9 +420,13 @@ def _progress_bar(text: str, is_shown: bool) -> Iterator[Callable[[int, int], No
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def _allocate_planes(model: Model, drafter: Drafter, config: EngineConfig, device: torch.device) -> Planes:
-    """The KV cache. An FP8 cache gets the checkpoint's scales, or 1. Raises CheckpointError."""
-    planes = Planes((*model.planes(), *drafter.planes()), config.num_pages + 1, device)
+def _allocate_planes(model: Model, drafter: Drafter, config: EngineConfig, device: torch.device, slots: int) -> Planes:
+    """The KV cache, with hot sets for so many slots. An FP8 cache gets the checkpoint's scales, or 1.
+
+    Raises CheckpointError.
+    """
+    specs = *model.planes(), *drafter.planes()
+    planes = Planes(specs, config.num_pages + 1, device, slots, config.context_length)
     if config.kv_cache_dtype == "fp8_e4m3" and config.load_format != "dummy":
         with Safetensors(Path(config.model_path)) as stream:
             read_cache_scales(model.table(), stream, planes)

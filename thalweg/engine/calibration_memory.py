@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
 from collections.abc import Iterator
 from typing import Callable, NamedTuple
 
@@ -45,7 +46,8 @@ class MemoryBudget(NamedTuple):
     graphs: int  # expected, of the CUDA graphs
     slots: int
     reserve: int
-    page: int  # of a page in all planes
+    page: int  # of a page in all planes on the device
+    most: int = sys.maxsize  # pages that host memory has room for
 
     @property
     def left(self) -> int:
@@ -54,14 +56,15 @@ class MemoryBudget(NamedTuple):
 
     @property
     def pages(self) -> int:
-        return max(self.left // self.page, 0)
+        return max(min(self.left // self.page, self.most), 0)
 
     def __str__(self) -> str:
         uses = (self.step, "a step"), (self.graphs, "graphs"), (self.slots, "slots"), (self.reserve, "reserve")
         parts = " - ".join(f"{format_bytes(count)} {name}" for count, name in uses)
         return (
             f"({format_bytes(self.free)} free beside the weights - {parts}) / {format_bytes(self.page)} a page ="
-            f" {self.pages}"
+            f" {self.left // self.page}"
+            + (f", and host memory has room for {self.most}" if self.most < self.left // self.page else "")
         )
 
 
@@ -104,8 +107,9 @@ def runner_without_cache(
     config: EngineConfig, model: Model, drafter: Drafter, context: int, device: torch.device
 ) -> Runner:
     """A runner whose rows are all padding, which needs the null page only."""
-    planes = Planes((*model.planes(), *drafter.planes()), 1, device)
-    slots = Slots(config.max_running_requests + 1, context, device, drafter.fields(), config.tree, config.page_size)
+    requests = config.max_running_requests + 1
+    planes = Planes((*model.planes(), *drafter.planes()), 1, device, requests, context)
+    slots = Slots(requests, context, device, drafter.fields(), config.tree, config.page_size)
     return Runner(model, model, planes, slots, drafter)
 
 
@@ -119,9 +123,10 @@ def measure_memory(
     device = runner.planes.device
     step = _measure_step(config, runner, context, device)
     graphs = _measure_graphs(runner, capture, device, runner.model.factory.layout.world)
-    slots = runner.slots.nbytes
-    page = Planes.page_cost(runner.planes.specs)
-    return MemoryBudget(0, step, graphs, slots, RESERVE, page)
+    slots, specs = runner.slots.nbytes + runner.planes.slots_nbytes, runner.planes.specs
+    host_page = Planes.page_cost(specs, in_host=True)
+    most = config.hisparse_host_memory // host_page - 1 if host_page else sys.maxsize
+    return MemoryBudget(0, step, graphs, slots, RESERVE, Planes.page_cost(specs), most)
 
 
 def _measure_step(config: EngineConfig, runner: Runner, context: int, device: torch.device) -> int:
@@ -247,7 +252,8 @@ def with_memory_report(config: EngineConfig, runner: Runner, **others: int) -> E
         "kv": _bytes(list(runner.planes.bytes.values())),
         "slots": _bytes(
             [value for value in (*vars(slots).values(), *slots.extra.values()) if isinstance(value, Tensor)]
-        ),
+        )
+        + runner.planes.slots_nbytes,
         **others,
     }
     return config.started(Decision(f"memory_{name}", size, START_UP, REASONS[name]) for name, size in sizes.items())

@@ -34,6 +34,7 @@ from thalweg.kernels.gemm import toolchain
 from thalweg.kernels.gemm.deep_gemm_calls import encode
 from thalweg.kernels.gqa import fa3
 from thalweg.kernels.tuned import TUNED
+from thalweg.memory import hot
 from thalweg.memory.planes import Planes
 from thalweg.models.catalog import read_facts
 
@@ -116,6 +117,7 @@ def pretend(job: Job) -> None:
     # the allocator's blocks are aligned, so an address is as divisible as the offset in its block
     setattr(FakeTensor, "data_ptr", lambda self: self.storage_offset() * self.dtype.itemsize)  # noqa: B010
     setattr(Tensor, "pin_memory", lambda self: self)  # noqa: B010
+    vars(hot).update(lock_pages=lambda address, size: None, unlock_pages=lambda address: None)
     replace_libraries()
 
 

@@ -40,6 +40,8 @@ def as_json(resolved: Resolved) -> dict[str, Any]:
         "page_tokens": page_size,
         "kv_tokens": tokens,
         "kv_bytes": pages * PAGE * sizes.kv_bytes,
+        "host_kv_bytes": pages * PAGE * sizes.host_kv_bytes,
+        "hot_set_bytes": slots * sizes.hot_sets(resolved.context),
         "concurrent_full_contexts": tokens // resolved.context,
         "holds": [holding(resolved.context, tokens // resolved.context), holding(each, slots)],
         "eos_ids": list(resolved.engine.eos_ids),
@@ -99,7 +101,8 @@ def _model(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "weights", f"{report['parameters']:,} parameters, {memory} in memory{each}"
     for plane in report["planes"]:
         count, layers = plane["bytes_per_token"], plane["layers"]
-        yield f"kv: {plane['name']}", f"{count:,} B a token: {layers} layers x {count // layers:,}"
+        where = ", in host memory" * plane["in_host"]
+        yield f"kv: {plane['name']}", f"{count:,} B a token: {layers} layers x {count // layers:,}{where}"
 
 
 def _cache(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -111,6 +114,11 @@ def _cache(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     layout, caches = report.get("bounds_layout", ONE_GPU), report.get("caches", 1)
     pages += f" on each GPU of {layout}" if layout != ONE_GPU else ""
     yield "kv cache", pages + (f", {caches} caches" if caches > 1 else "")
+    if in_host := report["host_kv_bytes"]:
+        yield (
+            "latents",
+            f"{format_bytes(in_host)} in host memory; hot sets take {format_bytes(report['hot_set_bytes'])}",
+        )
     lengths = " or ".join("{sequences:,} sequences of {length:,}".format_map(one) for one in report["holds"])
     yield "holds", f"{tokens * caches:,} tokens: {lengths}"
 

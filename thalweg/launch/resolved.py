@@ -21,6 +21,7 @@ class Plane(msgspec.Struct, frozen=True):
     name: str
     layers: int
     bytes_per_token: int  # in all these layers
+    in_host: bool = False  # see `kernels.swap_in`
 
 
 class Sizes(msgspec.Struct, frozen=True):
@@ -30,11 +31,22 @@ class Sizes(msgspec.Struct, frozen=True):
     weight_bytes: int  # in memory, as loaded
     planes: tuple[Plane, ...]  # of the KV cache
     slot_bytes: int = 0  # that drafts add to the state of a running request
+    hot_bytes: int = 0  # of the hot sets of a running request
+    hot_lookup_bytes: int = 0  # and for each token of the longest context
 
     @property
     def kv_bytes(self) -> int:
         """Bytes that one token takes in the KV cache."""
         return sum(plane.bytes_per_token for plane in self.planes)
+
+    @property
+    def host_kv_bytes(self) -> int:
+        """The part of `kv_bytes` that is in host memory."""
+        return sum(plane.bytes_per_token for plane in self.planes if plane.in_host)
+
+    def hot_sets(self, context: int) -> int:
+        """Bytes of the hot sets of a running request."""
+        return self.hot_bytes + self.hot_lookup_bytes * context
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,6 +20,7 @@ from thalweg.core.plan import PAGE
 from thalweg.core.report import AUTO, MODEL, USER
 from thalweg.launch.decisions import NO_CACHE, Decisions
 from thalweg.launch.graphs import resolve_graphs
+from thalweg.launch.hisparse import resolve_hisparse
 from thalweg.launch.kernels import resolve_kernels
 from thalweg.launch.parallelism import check_shared_contexts, resolve_parallelism
 from thalweg.launch.resolved import Sizes
@@ -51,6 +52,8 @@ DEFAULTS = {
         overlap=(True, "the device never waits for the plan"),
     ),
 }
+
+HOT_REQUESTS = 64, "each has hot sets on the device, some 190 MB of DeepSeek-V3.2 in FP8"
 
 
 class Resources(NamedTuple):
@@ -85,6 +88,8 @@ def resolve_resources(
     choose("threads", options.load.threads, max(1, (machine.cores - 1) // processes), reason)
     drafting = decisions.config()
     kernels = resolve_kernels(options, facts, machine, device, decisions, drafting.tree.is_tree)
+    graph_mode = options.load.cuda_graph_mode
+    kernels = resolve_hisparse(options.memory, facts, machine, device, kernels, graph_mode, decisions)
     kept = {"mla": kernels.latent, "kv_cache_dtype": kernels.kv, "shared_experts_fusion": kernels.fusion}
     kept |= {"dsa_topk_backend": kernels.topk, "fp8_index_keys": kernels.fp8_index}
     decisions.fields |= kept
@@ -93,7 +98,8 @@ def resolve_resources(
     kv = kernels.kv or decisions.fields["dtype"]
     decisions.record("kv_cache_dtype", kv, bool(kernels.kv), "as dtype")
     choose("overlap_schedule", schedule.overlap_schedule, *defaults.overlap)
-    requests = choose("max_running_requests", schedule.max_running_requests, *defaults.requests)
+    auto = HOT_REQUESTS if kernels.hot and device == "cuda" else defaults.requests
+    requests = choose("max_running_requests", schedule.max_running_requests, *auto)
     is_open = options.memory.mem_fraction_static is None and options.memory.max_total_tokens is None
     is_measured = device == "cuda" and is_open  # start-up measures how much KV cache fits
     pages, context = _resolve_memory(options, facts, free, sizes, is_measured, decisions)
@@ -198,19 +204,25 @@ def _resolve_memory(
         decisions.add(name, "auto", AUTO, "--max-total-tokens says how much the KV cache takes")
     else:
         decisions.choose(name, asked.mem_fraction_static, default, reason)
-    page, page_size = sizes.kv_bytes * PAGE, decisions.config().page_size
-    most = (int(free * fraction) - sizes.weight_bytes) // page
+    limit, requests = _context_limit(options, facts), fields["max_running_requests"]
+    in_host, host = sizes.host_kv_bytes * PAGE, fields.get("hisparse_host_memory", 0)
+    page, page_size = sizes.kv_bytes * PAGE - in_host * is_gpu, decisions.config().page_size
+    used, others = sizes.weight_bytes, ""
+    if hot := requests * sizes.hot_sets(limit):
+        used, others = used + hot, f" - {format_bytes(hot)} hot sets of {requests} requests"
+    most = (int(free * fraction) - used) // page
     formula = (
-        f"({format_bytes(free)} free x {fraction:g} - {format_bytes(sizes.weight_bytes)} weights) /"
+        f"({format_bytes(free)} free x {fraction:g} - {format_bytes(sizes.weight_bytes)} weights{others}) /"
         f" {format_bytes(page)} a page"
     )
+    if in_host and host and (held := host // in_host - 1) < most:  # beside the null page
+        most, formula = held, f"{format_bytes(host)} of host memory / {format_bytes(in_host)} of latents a page"
     if most < 1:
-        needed = (sizes.weight_bytes + page) / free if free else 1.0
+        needed = (used + page) / free if free else 1.0
         smaller = ", or --dtype bfloat16" if fields["dtype"] == "float32" else ""
         larger = f"a machine with more memory{smaller}"
         instead = f"--mem-fraction-static {needed + 0.005:.2f}" if needed < 0.985 else larger
         raise InsufficientMemory(f"memory: {formula} leaves no page for the KV cache; use {instead}")
-    limit, requests = _context_limit(options, facts), fields["max_running_requests"]
     if asked.max_total_tokens is not None:
         pages = asked.max_total_tokens // page_size
         if pages > most:

@@ -16,7 +16,7 @@ from thalweg.core.plan import PAGE
 from thalweg.launch.planning.layouts import ONE, ParallelLayout, layout_of
 from thalweg.launch.planning.weights import META, PlannedModel, WeightGroup
 from thalweg.launch.resolved import Plane, Sizes
-from thalweg.memory.planes import PlaneSpec
+from thalweg.memory.planes import Planes, PlaneSpec
 from thalweg.models import catalog
 from thalweg.models.stages import PipelineStage, largest_share, stage_borders
 from thalweg.sampling.catalog import draft_sampling_for
@@ -42,16 +42,21 @@ def measure(facts: ModelFacts, config: EngineConfig) -> Sizes:
         alone = PlannedModel(facts)
         whole = _groups(alone, ONE, _modules(_build_drafter(facts, config, alone.headed())))
     buffers = sum(buffer.nbytes for part in (model, *parts) for buffer in part.buffers())
-    layers, page_bytes = Counter[str](), Counter[str]()
-    for plane in (*_largest_planes(model.planes(), stages), *drafter.planes()):
-        layers[plane.name] += 1
-        page_bytes[plane.name] += plane.page_bytes
+    layers, page_bytes = Counter[tuple[str, bool]](), Counter[tuple[str, bool]]()
+    specs = *_largest_planes(model.planes(), stages), *drafter.planes()
+    for spec in specs:
+        kind = spec.name, spec.hot > 0
+        layers[kind] += 1
+        page_bytes[kind] += spec.page_bytes
+    hot_bytes = Planes.slot_cost(specs, 0)
     tree_nodes = 3 * 8 * tree.num_drafts * tree.is_tree  # three int64 of each but the root
     return Sizes(
         sum(group.parameters for group in whole),
         round(sum(group.held * (share if group.is_in_layers else 1) for group in groups)) + buffers,
-        tuple(Plane(name, layers[name], page_bytes[name] // PAGE) for name in layers),
+        tuple(Plane(name, count, page_bytes[name, hot] // PAGE, hot) for (name, hot), count in layers.items()),
         sum(prod(field.shape) * field.dtype.itemsize for field in drafter.fields()) + tree_nodes,
+        hot_bytes,
+        Planes.slot_cost(specs, 1) - hot_bytes,
     )
 
 

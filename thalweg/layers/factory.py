@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -187,13 +187,20 @@ class LayerFactory(ABC):
     def mla_planes(self, facts: ModelFacts, layer: int) -> tuple[PlaneSpec, ...]:
         """Cache tensors of `mla` per token, without the indexer's key."""
         assert facts.mla is not None
-        if self.kernels.kv == RECORD and facts.indexer is not None:
-            return (record_plane(layer, facts.mla.kv_lora, facts.mla.rope),)
         if self.kernels.latent:
-            return (self.plane("latent", layer, facts.mla.kv_lora + facts.mla.rope),)
+            has_records, width = self.kernels.kv == RECORD and facts.indexer is not None, facts.mla.kv_lora
+            rope = facts.mla.rope
+            spec = record_plane(layer, width, rope) if has_records else self.plane("latent", layer, width + rope)
+            return (replace(spec, hot=self.hot_entries(facts, layer)),)
         heads = len(share_of(facts.heads, self.layout.tp, "attention heads"))
         key, value = self.head_widths(facts)
         return self.plane("key", layer, heads * key, "heads"), self.plane("value", layer, heads * value, "heads")
+
+    def hot_entries(self, facts: ModelFacts, layer: int) -> int:
+        """Entries of a slot's hot set of this layer's latents; 0: its plane is on the device. A next-token layer's is
+        there, because later steps write its positions again.
+        """
+        return self.kernels.hot if facts.indexer is not None and layer < facts.layers else 0
 
     @abstractmethod
     def head_widths(self, facts: ModelFacts) -> tuple[int, int]:

@@ -26,6 +26,7 @@ from thalweg.layers.mla import Mla
 from thalweg.layers.paged import PagedMetadataBuilder, nothing, ragged
 from thalweg.layers.paged_gqa import PagedGqa
 from thalweg.layers.paged_gqa import prepare_by as prepare_gqa
+from thalweg.layers.paged_hot import HotSparseMla
 from thalweg.layers.paged_mha import WIDTH, PagedMha
 from thalweg.layers.paged_mla import LatentMla, PagedMla, prepare_by
 from thalweg.layers.paged_sharded import ShardedLatentMla, ShardedMetadataBuilder, ShardedSparseMla
@@ -49,7 +50,7 @@ class KernelLayers(LayerFactory):
     def for_drafter(self, facts: ModelFacts, schemes: Schemes) -> KernelLayers:
         """On our own kernels; attention to a selection of context on plain torch."""
         by = TORCH if facts.indexer is not None else "triton"
-        kernels = msgspec.structs.replace(self.kernels, decode=by, prefill=by)
+        kernels = msgspec.structs.replace(self.kernels, decode=by, prefill=by, hot=0)
         return replace(self, kernels=kernels, schemes=schemes)
 
     def linear(
@@ -109,6 +110,8 @@ class KernelLayers(LayerFactory):
             return InvariantMla(self, facts, layer, name)
         kernels = self._decoder(facts), load_entry(PREFILL[self.kernels.prefill].mla)
         if facts.indexer is not None:
+            if self.hot_entries(facts, layer):
+                return HotSparseMla(self, facts, layer, name, is_indexed, *kernels)
             kind = InvariantSparseMla if is_invariant else ShardedSparseMla if is_shared else SparseMla
             return kind(self, facts, layer, name, is_indexed, *kernels)
         return (ShardedLatentMla if is_shared else LatentMla)(self, facts, layer, name, *kernels)

@@ -229,17 +229,26 @@ class Mla(MlaProjections):
         """Absorbed attention to the selected context: → [N, H, r]."""
         parts = []
         for tile, index_NK, bias_NK in zip(group.tiles, selected.positions, selected.biases, strict=True):
-            query, slots_NK, bias = group.take_tile(query_NHD, tile), group.plane_rows(index_NK), bias_NK.unsqueeze(1)
+            query, bias = group.take_tile(query_NHD, tile), bias_NK.unsqueeze(1)
+            stored_XD, rows_NK = self.stored(group, tile, index_NK, bias_NK, metadata)
             if len(query) <= self.queries_at_once:
-                parts.append(self._gathered(query, slots_NK, bias, metadata))
+                parts.append(self._gathered(query, stored_XD, rows_NK, bias, metadata))
             else:
-                pieces = zip(*(torch.split(x, self.queries_at_once) for x in (query, slots_NK, bias)), strict=True)
-                parts.append(torch.cat([self._gathered(q, slots, b, metadata) for q, slots, b in pieces]))
+                pieces = zip(*(torch.split(x, self.queries_at_once) for x in (query, rows_NK, bias)), strict=True)
+                parts.append(torch.cat([self._gathered(q, stored_XD, rows, b, metadata) for q, rows, b in pieces]))
         return group.join_tiles(parts)
 
-    def _gathered(self, query_NHD: Tensor, slots_NK: Tensor, bias_N1K: Tensor, metadata: AttentionMetadata) -> Tensor:
+    def stored(
+        self, group: AttentionGroup, tile: QueryTile, index_NK: Tensor, bias_NK: Tensor, metadata: AttentionMetadata
+    ) -> tuple[Tensor, Tensor]:
+        """Stored latents [X, D], and which of them the tokens of a tile have chosen, int64 [N, K]."""
+        return metadata.planes.tokens("latent", self.layer), group.plane_rows(index_NK)
+
+    def _gathered(
+        self, query_NHD: Tensor, stored_XD: Tensor, rows_NK: Tensor, bias_N1K: Tensor, metadata: AttentionMetadata
+    ) -> Tensor:
         """Each query token to its own latents: → [N, H, r]."""
-        stored = metadata.planes.tokens("latent", self.layer).index_select(0, slots_NK.view(-1))
+        stored = stored_XD.index_select(0, rows_NK.reshape(-1))
         latents = metadata.planes.read("latent", self.layer, stored, query_NHD.dtype)
         latents = latents.view(len(query_NHD), -1, self.rank + self.rope)
         return self.attend_latents(query_NHD, latents, latents[..., : self.rank], bias_N1K, self.scale)

@@ -118,9 +118,7 @@ class ShardedSparseMla(ShardedLatentMla, SparseMla):
         index_TK = choose(scores_TC.gather(1, order_TC).view(torch.float32), last_T, self.topk).to(torch.int64)
         return columns_TC.gather(1, index_TK.clamp(min=0)).masked_fill(index_TK < 0, -1)
 
-    def _values_of_chosen(
-        self, query_THD: Tensor, step: PagedStep, chosen_TK: Tensor | None, rows: QueryRows
-    ) -> Tensor:
+    def _values(self, query_THD: Tensor, step: PagedStep, chosen_TK: Tensor | None, rows: QueryRows) -> Tensor:
         if chosen_TK is not None:
             is_own_TK = (chosen_TK >= 0) & (self.shard.owner(chosen_TK) == self.shard.axis.rank)
             chosen_TK = self.shard.stored(chosen_TK).masked_fill(~is_own_TK, NONE).sort(1).values

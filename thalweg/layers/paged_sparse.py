@@ -95,12 +95,10 @@ class SparseMla(LatentMla):
         query_THD = query_THd.new_empty(*query_THd.shape[:2], self.rank + self.rope)
         query_THD[..., self.rank :] = query_THd[..., self.nope :]
         self._into_latents(query_THd, query_THD)
-        return self._values_of_chosen(query_THD, step, chosen_TK, step.query_rows)
+        return self._values(query_THD, step, chosen_TK, step.query_rows)
 
-    def _values_of_chosen(
-        self, query_THD: Tensor, step: PagedStep, chosen_TK: Tensor | None, rows: QueryRows
-    ) -> Tensor:
-        """Attention to the choice, or to all that is seen: → [T, H * v]."""
+    def _values(self, query_THD: Tensor, step: PagedStep, chosen_TK: Tensor | None, rows: QueryRows) -> Tensor:
+        """Attention of the step's first tokens to their choice. chosen_TK: None is all that they see. → [T, H * v]."""
         return values_of_splits(*self._of_chosen(query_THD, step, chosen_TK, rows), self.uv)
 
     def _of_chosen(
@@ -115,8 +113,7 @@ class SparseMla(LatentMla):
         """Absorbed: queries meet latents, or records of them. → [T, H * v]."""
         if not self.has_records or step.query_rows is None:
             return super()._decode(query_THD, step)
-        rows = step.query_rows.some(slice(0, len(query_THD)))
-        return self._values_of_chosen(query_THD, step, None, rows)
+        return self._values(query_THD, step, None, step.query_rows.some(slice(0, len(query_THD))))
 
     def _gather(self, step: PagedStep, rest: Rest, chunk: ContextChunk) -> Tensor:
         if not self.has_records:

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from msgspec import structs
+
 from thalweg.attention.context import AttentionMetadataBuilder, WorkspaceNeed
 from thalweg.attention.selection import Selection, select_top_k
 from thalweg.config.model import ModelFacts, MoeFacts
 from thalweg.layers import rotary
 from thalweg.layers.factory import LayerFactory
 from thalweg.layers.gqa import Gqa
+from thalweg.layers.hot_mla import HotMla
 from thalweg.layers.linear import Embedding, Linear, LinearLayer, PackedShard, RMSNorm
 from thalweg.layers.mha import Mha
 from thalweg.layers.mla import Mla
@@ -33,7 +36,7 @@ class ReferenceLayers(LayerFactory):
     selection: Selection = select_top_k  # chooses the context under DSA
 
     def for_drafter(self, facts: ModelFacts, schemes: Schemes) -> ReferenceLayers:
-        return replace(self, schemes=schemes)
+        return replace(self, schemes=schemes, kernels=structs.replace(self.kernels, hot=0))
 
     def linear(
         self,
@@ -61,7 +64,7 @@ class ReferenceLayers(LayerFactory):
         return kind(self, facts, layer, name, qk_norm, inputs)
 
     def mla(self, facts: ModelFacts, layer: int, name: str, is_indexed: bool) -> Mla:
-        kind = Mla if self.kernels.latent else Mha
+        kind = (HotMla if self.hot_entries(facts, layer) else Mla) if self.kernels.latent else Mha
         kind = kind if self.layout.dcp.size == 1 else ShardedMla
         return kind(self, facts, layer, name, is_indexed, self.selection)
 

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from thalweg.core.kernels import RECORD, RECORD_TILE
 from thalweg.core.plan import PAGE
+from thalweg.kernels.swap_in.ref import HotSet
+from thalweg.memory.hot import LOOKUP, STATE, host_zeros, hot_sets
 from thalweg.memory.records import decode_record, encode_record, quantize
 
 # A number of 4 bits of exponent and 3 of fraction, times the plane's scale. The error is relative, 6 % at most and 2.6
@@ -40,6 +42,8 @@ class PlaneSpec:
     shard: str  # "replicated" on every rank of a tensor-parallel group, or split by "heads"
     codec: str  # a key of `CODECS`: the type of the vectors in a page
     rank: int = 0  # of a latent in records: its numbers before the rotated key
+    # entries of each slot's hot set on the device, for a plane whose pages are in host memory; 0: the device has them
+    hot: int = 0
 
 
 def vector_plane(name: str, layer: int, dim: int, dtype: torch.dtype, shard: str = "replicated") -> PlaneSpec:
@@ -91,8 +95,18 @@ class Planes:
     values of normed states, are of a size that FP8 holds.
     """
 
-    def __init__(self, specs: tuple[PlaneSpec, ...], pages: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        specs: tuple[PlaneSpec, ...],
+        pages: int,
+        device: torch.device | str = "cpu",
+        slots: int = 0,
+        context: int = 0,
+    ) -> None:
+        """slots, context: of the requests that have hot sets, where a spec has any."""
         self.specs, self.pages, self.device = specs, pages, torch.device(device)
+        self._hot: dict[int, HotSet] = {}
+        self._of_slots: tuple[Tensor, ...] = ()
         self.bytes: dict[tuple[str, int], Tensor] = {}
         self._tokens: dict[tuple[str, int], Tensor] = {}
         self._paged: dict[tuple[str, int], Tensor] = {}
@@ -101,7 +115,10 @@ class Planes:
         self._ranks = {(spec.name, spec.layer): spec.rank for spec in specs}
         for spec in specs:
             key, dtype = (spec.name, spec.layer), CODECS[spec.codec]
-            self.bytes[key] = torch.zeros(pages, spec.page_bytes, dtype=torch.uint8, device=device)
+            if spec.hot:
+                self.bytes[key] = host_zeros(pages, spec.page_bytes, self.device)
+            else:
+                self.bytes[key] = torch.zeros(pages, spec.page_bytes, dtype=torch.uint8, device=device)
             self._paged[key] = self.bytes[key].view(dtype).view(pages, PAGE, -1)
             if spec.codec == INDEX:
                 codes, scales = torch.split(self.bytes[key], [spec.page_bytes - 4 * PAGE, 4 * PAGE], 1)
@@ -111,6 +128,21 @@ class Planes:
                 self._entries[key] = (self.bytes[key].view(pages, PAGE, -1),)
             if dtype == FP8:
                 self._scales[key] = torch.ones(1, dtype=torch.float32, device=device)
+        if hot := [spec for spec in specs if spec.hot]:
+            (like,) = {replace(spec, layer=0) for spec in hot}
+            dtype, layers = CODECS[like.codec], [spec.layer for spec in hot]
+            width = like.page_bytes // PAGE // dtype.itemsize
+            self._hot, self._of_slots = hot_sets(layers, like.hot, slots, context, width, dtype, self.device)
+
+    def hot(self, layer: int) -> HotSet:
+        """The hot sets of this layer's latents, whose plane is in host memory."""
+        return self._hot[layer]
+
+    def forget(self, slots: Sequence[int]) -> None:
+        """Empties the hot sets of these slots, which get other requests."""
+        for state in self._of_slots:
+            for slot in slots:
+                state[:, slot] = 0
 
     def tokens(self, name: str, layer: int) -> Tensor:
         """[pages * PAGE, dim]: row page * PAGE + offset holds one token's vector as stored. Not of index keys in
@@ -181,10 +213,21 @@ class Planes:
         """Every tensor that `tokens` and `paged` return."""
         return (*self._tokens.values(), *self._paged.values())
 
+    @property
+    def slots_nbytes(self) -> int:
+        """Bytes of all hot sets."""
+        return sum(x.nbytes for hot in self._hot.values() for x in hot)
+
     @staticmethod
-    def page_cost(specs: tuple[PlaneSpec, ...]) -> int:
-        """Bytes of one page in all planes together."""
-        return sum(spec.page_bytes for spec in specs)
+    def page_cost(specs: Sequence[PlaneSpec], in_host: bool = False) -> int:
+        """Bytes of one page in all planes together, on the device or in host memory."""
+        return sum(spec.page_bytes for spec in specs if in_host == (spec.hot > 0))
+
+    @staticmethod
+    def slot_cost(specs: Sequence[PlaneSpec], context: int) -> int:
+        """Bytes of a slot's hot sets for such a context."""
+        hot = [spec for spec in specs if spec.hot]
+        return sum(spec.hot * (spec.page_bytes // PAGE + STATE) + 4 + LOOKUP * context for spec in hot)
 
 
 def put(entries: Sequence[Tensor], rows_T: Tensor, parts: Sequence[Tensor]) -> None:

@@ -37,12 +37,12 @@ def traced(model: Model, planes: Planes) -> Model:
 
 
 def can_trace(model: Model, device: torch.device) -> bool:
-    """Not on an accelerator, on several ranks, with Python ≥ 3.14, with a selection of context that is not the model's
-    own, or with an FP8 cache, which TorchScript does not know.
+    """Not on an accelerator, on several ranks, with Python ≥ 3.14, with another selection of context than the model's
+    own, with latents in host memory, or with an FP8 cache, which TorchScript does not know.
     """
     factory = model.factory
     own = isinstance(factory, ReferenceLayers) and (model.facts.mla is None or factory.selection is select_top_k)
-    known = all(CODECS[spec.codec].itemsize > 1 for spec in model.planes())
+    known = all(CODECS[spec.codec].itemsize > 1 and not spec.hot for spec in model.planes())
     return device.type == "cpu" and SCRIPTABLE and own and known and factory.layout.world.size == 1
 
 

@@ -64,7 +64,13 @@ class CaptureContext:
         return implementation("verify", self.planes.device).verify  # type: ignore[no-any-return]
 
     def batch(
-        self, step: InputTensors, logits_indices_N: Tensor, rows: int, query: int = 1, shares_slots: bool = False
+        self,
+        step: InputTensors,
+        logits_indices_N: Tensor,
+        rows: int,
+        query: int = 1,
+        shares_slots: bool = False,
+        slot_R: Tensor | None = None,
     ) -> Batch:
         """The step as rows of equally many tokens."""
         tree = None
@@ -72,7 +78,7 @@ class CaptureContext:
             tree = TreeMask(step.columns_T, step.tree_mask_T, rows)
         groups, extents = (Group(0, rows, 0, query, self.max_kv_len),), (RowExtent(query, self.max_kv_len),) * rows
         tensors = *step[:3], step.table_RP, step.real_T, logits_indices_N
-        return Batch(*tensors, groups, extents, tree=tree, shares_slots=shares_slots)
+        return Batch(*tensors, groups, extents, tree=tree, shares_slots=shares_slots, slot_R=slot_R)
 
 
 class CapturedPass:
@@ -106,7 +112,7 @@ class CapturedPass:
         context, ahead_R = self.context, None if self.is_tree else self.ahead_R
         tensors, page = context.slots.tensors(self.is_tree), context.slots.page_size
         step = context.build_inputs(self.slot_R, ahead_R, tensors, context.pages, page, self.query)
-        batch = context.batch(step, self.every_T, self.rows, self.query, self.shares_slots)
+        batch = context.batch(step, self.every_T, self.rows, self.query, self.shares_slots, self.slot_R)
         hidden_TX = model.forward(batch, context.planes)
         return step, batch, hidden_TX, model.shard_logits(hidden_TX)
 

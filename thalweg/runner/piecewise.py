@@ -109,9 +109,9 @@ class DecodeAttentionGraphs:
         self.table_RP = torch.zeros(rows, -(-context // PAGE), dtype=torch.int32, device=device)
         positions_R, write_R = self.places_2R
         group, extents = Group(0, rows, 0, 1, context), (RowExtent(1, context),) * rows
-        self.batch = Batch(
-            positions_R, positions_R, write_R, self.table_RP, self.real_R, positions_R, (group,), extents
-        )
+        self.slot_R = torch.zeros(rows, dtype=torch.int64, device=device) if planes.slots_nbytes else None
+        tensors = positions_R, positions_R, write_R, self.table_RP, self.real_R, positions_R
+        self.batch = Batch(*tensors, (group,), extents, slot_R=self.slot_R)
         # its own: a piece leaves them elsewhere for each bucket
         self.inputs = tuple(x.new_zeros(rows, *x.shape[1:]) for x in largest.pieces[0].inputs)
         self.graphs: list[torch.cuda.CUDAGraph] = []
@@ -139,6 +139,10 @@ class DecodeAttentionGraphs:
         self.places_2R.zero_()
         self.places_2R[:, :rows] = torch.stack((batch.positions_T[:rows], batch.write_T[:rows]))
         self.table_RP[:rows, : batch.table_RP.shape[1]] = batch.table_RP[:rows]
+        if self.slot_R is not None and batch.slot_R is not None:
+            self.slot_R[:rows] = batch.slot_R[:rows]
+            self.real_R.zero_()
+            self.real_R[:rows] = batch.real_T[:rows]
         return rows
 
     def attend(self, layer: int, left: tuple[Tensor, ...]) -> None:

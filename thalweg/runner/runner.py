@@ -129,6 +129,7 @@ class Runner:
         if agreed is not None or not self.drafting.is_off:
             self.drafting.prepare(plan, agreed)
         self.slots.bind(plan.binds)
+        self.planes.forget([bind.slot for bind in plan.binds])
         self.slots.append(plan.appends)
         if plan.binds and not self.drafting.is_off:
             self.drafting.bind(plan.binds)

@@ -60,9 +60,10 @@ class Forecast:
         """Bytes of the running requests' state."""
         if self.memory is not None:
             return self.memory.slots
-        engine, drafts = self.resolved.engine, self.resolved.sizes.slot_bytes
-        lengths = engine.max_running_requests, engine.context_length
-        return float(slot_bytes(*lengths, table_entry=8, drafts=drafts, page_size=engine.page_size))
+        engine, sizes = self.resolved.engine, self.resolved.sizes
+        requests, context = engine.max_running_requests, engine.context_length
+        own = slot_bytes(requests, context, table_entry=8, drafts=sizes.slot_bytes, page_size=engine.page_size)
+        return float(own + requests * sizes.hot_sets(context))
 
 
 def forecast(options: Options, request: PlanRequest, folder: str) -> Forecast:
@@ -195,7 +196,16 @@ def _cache(
         "holds": [holding(length, resolved.pages // -(-length // page_size) * layout.caches) for length in lengths],
         "bounds_layout": layout.name,
     }
-    return report if gpu is None else report | {"memory": gpu.as_json(), "kv_bytes": round(resolved.pages * gpu.page)}
+    return (
+        report
+        if gpu is None
+        else report
+        | {
+            "memory": gpu.as_json(),
+            "kv_bytes": round(resolved.pages * gpu.page),
+            "host_kv_bytes": round(resolved.pages * gpu.host_page),
+        }
+    )
 
 
 def _outcome(outcome: LayoutForecast) -> dict[str, Any]:

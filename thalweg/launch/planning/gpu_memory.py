@@ -42,11 +42,18 @@ class GpuMemory:
     graphs: float
     slots: float  # state of the running requests
     reserve: float
-    page: float  # of 64 tokens in all planes
+    page: float  # of 64 tokens in all planes on the device
     page_size: int = PAGE  # tokens of a page on all GPUs that share each context
+    host: float = 0.0  # of host memory for latents
+    host_page: float = 0.0  # of 64 tokens there; 0: nothing is there
 
     def as_json(self) -> dict[str, float]:
-        return asdict(self) | {"kv": self.pages * self.page, "pages": self.pages, "tokens": self.tokens}
+        return asdict(self) | {
+            "room": max(self.left, 0.0),
+            "kv": self.pages * self.page,
+            "pages": self.pages,
+            "tokens": self.tokens,
+        }
 
     @property
     def left(self) -> float:
@@ -56,7 +63,8 @@ class GpuMemory:
 
     @property
     def pages(self) -> int:
-        return max(int(self.left // self.page), 0)
+        held = int(self.left // self.page)
+        return max(min(held, int(self.host // self.host_page) - 1) if self.host_page else held, 0)
 
     @property
     def tokens(self) -> int:
@@ -74,15 +82,18 @@ def gpu_memory(resolved: Resolved, model: PlannedModel, layout: ParallelLayout, 
     # most of a drafter's weights are experts
     drafter = (sizes.weight_bytes - rotary - alone.weight_bytes) / layout.tp
     stage = -(-facts.layers // layout.pp) / facts.layers
-    page = sizes.kv_bytes * PAGE * stage * rank.kv_bytes() / alone.kv_bytes()
+    share = PAGE * stage * rank.kv_bytes() / alone.kv_bytes()
+    page, host_page = (sizes.kv_bytes - sizes.host_kv_bytes) * share, sizes.host_kv_bytes * share
     step, graphs = (count(facts, engine, layout.tp) for count in (step_bytes, graph_bytes))
     beside = RUNTIME + exchange_bytes(facts, engine, layout)
-    weights, page_size = rank.weight_bytes + rotary + drafter, PAGE * layout.dcp
-    memory = GpuMemory(free, beside, weights, step, graphs, 0.0, RESERVE, page, page_size)
+    host = engine.hisparse_host_memory * engine.node_processes / layout.gpus
+    weights, requests = rank.weight_bytes + rotary + drafter, engine.max_running_requests + 1
+    page_size = PAGE * layout.dcp
+    memory = GpuMemory(free, beside, weights, step, graphs, 0.0, RESERVE, page, page_size, host, host_page)
     # slots are as long as the longest sequence, which is no longer than what the pages hold
     context = min(engine.context_length, max(memory.tokens, PAGE))
-    drafts, requests = sizes.slot_bytes, engine.max_running_requests + 1
-    return replace(memory, slots=slot_bytes(requests, context, drafts=drafts, page_size=page_size))
+    own = slot_bytes(requests, context, drafts=sizes.slot_bytes, page_size=page_size)
+    return replace(memory, slots=own + requests * sizes.hot_sets(context) * stage)
 
 
 def exchange_bytes(facts: ModelFacts, engine: EngineConfig, layout: ParallelLayout) -> int:

@@ -113,7 +113,12 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
         layout = report["bounds_layout"]
         parts = " - ".join(f"{_bytes(memory[part])} {name}" for part, name in PARTS.items())
         where = f"each GPU of {layout}: " if layout != ONE_GPU else ""
-        yield "memory", f"{where}{_bytes(memory['free'])} free - {parts} = {_bytes(memory['kv'])} for the KV cache"
+        yield "memory", f"{where}{_bytes(memory['free'])} free - {parts} = {_bytes(memory['room'])} for the KV cache"
+        if memory["room"] - memory["kv"] >= memory["page"]:
+            yield (
+                "host memory",
+                f"{_bytes(memory['host'])} for each GPU hold the latents of {_bytes(memory['kv'])} there",
+            )
 
 
 def _bytes(count: float) -> str:
