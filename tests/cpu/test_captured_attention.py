@@ -4,6 +4,7 @@ by a recorder of PyTorch operations.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -56,7 +57,7 @@ def step(decoding: list[int], prompts: list[tuple[int, int]]) -> Batch:
 
 def recorded(rows: tuple[int, ...]) -> Piecewise:
     model: Any = SimpleNamespace(metadata=SimpleNamespace(build=lambda batch, planes: batch))
-    planes: Any = SimpleNamespace(device=torch.device("cpu"))
+    planes: Any = SimpleNamespace(device=torch.device("cpu"), slots_nbytes=1)
     shared = StepBuffers(TOKENS, planes.device)
     shared.make_out(torch.empty(TOKENS, WIDTH))
     pieces = PiecewiseGraph(TOKENS, model, shared)
@@ -84,6 +85,7 @@ def test_rows_that_were_recorded_and_prompts_that_were_not_attend_as_one_step_do
         (list(range(12)), [(0, 2)]),  # more than are recorded
     ):
         batch = step(decoding, prompts)
+        batch = replace(batch, slot_R=torch.arange(len(batch.extents)) + 1)
         count = len(batch.ids_T)
         used = fitting(steps.decoding, batch, TOKENS, pieces.attends)
         assert (used is None) == (not 1 <= len(decoding) <= 8)
@@ -94,6 +96,8 @@ def test_rows_that_were_recorded_and_prompts_that_were_not_attend_as_one_step_do
         if used is not None:
             padding = used.places_2R[:, len(decoding) :]
             assert not padding.any(), "what fills up the rows writes into the null page"
+            assert used.real_R.sum() == len(decoding), "and has no part in a slot's hot set"
+            assert used.slot_R is not None and used.slot_R[: len(decoding)].tolist() == [*range(1, len(decoding) + 1)]
 
 
 def test_pieces_that_leave_attention_to_another_are_not_gone_with() -> None:
