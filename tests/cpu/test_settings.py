@@ -233,7 +233,8 @@ def test_every_kernel_choice_is_read_by_layers() -> None:
 @pytest.mark.parametrize("name", KernelConfig.__struct_fields__)
 def test_a_kernel_choice_of_the_engine_reaches_the_layers(name: str) -> None:
     default = getattr(KernelConfig(), name)
-    kernels = KernelConfig(**{name: not default if isinstance(default, bool) else "another"})
+    others = {bool: not default, int: 1}
+    kernels = KernelConfig(**{name: others.get(type(default), "another")})
     assert config(model_path="", kernels=kernels).kernels == kernels
 
 

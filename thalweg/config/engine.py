@@ -120,10 +120,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     fp8_index_keys: bool = False
     """Whether index keys of sparse attention are e4m3, with a scale for each; else they are `dtype`."""
     radix_cache: bool = True
-    enable_hisparse: bool = False
-    """Whether latents of sparse attention are in host memory, with a hot set on the device for each slot."""
     hisparse_device_buffer_size: int = 0
-    """Latents of a layer in a hot set."""
+    """Latents of a layer in a slot's hot set; 0: all latents are on the device, none in host memory."""
     hisparse_host_memory: int = 0
     """Bytes of host memory for latents; 0: no limit."""
 
