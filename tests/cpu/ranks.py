@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from thalweg.config.context_parallel import INTERLEAVE
 from thalweg.parallel.axis import SINGLE, Axis
 from thalweg.parallel.layout import Layout
 
@@ -95,13 +96,17 @@ def _sum(partials: list[Tensor]) -> Tensor:
     return total
 
 
-def layouts(tp: int = 1, dp: int = 1, ep: int = 1, dense: int | None = None) -> list[Layout]:
-    """The layout of each of tp x dp ranks, data-parallel groups first.
+def layouts(
+    tp: int = 1, dp: int = 1, ep: int = 1, dense: int | None = None, cp: int = 1, strategy: str = INTERLEAVE
+) -> list[Layout]:
+    """The layout of each of tp x cp x dp ranks, data-parallel groups first.
 
-    ep: groups that the experts are divided over. dense: ranks that share dense MLPs.
+    ep: groups that the experts are divided over. dense: ranks that share dense MLPs. strategy: of the cp ranks.
     """
+    requests, dp = dp, dp * cp  # the axis `dp` has all that have other tokens
     world = tp * dp
     tps, dps = [Rendezvous(tp) for _ in range(dp)], [Rendezvous(dp) for _ in range(tp)]
+    cps = [[Rendezvous(cp) for _ in range(tp)] for _ in range(requests)]
     eps, moe_tps = [Rendezvous(ep) for _ in range(world // ep)], [Rendezvous(world // ep) for _ in range(ep)]
 
     def axis(rendezvous: Rendezvous, rank: int) -> Axis:
@@ -119,6 +124,8 @@ def layouts(tp: int = 1, dp: int = 1, ep: int = 1, dense: int | None = None) -> 
                 dense=own if dense in (None, tp) else SINGLE,
                 ep=axis(eps[of_moe_tp], of_ep),
                 moe_tp=axis(moe_tps[of_ep], of_moe_tp),
+                cp=axis(cps[of_dp // cp][of_tp], of_dp % cp),
+                cp_strategy=strategy,
             )
         )
     return made

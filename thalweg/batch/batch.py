@@ -84,6 +84,28 @@ class PromptRows(NamedTuple):
     cached: int  # upper bound of the tokens of all contexts that are not of this step
 
 
+class ContextRanks(Protocol):
+    """The ranks that the tokens of a forward are divided over, and this one's number."""
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def rank(self) -> int: ...
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """[size, *x.shape]: the tensors of all ranks, in rank order."""
+
+
+class TokenShare(NamedTuple):
+    """Of a batch that holds one rank's share of the tokens of a forward, see `batch.share`. write_all: int64, where the
+    KV of the tokens of all ranks is written, in rank order; 0 for padding.
+    """
+
+    ranks: ContextRanks
+    write_all: Tensor
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """The device tensors of one model pass."""
@@ -101,6 +123,7 @@ class Batch:
     shares_slots: bool = False  # rows of one token may belong to one request: they read each other's keys
     verifies: bool = False  # the rows of the first group have drafts, so their extents are upper bounds
     prompts: PromptRows | None = None  # of a captured step, whose table_RP and extents are not read
+    share: TokenShare | None = None  # None: all tokens of the forward are here
 
     @property
     def columns_T(self) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from thalweg.config.context_parallel import INTERLEAVE
 from thalweg.core.kernels import KernelConfig, TunedKernel
 from thalweg.core.plan import PAGE
 from thalweg.core.report import Decision, Report
@@ -91,6 +92,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     dp_size: int = 1
     """Groups with requests of their own: copies, or with `enable_dp_attention` parts of the `tp_size` processes."""
     enable_dp_attention: bool = False
+    attn_cp_size: int = 1
+    """Groups of processes that the tokens of a data-parallel rank's steps are divided over."""
+    cp_strategy: str = INTERLEAVE
+    """How the tokens of prompts are divided over them, a name in `config.context_parallel`."""
     ep_size: int = 1
     """Groups of processes that the experts are divided over."""
     moe_a2a_backend: str = "none"
@@ -220,7 +225,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def attention_tp(self) -> int:
         """Processes that share the attention and the head; the first has the scheduler."""
-        return self.tp_size // self.attention_dp
+        return self.tp_size // (self.attention_dp * self.attn_cp_size)
 
     @property
     def max_steps_in_flight(self) -> int:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from thalweg.attention.context import AttentionGroup, AttentionMetadata, QueryTile, concat_groups
+from thalweg.attention.exchange import exchange_stored
 from thalweg.attention.selection import SelectedContext, SelectedContexts, Selection, select_top_k
 from thalweg.config.model import ModelFacts
 from thalweg.core.plan import PAGE
@@ -94,6 +95,8 @@ class Mla(MlaProjections):
     save work on every pair. A selected context is gathered, or, while it is short, masked.
     """
 
+    cached: tuple[str, ...] = ("latent",)  # the planes that attention reads
+
     def __init__(
         self,
         layers: LayerFactory,
@@ -171,8 +174,11 @@ class Mla(MlaProjections):
         self.latent_norm.forward_(latent_TD[:, : self.rank])
         rotate_(latent_TD, metadata.cos_sin_T1c, self.rank, 1, 0)
         self.store(latent_TD, metadata)
+        names = self.cached
         if self.indexer is not None:
             self.indexer.keep(index_key[0], metadata)
+            names = *names, "index"
+        exchange_stored(metadata.batch, metadata.planes, names, self.layer)
 
     def store(self, latent_TD: Tensor, metadata: AttentionMetadata) -> None:
         """Writes the latents of these tokens into the KV cache."""

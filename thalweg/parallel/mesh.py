@@ -17,8 +17,8 @@ from thalweg.parallel.process_axis import ProcessAxis
 
 
 class MeshSizes(NamedTuple):
-    """Sizes of the axes. The processes are pp x dp x tp, tensor-parallel ranks are neighbours, and those of the last
-    pipeline stage come first.
+    """Sizes of the axes. The processes are pp x dp x cp x tp, tensor-parallel ranks are neighbours, and those of the
+    last pipeline stage come first.
     """
 
     tp: int = 1  # ranks that share attention heads
@@ -26,11 +26,12 @@ class MeshSizes(NamedTuple):
     ep: int = 1  # groups of ranks that the experts are divided over
     dense: int = 1  # ranks that share the width of dense MLPs: tp or 1
     pp: int = 1  # pipeline stages
+    cp: int = 1  # groups of tp ranks that divide the tokens of a step
 
     @property
     def stage(self) -> int:
         """Processes of a pipeline stage."""
-        return self.tp * self.dp
+        return self.tp * self.cp * self.dp
 
     @property
     def world(self) -> int:
@@ -44,10 +45,12 @@ def axis_ranks(sizes: MeshSizes, rank: int) -> dict[str, tuple[int, ...]]:
     """The processes of each axis of a process, by name."""
     tp, stage, moe_tp = sizes.tp, sizes.stage, sizes.stage // sizes.ep
     place, own = divmod(rank, stage)
-    of_dp, of_tp = divmod(own, tp)
+    of_tokens, of_tp = divmod(own, tp)  # of_tokens: the number of its dp and cp ranks together
+    first = of_tokens // sizes.cp * sizes.cp * tp  # of the ranks with the same requests
     of_ep, of_moe_tp = divmod(own, moe_tp)
     of_stage = {
-        "tp": range(of_dp * tp, (of_dp + 1) * tp),
+        "tp": range(of_tokens * tp, (of_tokens + 1) * tp),
+        "cp": range(first + of_tp, first + sizes.cp * tp, tp),
         "dp": range(of_tp, stage, tp),
         "ep": range(of_moe_tp, stage, moe_tp),
         "moe_tp": range(of_ep * moe_tp, (of_ep + 1) * moe_tp),
@@ -66,7 +69,7 @@ def layout_of(sizes: MeshSizes, rank: int, axis: MakeAxis) -> Layout:
     axes = {name: axis(name, ranks) if len(ranks) > 1 else SINGLE for name, ranks in axis_ranks(sizes, rank).items()}
     dense = axes["tp"] if sizes.dense > 1 else SINGLE
     pipe = Pipe(axes["hidden"], axes["published"])
-    return Layout(axes["tp"], axes["dp"], dense, axes["ep"], axes["moe_tp"], axes["world"], pipe)
+    return Layout(axes["tp"], axes["dp"], dense, axes["ep"], axes["moe_tp"], axes["world"], pipe, cp=axes["cp"])
 
 
 def build_mesh(sizes: MeshSizes, device: torch.device, timeout: float | None = None) -> Layout:

@@ -24,11 +24,12 @@ class ParallelLayout:
     ep: int = 1  # groups that the experts are divided over; 1 cuts each expert instead
     pp: int = 1  # stages of consecutive layers
     copies: int = 1  # whole engines behind one balancer
+    cp: int = 1  # groups of the GPUs of an attention that divide the tokens of each step
 
     @property
     def attention(self) -> int:
         """GPUs that share an attention, a dense MLP, and the head."""
-        return self.tp // self.dp
+        return self.tp // (self.dp * self.cp)
 
     @property
     def gpus(self) -> int:
@@ -46,11 +47,12 @@ class ParallelLayout:
 
     def flags(self) -> tuple[str, ...]:
         """The command-line flags of one copy."""
-        sizes = (word for name, count in self._sizes() for word in (f"--{name}-size", str(count)))
+        flags = {"cp": "attn-cp"}
+        sizes = (word for name, count in self._sizes() for word in (f"--{flags.get(name, name)}-size", str(count)))
         return (*sizes, *["--enable-dp-attention"][: self.dp - 1])
 
     def _sizes(self) -> Iterator[tuple[str, int]]:
-        for name in ("tp", "dp", "ep", "pp"):
+        for name in ("tp", "dp", "cp", "ep", "pp"):
             if (count := getattr(self, name)) > 1:
                 yield name, count
 
@@ -60,7 +62,8 @@ ONE = ParallelLayout()
 
 def layout_of(config: EngineConfig) -> ParallelLayout:
     """The layout that an engine has."""
-    return ParallelLayout(config.tp_size, config.attention_dp, config.ep_size, config.pp_size, config.copies)
+    sizes = config.tp_size, config.attention_dp, config.ep_size, config.pp_size, config.copies
+    return ParallelLayout(*sizes, config.attn_cp_size)
 
 
 def why_not(facts: ModelFacts, layout: ParallelLayout) -> str:
