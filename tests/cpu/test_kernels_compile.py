@@ -18,7 +18,7 @@ def test_kernels_compile_without_a_gpu(shape: str) -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-@pytest.mark.parametrize("name", ["interpreted", "interpreted_sparse", "interpreted_nsa"])
+@pytest.mark.parametrize("name", ["interpreted", "interpreted_sparse", "interpreted_nsa", "interpreted_context"])
 def test_kernels_are_interpreted_as_their_references(name: str) -> None:
     command = [sys.executable, "-m", f"tests.cpu.{name}"]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"TRITON_INTERPRET": "1"})

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thalweg.attention import exchange
 from thalweg.core.agreement import AgreedStep, coordinate_step
 from thalweg.engine import coordination
 from thalweg.engine.follower import Follower, SampleStep
@@ -101,8 +102,14 @@ def not_published() -> Callable[[], None]:
     return _replaced(Publication, "_receive", drop)
 
 
+def not_exchanged() -> Callable[[], None]:
+    """The rank attends to what it has stored itself."""
+    return _replaced(exchange, "put", lambda *given: None)
+
+
 BUGS: dict[str, Callable[[], Callable[[], None]]] = {
     "not published": not_published,
+    "not exchanged": not_exchanged,
     "stream not summed": stream_not_summed,
     "masks lost": masks_lost,
     "own step": own_step,

@@ -35,19 +35,24 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2-ep2": {"tp_size": 2, "ep_size": 2, "moe_dense_tp_size": 1},
     "dp2": {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True},
     "dp2-ep2": {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True, "ep_size": 2},
+    "cp2": {"tp_size": 2, "attn_cp_size": 2},
     "pp2": {"pp_size": 2},
     "tp4": {"tp_size": 4},
     "tp4-ep4": {"tp_size": 4, "ep_size": 4},
     "tp2-dp2-ep4": {"tp_size": 4, "dp_size": 2, "enable_dp_attention": True, "ep_size": 4},
     "tp2-dp2-ep2": {"tp_size": 4, "dp_size": 2, "enable_dp_attention": True, "ep_size": 2},
     "dp4-ep4": {"tp_size": 4, "dp_size": 4, "enable_dp_attention": True, "ep_size": 4},
+    "cp2-tp2-ep4": {"tp_size": 4, "attn_cp_size": 2, "ep_size": 4, "cp_strategy": "zigzag"},
+    "dp2-cp2-ep4": {"tp_size": 4, "dp_size": 2, "enable_dp_attention": True, "attn_cp_size": 2, "ep_size": 4},
+    "pp2-cp2": {"pp_size": 2, "tp_size": 2, "attn_cp_size": 2, "cp_strategy": "zigzag"},
     "pp4": {"pp_size": 4},
     "pp2-tp2": {"pp_size": 2, "tp_size": 2},
     "pp2-dp2-ep2": {"pp_size": 2, "tp_size": 2, "dp_size": 2, "enable_dp_attention": True, "ep_size": 2},
 }
 
 
-PAIRED = [name for name in LAYOUTS if name not in ("tp4-ep4", "tp2-dp2-ep2", "pp4")]  # `make soak` has all
+RARE = ("tp4-ep4", "tp2-dp2-ep2", "pp4", "dp2-cp2-ep4", "pp2-cp2")
+PAIRED = [name for name in LAYOUTS if name not in RARE]  # `make soak` has all
 ON_NODES = ("dp2-ep2", "tp4", "tp2-dp2-ep4", "pp2-tp2")  # that divide records, plans, both, and stages
 
 
@@ -130,7 +135,8 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def engine_config(layout: str, **fields: Any) -> Any:
-    tp = LAYOUTS[layout].get("tp_size", 1) // LAYOUTS[layout].get("dp_size", 1)
+    size = LAYOUTS[layout].get
+    tp = size("tp_size", 1) // (size("dp_size", 1) * size("attn_cp_size", 1))
     return settings(**{"moe_dense_tp_size": tp} | LAYOUTS[layout] | fields)
 
 
@@ -247,6 +253,7 @@ def test_the_cases_cover_every_legal_pair() -> None:
         ("residual twice", Case("dp2-ep2", "greedy")),
         ("own vocabulary", Case("tp2", "greedy", fields=GRAPHS["decode"])),
         ("not published", Case("pp2", "greedy")),
+        ("not exchanged", Case("cp2", "greedy")),
     ],
 )
 def test_planted_bugs_are_caught(bug: str, case: Case, groups: dict[int, ProcessGroup]) -> None:
@@ -258,9 +265,11 @@ def test_planted_bugs_are_caught(bug: str, case: Case, groups: dict[int, Process
     assert jumped > 1
 
 
-@pytest.mark.parametrize("layout", ["tp2", "tp4"])
+@pytest.mark.parametrize("layout", ["tp2", "tp4", "cp2"])
 def test_ranks_share_a_key_head(layout: str, groups: dict[int, ProcessGroup], tmp_path: Path) -> None:
-    """Grouped-query attention with more ranks than key heads; prompt log-probabilities; random weights."""
+    """Grouped-query attention with more ranks than key heads, or whose ranks divide tokens; prompt log-probabilities;
+    random weights.
+    """
     folder, script = written(tmp_path, SHAPES["one-key-head"]), list[Any]()
     for i, length in enumerate((5, 90, 33, 150)):
         params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, logprobs=2, prompt_logprobs=2)

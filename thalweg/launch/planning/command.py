@@ -9,6 +9,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -178,7 +179,11 @@ def _layout(options: Options, machine: Hardware) -> ParallelLayout | None:
     from thalweg.launch.planning.layouts import ParallelLayout  # loads torch, which --help need not
 
     attention_dp = wish.dp_size if wish.enable_dp_attention else 1
-    one = ParallelLayout(wish.tp_size, attention_dp, wish.ep_size, wish.pp_size)
+    one = ParallelLayout(wish.tp_size, attention_dp, wish.ep_size, wish.pp_size, cp=wish.attn_cp_size)
+    if one.tp % (one.dp * one.cp):
+        raise UnsupportedConfig(
+            f"--attn-cp-size {one.cp} does not divide the GPUs of an attention; use a divisor of {one.tp // one.dp}"
+        )
     if machine.gpus % one.gpus:
         raise UnsupportedConfig(
             f"--tp-size {one.tp}, --pp-size {one.pp}: {one.gpus} GPUs a copy, of which {machine.name} has no whole"
@@ -187,4 +192,4 @@ def _layout(options: Options, machine: Hardware) -> ParallelLayout | None:
     room, asked = machine.gpus // one.gpus, 1 if wish.enable_dp_attention else wish.dp_size
     if asked > room:
         raise UnsupportedConfig(f"--dp-size {asked}: {machine.name} has room for {room} copies of {one.gpus} GPUs")
-    return ParallelLayout(one.tp, one.dp, one.ep, one.pp, asked if asked > 1 else room)
+    return replace(one, copies=asked if asked > 1 else room)

@@ -68,8 +68,8 @@ def layout_of(config: EngineConfig) -> ParallelLayout:
 
 def why_not(facts: ModelFacts, layout: ParallelLayout) -> str:
     """Why a layout is not proposed; "" where it is. Whether the layers can be divided, the layers say themselves."""
-    if layout.tp % layout.dp:
-        return f"dp {layout.dp} must divide tp {layout.tp}"
+    if layout.tp % (layout.dp * layout.cp):
+        return f"dp {layout.dp} and cp {layout.cp} must divide tp {layout.tp}"
     if facts.heads % layout.attention:
         return f"{facts.heads} heads are not divided by {layout.attention}"
     if layout.pp > facts.layers:
