@@ -46,6 +46,7 @@ def fields(
             "dsa_topk_backend": kernels.topk,
             "fp8_index_keys": kernels.fp8_index,
             "mla": kernels.latent,
+            "hisparse_device_buffer_size": kernels.hot,
             "deterministic_inference": kernels.deterministic,
         }
     return made

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from thalweg.config.context_parallel import INTERLEAVE
 from thalweg.parallel.axis import SINGLE, Axis
 from thalweg.parallel.layout import Layout
 
@@ -95,13 +96,24 @@ def _sum(partials: list[Tensor]) -> Tensor:
     return total
 
 
-def layouts(tp: int = 1, dp: int = 1, ep: int = 1, dense: int | None = None, dcp: int = 1) -> list[Layout]:
-    """The layout of each of tp x dp ranks, data-parallel groups first.
+def layouts(
+    tp: int = 1,
+    dp: int = 1,
+    ep: int = 1,
+    dense: int | None = None,
+    cp: int = 1,
+    strategy: str = INTERLEAVE,
+    dcp: int = 1,
+) -> list[Layout]:
+    """The layout of each of tp x cp x dp ranks, data-parallel groups first.
 
-    ep: groups that the experts are divided over. dense: ranks that share dense MLPs. dcp: ranks that share contexts.
+    ep: groups that the experts are divided over. dense: ranks that share dense MLPs. strategy: of the cp ranks. dcp:
+    ranks that share contexts.
     """
+    requests, dp = dp, dp * cp  # the axis `dp` has all that have other tokens
     world = tp * dp
     tps, dps = [Rendezvous(tp) for _ in range(dp)], [Rendezvous(dp) for _ in range(tp)]
+    cps = [[Rendezvous(cp) for _ in range(tp)] for _ in range(requests)]
     eps, moe_tps = [Rendezvous(ep) for _ in range(world // ep)], [Rendezvous(world // ep) for _ in range(ep)]
 
     dcps = [Rendezvous(dcp) for _ in range(world // dcp)]
@@ -122,6 +134,8 @@ def layouts(tp: int = 1, dp: int = 1, ep: int = 1, dense: int | None = None, dcp
                 ep=axis(eps[of_moe_tp], of_ep),
                 moe_tp=axis(moe_tps[of_ep], of_moe_tp),
                 dcp=axis(dcps[rank // dcp], rank % dcp),
+                cp=axis(cps[of_dp // cp][of_tp], of_dp % cp),
+                cp_strategy=strategy,
             )
         )
     return made

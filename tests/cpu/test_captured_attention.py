@@ -11,10 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.cpu.ranks import layouts, on_ranks
 from tests.cpu.recorder import GraphPool
 from thalweg.batch.batch import Batch, Group, RowExtent
 from thalweg.batch.padding import without_first_group
 from thalweg.core.plan import PAGE
+from thalweg.parallel.layout import SINGLE_RANK, Layout
 from thalweg.runner.captured import halving
 from thalweg.runner.piecewise import Piece, Piecewise, PiecewiseGraph, fitting
 from thalweg.runner.step_buffers import StepBuffers
@@ -55,10 +57,11 @@ def step(decoding: list[int], prompts: list[tuple[int, int]]) -> Batch:
     return Batch(positions, positions, places, table, positions >= 0, positions[:1], tuple(groups), extents)
 
 
-def recorded(rows: tuple[int, ...]) -> Piecewise:
-    model: Any = SimpleNamespace(metadata=SimpleNamespace(build=lambda batch, planes: batch))
+def recorded(rows: tuple[int, ...], layout: Layout = SINGLE_RANK) -> Piecewise:
+    metadata = SimpleNamespace(build=lambda batch, planes: batch)
+    model: Any = SimpleNamespace(metadata=metadata, factory=SimpleNamespace(layout=layout))
     planes: Any = SimpleNamespace(device=torch.device("cpu"), slots_nbytes=1)
-    shared = StepBuffers(TOKENS, planes.device)
+    shared = StepBuffers(TOKENS, planes.device, layout.cp)
     shared.make_out(torch.empty(TOKENS, WIDTH))
     pieces = PiecewiseGraph(TOKENS, model, shared)
     none: Any = SimpleNamespace(replay=lambda: None)
@@ -98,6 +101,25 @@ def test_rows_that_were_recorded_and_prompts_that_were_not_attend_as_one_step_do
             assert not padding.any(), "what fills up the rows writes into the null page"
             assert used.real_R.sum() == len(decoding), "and has no part in a slot's hot set"
             assert used.slot_R is not None and used.slot_R[: len(decoding)].tolist() == [*range(1, len(decoding) + 1)]
+
+
+def test_ranks_that_divide_a_step_attend_as_one_does() -> None:
+    """Each has some of the tokens, in a smaller bucket than all together would need."""
+    batch, ones = step([5, 70, 130], [(0, 9), (64, 13)]), torch.ones(25, WIDTH)
+    ranks = layouts(cp=2)
+
+    def work(rank: int) -> tuple[Tensor, Tensor]:
+        steps = recorded((), ranks[rank])
+        for piece in steps.recorded[0].pieces:
+            for x in piece.inputs:
+                x.fill_(1.0)
+        return steps.forward(batch, None), steps.recorded[0].shared.write_all  # type: ignore[arg-type]
+
+    for got, write_all in on_ranks(2, work):
+        assert torch.equal(got, Layer(1).attend(batch, ones, ones))
+        by_rank = write_all.view(2, TOKENS)
+        assert sorted(by_rank[:, :13].flatten().tolist())[1:] == sorted(batch.write_T.tolist())
+        assert not by_rank[:, 13:].any(), "padding is written into the null page"
 
 
 def test_pieces_that_leave_attention_to_another_are_not_gone_with() -> None:

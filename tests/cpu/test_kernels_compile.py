@@ -19,7 +19,15 @@ def test_kernels_compile_without_a_gpu(shape: str) -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 @pytest.mark.parametrize(
-    "name", ["interpreted", "interpreted_sparse", "interpreted_sharded", "interpreted_hot", "interpreted_nsa"]
+    "name",
+    [
+        "interpreted",
+        "interpreted_sparse",
+        "interpreted_sharded",
+        "interpreted_hot",
+        "interpreted_nsa",
+        "interpreted_context",
+    ],
 )
 def test_kernels_are_interpreted_as_their_references(name: str) -> None:
     command = [sys.executable, "-m", f"tests.cpu.{name}"]

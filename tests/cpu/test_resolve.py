@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from thalweg.config.engine import EngineConfig
 from thalweg.config.machine import Machine, visible
 from thalweg.config.model import ModelFacts
-from thalweg.config.options import GRAPH_MODES
+from thalweg.config.options import GRAPH_MODES, ParallelOptions
 from thalweg.config.tree import options_of, settings
 from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.format import format_bytes
@@ -24,7 +24,7 @@ from thalweg.core.plan import PAGE
 from thalweg.core.report import AUTO, USER, Decision
 from thalweg.launch.decisions import Decisions
 from thalweg.launch.graphs import buckets, token_buckets
-from thalweg.launch.parallelism import check_shared_contexts
+from thalweg.launch.parallelism import check_shared_contexts, unsupported_parallelism
 from thalweg.launch.resolve import UNCHANGED, resolve
 from thalweg.launch.resolved import Plane, Sizes
 from thalweg.launch.resources import DEFAULTS, TYPICAL_TOKENS, Resources, resolve_resources
@@ -183,6 +183,9 @@ def test_a_model_that_does_not_fit_names_what_would() -> None:
         ({"attention_backend": "flash"}, ("attention_backend", "'flash'", "flashmla", "fa3", "reference")),
         ({"tp_size": 3}, ("tp_size: 4 attention heads", "--tp-size 1, 2 or 4")),
         ({"tp_size": 4, "dp_size": 3, "enable_dp_attention": True}, ("dp_size: 3", "--dp-size 1, 2 or 4")),
+        ({"tp_size": 4, "attn_cp_size": 3}, ("attn_cp_size: 3", "--attn-cp-size 1, 2 or 4")),
+        ({"attn_cp_size": 2}, ("attn_cp_size: 2", "the 1 processes", "another --tp-size")),
+        ({"cp_strategy": "zigzag"}, ("cp_strategy: zigzag", "--attn-cp-size 2")),
         ({"pp_size": 5}, ("pp_size: the model has 2 layers", "at most --pp-size 2")),
         ({"ep_size": 2}, ("ep_size: no experts", "--ep-size 1")),
         ({"tp_size": 4, "moe_dense_tp_size": 2}, ("moe_dense_tp_size", "--moe-dense-tp-size 1 or 4")),
@@ -233,6 +236,20 @@ def test_a_drafter_that_caches_heads_shares_no_contexts() -> None:
         config = EngineConfig(model_path="", tp_size=2, dcp_size=2, speculative_algorithm=algorithm)
         with pytest.raises(UnsupportedConfig, match="use .*NEXTN") if is_refused else nullcontext():
             check_shared_contexts(config, facts(**LATENT))
+
+
+def test_tensor_parallel_ranks_are_those_that_divide_no_tokens() -> None:
+    found, why = run(tp_size=4, attn_cp_size=2)
+    config = found.config
+    assert (config.attention_tp, config.attention_dp, config.cp_strategy) == (2, 1, "interleave")
+    assert "captured in pieces" in why["attn_cp_size"].reason and why["cp_strategy"].source == AUTO
+    both = run(tp_size=4, attn_cp_size=2, dp_size=2, enable_dp_attention=True, cp_strategy="zigzag")[0].config
+    assert (both.attention_tp, both.attention_dp, both.cp_strategy) == (1, 2, "zigzag")
+    assert "cp_strategy" not in run()[1] and run()[0].config.attn_cp_size == 1
+    wish = ParallelOptions(tp_size=2, attn_cp_size=2)
+    assert unsupported_parallelism(wish, "cuda").startswith("attn_cp_size: ") and not unsupported_parallelism(
+        wish, "cpu"
+    )
 
 
 def test_the_layers_of_stages_are_a_decision() -> None:

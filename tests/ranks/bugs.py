@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thalweg.attention import context_shard
+from thalweg.attention import context_shard, exchange
 from thalweg.attention.context_shard import ContextShard
 from thalweg.core.agreement import AgreedStep, coordinate_step
 from thalweg.engine import coordination
@@ -116,10 +116,16 @@ def owner_off_by_one() -> Callable[[], None]:
     return _replaced(ContextShard, "owner", lambda self, place: owner(self, place + 1))
 
 
+def not_exchanged() -> Callable[[], None]:
+    """The rank attends to what it has stored itself."""
+    return _replaced(exchange, "put", lambda *given: None)
+
+
 BUGS: dict[str, Callable[[], Callable[[], None]]] = {
     "not published": not_published,
     "LSE in base 2": lse_in_base_2,
     "owner off by one": owner_off_by_one,
+    "not exchanged": not_exchanged,
     "stream not summed": stream_not_summed,
     "masks lost": masks_lost,
     "own step": own_step,

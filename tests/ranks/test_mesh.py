@@ -25,6 +25,7 @@ def layout(sizes: MeshSizes, rank: int) -> Layout:
 def test_tensor_parallel_ranks_are_neighbours() -> None:
     assert axis_ranks(MeshSizes(tp=2, dp=2, ep=4), 3) == {
         "tp": (2, 3),
+        "cp": (3,),
         "dp": (1, 3),
         "dcp": (3,),
         "ep": (0, 1, 2, 3),
@@ -39,20 +40,31 @@ def test_tensor_parallel_ranks_are_neighbours() -> None:
     assert [axis_ranks(sizes, rank)["dcp"] for rank in (0, 3, 6, 9)] == [(0, 1), (2, 3), (6, 7), (8, 9)]
 
 
-@pytest.mark.parametrize(("tp", "dp", "ep"), [(2, 1, 1), (4, 1, 4), (2, 2, 2), (1, 4, 4), (2, 4, 2)])
-def test_each_process_of_an_axis_names_the_same_processes(tp: int, dp: int, ep: int) -> None:
-    sizes = MeshSizes(tp, dp, ep, tp, dcp=tp // 2 or 1)
+def test_ranks_that_divide_tokens_are_the_next_neighbours() -> None:
+    axes = axis_ranks(MeshSizes(tp=2, dp=2, ep=8, cp=2, pp=2), 8 + 5)
+    assert axes["tp"] == (12, 13) and axes["cp"] == (13, 15) and axes["dp"] == (9, 11, 13, 15)
+    assert layout(MeshSizes(tp=2, dp=2, ep=8, cp=2), 5).scheduler == 1
+
+
+@pytest.mark.parametrize(
+    ("tp", "dp", "ep", "cp"),
+    [(2, 1, 1, 1), (4, 1, 4, 1), (2, 2, 2, 1), (1, 4, 4, 1), (2, 4, 2, 1), (1, 1, 2, 2), (2, 2, 4, 2)],
+)
+def test_each_process_of_an_axis_names_the_same_processes(tp: int, dp: int, ep: int, cp: int) -> None:
+    sizes = MeshSizes(tp, dp, ep, tp, cp=cp, dcp=tp // 2 or 1)
     for rank in range(sizes.world):
         for name, ranks in axis_ranks(sizes, rank).items():
             assert all(axis_ranks(sizes, other)[name] == ranks for other in ranks) and rank in ranks
 
 
-@pytest.mark.parametrize(("tp", "dp", "ep"), [(2, 1, 2), (2, 2, 4), (2, 2, 2), (1, 2, 2)])
-def test_places_are_those_of_the_threaded_ranks(tp: int, dp: int, ep: int) -> None:
+@pytest.mark.parametrize(
+    ("tp", "dp", "ep", "cp"), [(2, 1, 2, 1), (2, 2, 4, 1), (2, 2, 2, 1), (1, 2, 2, 1), (2, 2, 4, 2)]
+)
+def test_places_are_those_of_the_threaded_ranks(tp: int, dp: int, ep: int, cp: int) -> None:
     """The layouts of the model tests, whose ranks are threads."""
-    for rank, threaded in enumerate(layouts(tp, dp, ep, dcp=tp)):
-        own = layout(MeshSizes(tp, dp, ep, tp, dcp=tp), rank)
-        for name in ("tp", "dp", "dense", "ep", "moe_tp", "dcp"):
+    for rank, threaded in enumerate(layouts(tp, dp, ep, cp=cp, dcp=tp)):
+        own = layout(MeshSizes(tp, dp, ep, tp, cp=cp, dcp=tp), rank)
+        for name in ("tp", "cp", "dp", "dense", "ep", "moe_tp", "dcp"):
             ours, theirs = getattr(own, name), getattr(threaded, name)
             assert (ours.size, ours.rank) == (theirs.size, theirs.rank), (rank, name)
 

@@ -35,6 +35,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2-ep2": {"tp_size": 2, "ep_size": 2, "moe_dense_tp_size": 1},
     "dp2": {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True},
     "dp2-ep2": {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True, "ep_size": 2},
+    "cp2": {"tp_size": 2, "attn_cp_size": 2},
     "pp2": {"pp_size": 2},
     "tp2-dcp2": {"tp_size": 2, "dcp_size": 2},
     "tp4": {"tp_size": 4},
@@ -45,6 +46,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp4-dcp2-ep4": {"tp_size": 4, "dcp_size": 2, "ep_size": 4},
     "tp4-dcp4": {"tp_size": 4, "dcp_size": 4},
     "tp2-dcp2-dp2-ep4": {"tp_size": 4, "dcp_size": 2, "dp_size": 2, "enable_dp_attention": True, "ep_size": 4},
+    "cp2-tp2-ep4": {"tp_size": 4, "attn_cp_size": 2, "ep_size": 4, "cp_strategy": "zigzag"},
+    "cp2-tp2-dcp2": {"tp_size": 4, "attn_cp_size": 2, "dcp_size": 2},
+    "dp2-cp2-ep4": {"tp_size": 4, "dp_size": 2, "enable_dp_attention": True, "attn_cp_size": 2, "ep_size": 4},
+    "pp2-cp2": {"pp_size": 2, "tp_size": 2, "attn_cp_size": 2, "cp_strategy": "zigzag"},
     "pp4": {"pp_size": 4},
     "pp2-tp2-dcp2": {"pp_size": 2, "tp_size": 2, "dcp_size": 2},
     "pp2-tp2": {"pp_size": 2, "tp_size": 2},
@@ -52,9 +57,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-# `make soak` has all
-UNPAIRED = "tp4-ep4", "tp2-dp2-ep2", "pp4", "tp4-dcp2-ep4", "tp4-dcp4", "tp2-dcp2-dp2-ep4", "pp2-tp2-dcp2"
-PAIRED = [name for name in LAYOUTS if name not in UNPAIRED]
+PAIRED = (  # `make soak` has all
+    "tp2", "tp2-ep2", "dp2", "dp2-ep2", "cp2", "pp2", "tp2-dcp2", "tp4", "tp2-dp2-ep4", "dp4-ep4", "cp2-tp2-ep4", "pp2-tp2",
+    "pp2-dp2-ep2",
+)  # fmt: skip
 ON_NODES = ("dp2-ep2", "tp4", "tp2-dp2-ep4", "pp2-tp2")  # that divide records, plans, both, and stages
 
 
@@ -84,7 +90,7 @@ GRAPHS: dict[str, dict[str, Any]] = {
 }
 MOST_JUMPS = {"float32": 1, "fp8_e4m3": 2}  # requests; rounding to e4m3 moves a near tie more often
 COLUMNS: dict[str, list[Any]] = {
-    "layout": PAIRED,
+    "layout": list(PAIRED),
     "kind": ["greedy", "seeded", "penalised"],
     "drafts": ["none", "nextn-3", "nextn-tree", "adaptive"],
     "grammar": ["none", "json_schema", "regex"],
@@ -137,7 +143,8 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def engine_config(layout: str, **fields: Any) -> Any:
-    tp = LAYOUTS[layout].get("tp_size", 1) // LAYOUTS[layout].get("dp_size", 1)
+    size = LAYOUTS[layout].get
+    tp = size("tp_size", 1) // (size("dp_size", 1) * size("attn_cp_size", 1))
     return settings(**{"moe_dense_tp_size": tp} | LAYOUTS[layout] | fields)
 
 
@@ -277,6 +284,7 @@ def test_the_cases_cover_every_legal_pair() -> None:
         ("not published", Case("pp2", "greedy")),
         ("LSE in base 2", Case("tp2-dcp2", "greedy")),
         ("owner off by one", Case("tp2-dcp2", "greedy")),
+        ("not exchanged", Case("cp2", "greedy")),
     ],
 )
 def test_planted_bugs_are_caught(bug: str, case: Case, groups: dict[int, ProcessGroup]) -> None:
@@ -288,9 +296,11 @@ def test_planted_bugs_are_caught(bug: str, case: Case, groups: dict[int, Process
     assert jumped > 1
 
 
-@pytest.mark.parametrize("layout", ["tp2", "tp2-dcp2", "tp4"])
+@pytest.mark.parametrize("layout", ["tp2", "tp2-dcp2", "tp4", "cp2"])
 def test_ranks_share_a_key_head(layout: str, groups: dict[int, ProcessGroup], tmp_path: Path) -> None:
-    """Grouped-query attention with more ranks than key heads; prompt log-probabilities; random weights."""
+    """Grouped-query attention with more ranks than key heads, or whose ranks divide tokens; prompt log-probabilities;
+    random weights.
+    """
     folder, script = written(tmp_path, SHAPES["one-key-head"]), list[Any]()
     for i, length in enumerate((5, 90, 33, 150)):
         params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, logprobs=2, prompt_logprobs=2)

@@ -177,7 +177,7 @@ class AttentionMetadataBuilder(nn.Module):
     def build(self, batch: Batch, planes: Planes) -> AttentionMetadata:
         cos_sin_T1c = self.cos_sin.index_select(0, batch.positions_T).unsqueeze(1)
         if self.shard is not None:
-            batch = replace(batch, write_T=self.shard.rows(batch.write_T))
+            batch = self.shard.written(batch)
         context = ContextPositions(self.stored_S, PAGE, self.page_size, self.positions_S)
         parts = (part for group in batch.groups for part in _split_rows(batch, group, self.workspace))
         groups = tuple(AttentionGroup(batch, part, context, self.workspace) for part in parts)

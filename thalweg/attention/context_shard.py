@@ -10,11 +10,12 @@ Letters: N query tokens, H heads of a rank, J = D · H, R rows, P pages, S store
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from thalweg.batch.batch import Batch
 from thalweg.core.plan import PAGE
 from thalweg.kernels.attend.ref import attend_with_lse, merge_states
 from thalweg.memory.planes import put, take
@@ -51,6 +52,11 @@ class ContextShard:
     def rows(self, write_T: Tensor) -> Tensor:
         """Rows of this rank's planes for `Batch.write_T`; what others store goes into the null page."""
         return torch.where(self.owner(write_T) == self.axis.rank, self.stored(write_T), write_T % PAGE)
+
+    def written(self, batch: Batch) -> Batch:
+        """The step with rows of this rank's planes in place of what it writes."""
+        share = batch.share and batch.share._replace(write_all=self.rows(batch.share.write_all))
+        return replace(batch, write_T=self.rows(batch.write_T), share=share)
 
     def gather_context(self, stored_RSX: Tensor) -> Tensor:
         """[R, P * PAGE, X] of whole pages on each rank → [R, P * page_size, X], in the order of positions."""

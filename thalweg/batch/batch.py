@@ -84,6 +84,28 @@ class PromptRows(NamedTuple):
     cached: int  # upper bound of the tokens of all contexts that are not of this step
 
 
+class ContextRanks(Protocol):
+    """The ranks that the tokens of a forward are divided over, and this one's number."""
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def rank(self) -> int: ...
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """[size, *x.shape]: the tensors of all ranks, in rank order."""
+
+
+class TokenShare(NamedTuple):
+    """Of a batch that holds one rank's share of the tokens of a forward, see `batch.share`. write_all: int64, where the
+    KV of the tokens of all ranks is written, in rank order; 0 for padding.
+    """
+
+    ranks: ContextRanks
+    write_all: Tensor
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """The device tensors of one model pass."""
@@ -104,6 +126,7 @@ class Batch:
     # int64: the slot of each row, whose hot sets attention may use; rows without real tokens may have any. None: it
     # reads host memory
     slot_R: Tensor | None = None
+    share: TokenShare | None = None  # None: all tokens of the forward are here
 
     @property
     def columns_T(self) -> Tensor:

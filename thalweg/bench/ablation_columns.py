@@ -40,6 +40,7 @@ mla             mla
 tp              tp_size
 pp              pp_size
 dcp             dcp_size
+cp              attn_cp_size
 kv              kv_cache_dtype
 moe             moe_runner_backend
 fp8-gemm        fp8_gemm_backend
@@ -197,6 +198,8 @@ def _parallel(setting: str, base: Resolved) -> _Parallel:
             return _Parallel({"enable_dp_attention": False}, {"enable_dp_attention": False})
         case "enable_dp_attention":
             return _Parallel({"dp_size": 1}, {"tp_size": size, "dp_size": size})
+        case "attn_cp_size":
+            return _Parallel(on={"tp_size": size})
         case "ep_size":
             return _Parallel(on={"tp_size": size, "ep_size": size})
         case "enable_eplb" | "moe_a2a_backend" if base.engine.ep_size == 1:

@@ -20,14 +20,8 @@ from thalweg.launch.planning.roofline import Ceilings, StepShape
 from thalweg.launch.planning.weights import PlannedModel, RankModel
 from thalweg.models.catalog import read_facts
 
-LAYOUT = (
-    "tp_size",
-    "pp_size",
-    "dp_size",
-    "dcp_size",
-    "ep_size",
-    "enable_dp_attention",
-)  # of /server_info, SGLang's too
+# of /server_info, SGLang's too
+LAYOUT = ("tp_size", "pp_size", "dp_size", "dcp_size", "ep_size", "attn_cp_size", "enable_dp_attention")
 
 
 @dataclass(frozen=True, slots=True)

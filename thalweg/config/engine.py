@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from thalweg.config.context_parallel import INTERLEAVE
 from thalweg.core.kernels import KernelConfig, TunedKernel
 from thalweg.core.plan import PAGE
 from thalweg.core.report import Decision, Report
@@ -93,6 +94,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     enable_dp_attention: bool = False
     dcp_size: int = 1
     """Processes of an attention among which the KV of each sequence is dealt out, `PAGE` tokens at a time."""
+    attn_cp_size: int = 1
+    """Groups of processes that the tokens of a data-parallel rank's steps are divided over."""
+    cp_strategy: str = INTERLEAVE
+    """How the tokens of prompts are divided over them, a name in `config.context_parallel`."""
     ep_size: int = 1
     """Groups of processes that the experts are divided over."""
     moe_a2a_backend: str = "none"
@@ -231,7 +236,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def attention_tp(self) -> int:
         """Processes that share the attention and the head; the first has the scheduler."""
-        return self.tp_size // self.attention_dp
+        return self.tp_size // (self.attention_dp * self.attn_cp_size)
 
     @property
     def max_steps_in_flight(self) -> int:

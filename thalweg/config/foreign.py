@@ -62,8 +62,10 @@ enable-lora lora-paths lora-modules: not in this version
 compilation-config: use --cuda-graph-mode for its cudagraph_mode in lower case
 enable-flashinfer-mla: use --attention-backend flashinfer
 enable-flashmla: use --attention-backend flashmla
-enable-nsa-prefill-context-parallel nsa-prefill-cp-mode enable-nsa-prefill-cp-cache-layer-split: not in this
-    version: one device
+enable-prefill-cp enable-nsa-prefill-context-parallel: use --attn-cp-size, the number of groups that divide the tokens
+    of each step
+nsa-prefill-cp-mode: use --cp-strategy interleave for round-robin-split, and zigzag for in-seq-split
+enable-nsa-prefill-cp-cache-layer-split: not in this version: each device holds all layers of its cache
 dcp-comm-backend: not needed: devices that share contexts exchange what they attended to once a layer (a2a)
 cp-kv-cache-interleave-size dcp-kv-cache-interleave-size: not needed: devices that share contexts hold 64 tokens in
     turn, so pages stay whole

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from thalweg.config.backends import DECODE, EXPERTS, FP8, PREFILL
+from thalweg.config.context_parallel import STRATEGIES
 from thalweg.config.server import ServerOptions
 from thalweg.config.setting import Section, setting
 from thalweg.config.speculative import SpeculativeOptions
@@ -413,6 +414,15 @@ class ParallelOptions(Section):
     )
     enable_dp_attention: bool = setting(
         False, "dp_size divides tp_size: attention has tp_size / dp_size devices, and all share the experts", off=False
+    )
+    attn_cp_size: int = setting(
+        1,
+        "groups of the devices of an attention that divide the tokens of each step (context parallelism)",
+        foreign=("prefill-context-parallel-size",),
+        **_DEVICES,
+    )
+    cp_strategy: str | None = setting(
+        None, "how attn_cp_size groups divide prompts", choices=STRATEGIES, auto="interleave"
     )
     pp_size: int = setting(
         1,

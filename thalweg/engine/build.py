@@ -227,8 +227,11 @@ def expert_sizes(config: EngineConfig, facts: ModelFacts) -> ExpertSizes:
     return ExpertSizes(facts.layers, experts, experts + config.ep_num_redundant_experts, config.ep_size, groups)
 
 
-def with_experts(layout: Layout, config: EngineConfig, facts: ModelFacts) -> Layout:
-    """The layout with the places of experts. Raises UnsupportedConfig for a file that does not fit."""
+def complete_layout(layout: Layout, config: EngineConfig, facts: ModelFacts) -> Layout:
+    """The layout with the places of experts, and how tokens are divided. Raises UnsupportedConfig for a file that does
+    not fit.
+    """
+    layout = replace(layout, cp_strategy=config.cp_strategy)
     if config.ep_size == 1 or facts.moe is None:
         return layout
     by_slot = read_expert_location(config.init_expert_location, expert_sizes(config, facts))
@@ -257,7 +260,7 @@ def assemble(
     """A model and its drafter without weights. Raises CheckpointError."""
     is_random = config.load_format == "dummy"
     schemes = None if is_random else schemes_in(Path(config.model_path), facts.quantization_config)
-    layout = with_experts(layout, config, facts)
+    layout = complete_layout(layout, config, facts)
     factory = layer_factory(facts, str(device), config.kernels, config.dtype, schemes, layout)
     pipe = layout.pipe
     stages = stage_borders(facts, pipe.stages, config.pp_layer_partition, config.speculative_algorithm == "NEXTN")
@@ -542,7 +545,7 @@ def _coordinator(worker: Worker, rank_context: RankContext) -> Coordinator:
         return OWN_PLAN
     if step_records is None:
         return SingleSchedulerSteps(worker, layout.world.size)
-    return DataParallelSteps(worker, StepExchange(step_records, layout.dp.rank), layout.world.size)
+    return DataParallelSteps(worker, StepExchange(step_records, layout.scheduler), layout.world.size)
 
 
 def _prompt_share(config: EngineConfig) -> PromptShare:

@@ -1,8 +1,7 @@
 """The processes that share a copy of a model: who leads whom, and what connects them.
 
-Every data-parallel rank has one scheduler, in the process of its first tensor-parallel rank on the last pipeline stage,
-the leader. The leader's plans go to the rank's other processes, the followers, which decide nothing. Leaders agree on
-each step.
+Every data-parallel rank has one scheduler, in its first process on the last pipeline stage, the leader. The leader's
+plans go to the rank's other processes, the followers, which decide nothing. Leaders agree on each step.
 
 On several nodes each has as many of the processes, in order, and a relay copies what leaders send to other nodes.
 """
@@ -50,7 +49,7 @@ class RankContext:
 
     @property
     def is_leader(self) -> bool:
-        return self.layout.tp.rank == 0 and self.layout.pipe.is_last
+        return self.layout.tp.rank == self.layout.cp.rank == 0 and self.layout.pipe.is_last
 
 
 ALONE = RankContext()
@@ -148,6 +147,7 @@ class Place(NamedTuple):
 
     stage: int  # of the pipeline, from 0, which embeds
     dp: int
+    cp: int
     tp: int
     number: int  # in its data-parallel rank: 0 is the leader, the others are its followers in this order
 
@@ -155,13 +155,15 @@ class Place(NamedTuple):
 def place_of(config: EngineConfig, rank: int) -> Place:
     """rank: a process's number in its copy. See `parallel.mesh`."""
     behind, own = divmod(rank, config.tp_size)
-    dp, tp = divmod(own, config.attention_tp)
-    return Place(config.pp_size - 1 - behind, dp, tp, behind * config.attention_tp + tp)
+    group, tp = divmod(own, config.attention_tp)
+    dp, cp = divmod(group, config.attn_cp_size)
+    inner = config.attention_tp * config.attn_cp_size  # processes of a stage with the same requests
+    return Place(config.pp_size - 1 - behind, dp, cp, tp, behind * inner + cp * config.attention_tp + tp)
 
 
 def mesh_of(config: EngineConfig) -> MeshSizes:
     sizes = config.attention_tp, config.attention_dp, config.ep_size, config.moe_dense_tp_size
-    return MeshSizes(*sizes, config.pp_size, config.dcp_size)
+    return MeshSizes(*sizes, config.pp_size, config.attn_cp_size, config.dcp_size)
 
 
 def rank_name(config: EngineConfig, copy: int, rank: int) -> str:
@@ -176,7 +178,8 @@ def rank_name(config: EngineConfig, copy: int, rank: int) -> str:
         f"copy {copy}": config.copies > 1,
         f"PP {place.stage}": config.pp_size > 1,
         f"DP {place.dp}": config.attention_dp > 1,
-        f"TP {place.tp}": config.tp_size > 1,
+        f"CP {place.cp}": config.attn_cp_size > 1,
+        f"TP {place.tp}": config.tp_size > config.attn_cp_size,
     }
     return f"rank {number} ({', '.join(name for name, is_said in places.items() if is_said)})"
 

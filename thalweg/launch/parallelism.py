@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from thalweg.config.context_parallel import INTERLEAVE
 from thalweg.config.drafters import DRAFTERS, DrafterWeights
 from thalweg.config.engine import EngineConfig
 from thalweg.config.machine import Machine
@@ -21,6 +22,8 @@ def unsupported_parallelism(parallel: ParallelOptions, device: str) -> str:
     """Why this version does not run such a layout; "" where it does."""
     if device != "cuda":
         return ""
+    if parallel.attn_cp_size > 1:
+        return "attn_cp_size: context parallelism has run on CPUs alone so far"
     if parallel.dcp_size > 1:
         return "dcp_size: decode context parallelism has run on CPUs alone so far"
     return "pp_size: pipeline stages have run on CPUs alone so far" if parallel.pp_size > 1 else ""
@@ -31,7 +34,8 @@ def resolve_parallelism(
 ) -> None:
     """Raises UnsupportedConfig."""
     if reason := unsupported_parallelism(parallel, device):
-        raise UnsupportedConfig(f"{reason}; use --{reason.partition('_')[0]}-size 1")
+        flag = reason.partition(":")[0].replace("_", "-")
+        raise UnsupportedConfig(f"{reason}; use --{flag} 1")
     has_nextn = decisions.fields.get("speculative_algorithm") == "NEXTN"
     stages = stage_borders(facts, parallel.pp_size, parallel.pp_layer_partition, has_nextn)
     if parallel.pp_size > 1:
@@ -45,9 +49,10 @@ def resolve_parallelism(
     if parallel.enable_dp_attention:
         if tp % dp:
             raise UnsupportedConfig(f"dp_size: {dp} does not divide --tp-size {tp}; use --dp-size {_or(_divisors(tp))}")
+    _resolve_context_parallelism(parallel, decisions)
     _resolve_nodes(parallel, decisions)
     config = decisions.config()
-    _check_heads(facts, config.attention_tp, config.attention_dp)
+    _check_heads(facts, config.attention_tp, config.attention_dp * config.attn_cp_size)
     _resolve_widths(parallel, facts, config.attention_tp, decisions)
     resolve_experts(parallel, facts, device, decisions)
     gpus = len(machine.gpus) * config.nnodes
@@ -59,7 +64,8 @@ def resolve_parallelism(
         )
     if config.processes > 1:
         copies = f"{config.copies} copies of " if config.copies > 1 else ""
-        inner = f"{config.attention_dp} data-parallel x {config.attention_tp} tensor-parallel ranks"
+        divided = f" x {config.attn_cp_size} context-parallel" if config.attn_cp_size > 1 else ""
+        inner = f"{config.attention_dp} data-parallel{divided} x {config.attention_tp} tensor-parallel ranks"
         if config.dcp_size > 1:
             inner += f", {config.dcp_size} of which share each context"
         if config.pp_size > 1:
@@ -67,6 +73,23 @@ def resolve_parallelism(
         if config.nnodes > 1:
             inner += f", {config.node_processes} on each of {config.nnodes} nodes"
         decisions.entries.append(Decision("processes", config.processes, USER, f"{copies}{inner}"))
+
+
+def _resolve_context_parallelism(parallel: ParallelOptions, decisions: Decisions) -> None:
+    cp, inner = parallel.attn_cp_size, parallel.tp_size // (parallel.dp_size if parallel.enable_dp_attention else 1)
+    if inner % cp:
+        raise UnsupportedConfig(
+            f"attn_cp_size: {cp} does not divide the {inner} processes of an attention; use --attn-cp-size"
+            f" {_or(_divisors(inner))}, or another --tp-size"
+        )
+    if cp > 1:
+        reason = "each step's tokens are divided; steps with prompts are captured in pieces, never with their attention"
+        decisions.add("attn_cp_size", cp, USER, reason)
+        decisions.choose("cp_strategy", parallel.cp_strategy, INTERLEAVE, "it balances prompts of any length")
+    elif parallel.cp_strategy is not None:
+        raise UnsupportedConfig(
+            f"cp_strategy: {parallel.cp_strategy} divides prompts over several groups; use --attn-cp-size 2 or more"
+        )
 
 
 def _resolve_nodes(parallel: ParallelOptions, decisions: Decisions) -> None:
@@ -94,7 +117,8 @@ def _that_fit(config: EngineConfig, facts: ModelFacts, gpus: int) -> str:
     if config.copies > 1 and config.tp_size <= gpus:
         return f"--dp-size {gpus // config.tp_size}"
     dp = config.attention_dp if config.attention_dp <= gpus else 1
-    sizes = [size * dp for size in _tensor_parallel_sizes(facts) if size * dp <= gpus]
+    groups = dp * config.attn_cp_size
+    sizes = [size * groups for size in _tensor_parallel_sizes(facts) if size * groups <= gpus]
     others = " without --dp-size" if dp < config.dp_size else ""
     return f"--tp-size {_or(sizes)}{others}, or a machine with more"
 
@@ -105,12 +129,12 @@ def _tensor_parallel_sizes(facts: ModelFacts) -> list[int]:
     return [size for size in _divisors(facts.heads) if keys % size == 0 or size % keys == 0]
 
 
-def _check_heads(facts: ModelFacts, tp: int, dp: int) -> None:
+def _check_heads(facts: ModelFacts, tp: int, groups: int) -> None:
     legal = _tensor_parallel_sizes(facts)
     if tp not in legal:
         raise UnsupportedConfig(
             f"tp_size: {facts.heads} attention heads cannot be shared by {tp} ranks; use --tp-size"
-            f" {_or(size * dp for size in legal)}"
+            f" {_or(size * groups for size in legal)}"
         )
 
 

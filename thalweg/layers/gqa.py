@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from thalweg.attention.context import AttentionGroup, AttentionMetadata, concat_groups
+from thalweg.attention.exchange import exchange_stored
 from thalweg.config.model import ModelFacts
 from thalweg.kernels.attend.ref import attend_grouped, rotate_
 from thalweg.layers.factory import LayerFactory
@@ -88,6 +89,7 @@ class Gqa(GqaProjections):
         rotate_(qkv_TX, metadata.cos_sin_T1c, 0, self.heads + self.kv_heads, self.dim)
         metadata.planes.write("key", self.layer, metadata.batch.write_T, key.flatten(1))
         metadata.planes.write("value", self.layer, metadata.batch.write_T, value.flatten(1))
+        exchange_stored(metadata.batch, metadata.planes, ("key", "value"), self.layer)
         return query
 
     def _attend(self, group: AttentionGroup, query_NHd: Tensor, metadata: AttentionMetadata) -> Tensor:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from thalweg.attention.exchange import exchange_stored
 from thalweg.batch.batch import Batch
 from thalweg.kernels.attend.args import DecodeRows
 from thalweg.kernels.attend.triton import DETERMINISTIC_SPLITS, merge
@@ -29,9 +30,14 @@ class InvariantMla(PagedMla):
         tokens, rows = len(query_THd), step.prepared
         at_once = max(PARTS // (self.heads * DETERMINISTIC_SPLITS * self.rank), 1)
         nodes = 0 if rows.paths_TD is None else len(rows.paths_TD)
-        # in order: a token's context is stored before it attends
         firsts = [*range(0, nodes, at_once), *range(nodes, tokens, at_once), tokens]
-        parts = [self._some(step, query_THd, latent_TD, slice(*ends)) for ends in pairwise(firsts)]
+        slices = [slice(*ends) for ends in pairwise(firsts)]
+        if step.batch.share is not None:  # of a share all are stored before any attends
+            for some in slices:
+                self.absorb(query_THd[some], latent_TD[some], step, some, True)
+            exchange_stored(step.batch, step.planes, ("latent",), self.layer)
+        # in order: a token's context is stored before it attends
+        parts = [self._some(step, query_THd, latent_TD, some) for some in slices]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _some(self, step: PagedStep, query_THd: Tensor, latent_TD: Tensor, some: slice) -> Tensor:

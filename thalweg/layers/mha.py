@@ -19,6 +19,8 @@ class Mha(Mla):
     mask. What latents save is measured against this.
     """
 
+    cached = ("key", "value")
+
     def store(self, latent_TD: Tensor, metadata: AttentionMetadata) -> None:
         key_HTd, value_HTv = ref.expand_latents(latent_TD, self.uk, self.uv)
         metadata.planes.write("key", self.layer, metadata.batch.write_T, key_HTd.transpose(0, 1).flatten(1))

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from thalweg.attention.context import AttentionGroup, AttentionMetadata, QueryTile, concat_groups
+from thalweg.attention.exchange import exchange_stored
 from thalweg.attention.selection import SelectedContext, SelectedContexts, Selection, select_top_k
 from thalweg.config.model import ModelFacts
 from thalweg.kernels.attend.ref import attend, expand_latents, hadamard, index_scores, rotate_
@@ -95,6 +96,7 @@ class Mla(MlaProjections):
     """
 
     attend_latents = staticmethod(attend)  # what computes absorbed attention
+    cached: tuple[str, ...] = ("latent",)  # the planes that attention reads
 
     def __init__(
         self,
@@ -178,8 +180,11 @@ class Mla(MlaProjections):
         self.latent_norm.forward_(latent_TD[:, : self.rank])
         rotate_(latent_TD, metadata.cos_sin_T1c, self.rank, 1, 0)
         self.store(latent_TD, metadata)
+        names = self.cached
         if self.indexer is not None:
             self.indexer.keep(index_key[0], metadata)
+            names = *names, "index"
+        exchange_stored(metadata.batch, metadata.planes, names, self.layer)
 
     def store(self, latent_TD: Tensor, metadata: AttentionMetadata) -> None:
         """Writes the latents of these tokens into the KV cache."""

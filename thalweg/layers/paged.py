@@ -178,7 +178,7 @@ class PagedMetadataBuilder(nn.Module):
         query_rows = None if self.topk is None else _query_rows(stored)
         shared = rest, prefixes, whole, self.prepare(stored, tokens, rows), (), chooses, query_rows
         if stored is not batch:
-            batch = replace(batch, write_T=stored.write_T)
+            batch = replace(batch, write_T=stored.write_T, share=stored.share)
         return PagedStep(batch, planes, self.cos, self.sin, tokens, rows, *shared)
 
     def stored(self, batch: Batch) -> Batch:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from thalweg.attention.exchange import exchange_stored
 from thalweg.batch.batch import Batch
 from thalweg.config.backends import DECODE, PREFILL
 from thalweg.config.entry_point import load_entry
@@ -83,6 +84,7 @@ class PagedGqa(GqaProjections):
         """
         write, kv = step.kv_write(slice(first, None)), step.kv(self.layer, self.kv_heads)
         rope.gqa_write(*self._split(qkv_THd[first:]), self._norms(), write, kv)
+        exchange_stored(step.batch, step.planes, ("key", "value"), self.layer)  # of a share all are stored here
 
     def _decode(self, qkv_THd: Tensor, step: PagedStep, is_new: bool) -> Tensor:
         """Rows of one length, split: → [T, H, d]. is_new: their keys are not stored yet."""

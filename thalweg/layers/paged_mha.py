@@ -7,6 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from thalweg.attention.exchange import exchange_stored
 from thalweg.config.model import ModelFacts
 from thalweg.kernels.attend.args import PagedRows
 from thalweg.kernels.attend.triton import merge
@@ -47,7 +48,7 @@ class PagedMha(PagedMla):
         """Stores the tokens' keys and values; → their queries, rotated, [T, H, WIDTH]."""
         latent_Tr = self.latent_norm.forward(latent_TD[:, : self.rank])
         uk, uv = self.uk.view(-1, self.rank), self.uv.transpose(1, 2).reshape(-1, self.rank)
-        return rope.mha_write(
+        query_THw = rope.mha_write(
             query_THd,
             self.matmul(latent_Tr, uk, PLAIN).view(-1, self.heads, self.nope),
             self.matmul(latent_Tr, uv, PLAIN).view(-1, self.heads, self.v),
@@ -55,6 +56,8 @@ class PagedMha(PagedMla):
             step.kv_write(slice(None)),
             step.kv(self.layer, self.heads),
         )
+        exchange_stored(step.batch, step.planes, ("key", "value"), self.layer)
+        return query_THw
 
     def _decode(self, query_THw: Tensor, step: PagedStep) -> Tensor:
         """Rows of one length: → [T, H, WIDTH]."""

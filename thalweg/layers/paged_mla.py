@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from thalweg.attention.exchange import exchange_stored
 from thalweg.attention.selection import SelectedContexts
 from thalweg.batch.batch import Batch
 from thalweg.config.model import ModelFacts
@@ -56,6 +57,7 @@ class PagedMla(MlaProjections, ABC):
         _, latent_TD = self.down.split(x)
         nothing = latent_TD.new_empty(len(latent_TD), 0, self.rope)
         self.write(nothing, nothing, latent_TD, step, slice(None), False)
+        exchange_stored(step.batch, step.planes, ("latent",), self.layer)
 
     def write(
         self, query_THc: Tensor, out_THc: Tensor, latent_TD: Tensor, step: PagedStep, tokens: slice, in_place: bool
@@ -96,15 +98,21 @@ class LatentMla(PagedMla):
         """With other than decode rows, KV is written before the graph break, since that depends on no length."""
         if step.rest is None:
             return super().attended(step, query_TX, latent_TD)
-        self._store(query_TX, latent_TD, step)
+        self._store_all(query_TX, latent_TD, step)
         return step.batch.graph_break(self._of_stored, step, query_TX, latent_TD)
 
     def attention(self, step: PagedStep, query_TX: Tensor, latent_TD: Tensor) -> Tensor:
         if step.rest is not None:
-            self._store(query_TX, latent_TD, step)
+            self._store_all(query_TX, latent_TD, step)
             return self._of_stored(step, query_TX, latent_TD)
-        query_THd = query_TX.view(len(query_TX), self.heads, -1)
-        return self._decode(self._absorb(query_THd, latent_TD, step), step)
+        query_THD = self._absorb(query_TX.view(len(query_TX), self.heads, -1), latent_TD, step)
+        exchange_stored(step.batch, step.planes, ("latent",), self.layer)
+        return self._decode(query_THD, step)
+
+    def _store_all(self, query_TX: Tensor, latent_TD: Tensor, step: PagedStep) -> None:
+        """`_store`, and the latents of other ranks."""
+        self._store(query_TX, latent_TD, step)
+        exchange_stored(step.batch, step.planes, ("latent",), self.layer)
 
     def _store(self, query_TX: Tensor, latent_TD: Tensor, step: PagedStep) -> None:
         """Norms and turns the tokens' latents, and turns their queries, in place; stores the latents."""

@@ -37,14 +37,14 @@ class ShardedMetadataBuilder(PagedMetadataBuilder):
     def stored(self, batch: Batch) -> Batch:
         lengths = (-(-group.max_kv_len // self.page) * PAGE for group in batch.groups)
         groups = tuple(replace(group, max_kv_len=length) for group, length in zip(batch.groups, lengths, strict=True))
-        columns_T, write_T = last_stored(self.shard, batch.columns_T), self.shard.rows(batch.write_T)
+        batch, columns_T = self.shard.written(batch), last_stored(self.shard, batch.columns_T)
         if batch.tree is None:
-            return replace(batch, positions_T=columns_T, groups=groups, write_T=write_T)
+            return replace(batch, positions_T=columns_T, groups=groups)
         tree = stored_tree(self.shard, batch.tree)
         before_D = torch.arange(64, device=columns_T.device)
         is_hidden_TD = ((tree.tree_mask_T.unsqueeze(1) >> before_D) & 1 == 0) & (before_D <= columns_T.unsqueeze(1))
         positions_T = columns_T - is_hidden_TD.sum(1)
-        return replace(batch, positions_T=positions_T, groups=groups, write_T=write_T, tree=tree)
+        return replace(batch, positions_T=positions_T, groups=groups, tree=tree)
 
     def chunk(self, firsts: Sequence[int], lengths: Sequence[int], device: torch.device) -> ContextChunk:
         pages = [-(-length // self.page) for length in lengths]

@@ -11,6 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from thalweg.attention.exchange import exchange_stored
 from thalweg.attention.selection import SelectedContexts, Selection, select_top_k
 from thalweg.config.model import ModelFacts
 from thalweg.core.kernels import RECORD
@@ -65,6 +66,7 @@ class SparseMla(LatentMla):
         if self.indexer is not None:
             weights_TH = self._head_weights(self.indexer, rows_of(x))
             index = [self._store_index(self.indexer, index_key[0], index[0], weights_TH, step), weights_TH]
+        self._exchange(step)
         h.add(self.out, step.batch.graph_break(self._of_all_stored, step, query_TX, latent_TD, *index))
         return earlier
 
@@ -75,6 +77,11 @@ class SparseMla(LatentMla):
         self.write(nothing, nothing, latent_TD, step, slice(None), False)
         if self.indexer is not None:
             self._store_index(self.indexer, index_key[0], index_key[0][:, :0], None, step)
+        self._exchange(step)
+
+    def _exchange(self, step: PagedStep) -> None:
+        names = ("latent",) if self.indexer is None else ("latent", "index")
+        exchange_stored(step.batch, step.planes, names, self.layer)
 
     def _head_weights(self, indexer: Indexer, x_TH: Tensor) -> Tensor:
         return torch.mm(x_TH.float(), indexer.head_weights.t())
@@ -161,20 +168,29 @@ class InvariantSparseMla(SparseMla):
         return dsa.head_weights(x_TH, indexer.head_weights)
 
     def _store(self, query_TX: Tensor, latent_TD: Tensor, step: PagedStep) -> None:
-        """`absorb` stores them."""
+        """`absorb` stores them before each attends; of a share all are stored before any does."""
+        if step.batch.share is not None:
+            query_THd = query_TX.view(len(query_TX), self.heads, -1)
+            for first in range(0, len(query_THd), self._at_once):
+                some = slice(first, first + self._at_once)
+                self.absorb(query_THd[some], latent_TD[some], step, some, True)
 
     def _of_all_stored(self, step: PagedStep, query_TX: Tensor, latent_TD: Tensor, *index: Tensor) -> Tensor:
         assert step.query_rows is not None
         chosen_TK = self._chosen(step, step.query_rows, *index) if step.chooses else None
         query_THd, parts = query_TX.view(len(query_TX), self.heads, -1), list[Tensor]()
-        at_once = max(PARTS // (self.heads * INVARIANT_SPLITS * self.rank), 1)
-        for first in range(0, len(query_THd), at_once):  # in order: a token's context is stored before it attends
-            some = slice(first, first + at_once)
+        for first in range(0, len(query_THd), self._at_once):  # in order: a token's context is stored before it attends
+            some = slice(first, first + self._at_once)
             query_THD = self.absorb(query_THd[some], latent_TD[some], step, some, True)
             chosen = None if chosen_TK is None else chosen_TK[some]
             states = self._of_chosen(query_THD, step, chosen, step.query_rows.some(some), INVARIANT_SPLITS)
             parts.append(mla.up(merge(*states, query_THD.dtype), self.uv))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    @property
+    def _at_once(self) -> int:
+        """Tokens whose partial sums are in memory together."""
+        return max(PARTS // (self.heads * INVARIANT_SPLITS * self.rank), 1)
 
 
 def gather_records(records_SB: Tensor, table_RL: Tensor, chunk: ContextChunk, rank: int, dtype: torch.dtype) -> Tensor:

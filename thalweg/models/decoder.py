@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from thalweg.attention.context import WorkspaceNeed
 from thalweg.attention.selection import SelectedContexts
 from thalweg.batch.batch import Batch
+from thalweg.batch.share import divided
 from thalweg.config.model import ModelFacts
 from thalweg.layers.factory import LayerFactory
 from thalweg.layers.interface import ResidualStream, Vocabulary
@@ -97,11 +98,15 @@ class Decoder(Module):
         return stream(self.factory.layout, self.embedding.forward(ids_T), self.embedding.is_partial)
 
     def forward(self, batch: Batch, planes: Planes) -> Tensor:
-        """Of a pipeline stage: takes a `StageValue` from the one before, and sends one to the next."""
-        made = self.run(batch, planes, None if self.stage.is_first else self._receive(batch))
+        """Of a pipeline stage: takes a `StageValue` from the one before, and sends one to the next. Of several context-
+        parallel ranks each sends its own tokens.
+        """
+        layout = self.factory.layout
+        own = divided(batch, layout.cp, layout.cp_strategy)
+        made = self.run(own.batch, planes, None if self.stage.is_first else self._receive(own.batch))
         if isinstance(made, Tensor):
-            return made
-        self.factory.layout.pipe.send(torch.cat([made.x_TH, *made.watched], 1))
+            return own.whole(made)
+        layout.pipe.send(torch.cat([made.x_TH, *made.watched], 1))
         return made.x_TH
 
     def _receive(self, batch: Batch) -> StageValue:

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from torch import Tensor
 
 from thalweg.batch.batch import Batch
+from thalweg.batch.share import Divided, divided
 from thalweg.config.model import ModelFacts
 from thalweg.layers.factory import LayerFactory
 from thalweg.layers.interface import ResidualStream
@@ -49,17 +50,31 @@ class DraftHead(Module, ABC):
         """
         return hidden_TX[:, : self.width]
 
-    @abstractmethod
     def forward(self, ids_T: Tensor, state_TW: Tensor, batch: Batch, planes: Planes) -> Tensor:
         """The states behind the entries, [T, width]; writes their KV.
 
         ids_T: the tokens of the entries. state_TW: of the positions before them. batch: their positions, and the
         context before them.
         """
+        own = self._divided(batch)
+        return own.whole(self.own_states(own.take(ids_T), own.take(state_TW), own.batch, planes))
 
-    @abstractmethod
     def write_kv(self, ids_T: Tensor, state_TW: Tensor, batch: Batch, planes: Planes) -> None:
         """Writes the KV that `forward` would write, and computes nothing else where that is possible."""
+        own = self._divided(batch)
+        self.write_own_kv(own.take(ids_T), own.take(state_TW), own.batch, planes)
+
+    def _divided(self, batch: Batch) -> Divided:
+        layout = self.main[0].factory.layout
+        return divided(batch, layout.cp, layout.cp_strategy)
+
+    @abstractmethod
+    def own_states(self, ids_T: Tensor, state_TW: Tensor, batch: Batch, planes: Planes) -> Tensor:
+        """`forward` of the tokens of this rank."""
+
+    @abstractmethod
+    def write_own_kv(self, ids_T: Tensor, state_TW: Tensor, batch: Batch, planes: Planes) -> None:
+        """`write_kv` of the tokens of this rank."""
 
     def logits(self, state_NW: Tensor) -> Tensor:
         """float32 [N, D] of the next token, by the target's head."""

@@ -77,7 +77,7 @@ class Eagle3(DraftHead):
         """fc of the watched streams."""
         return self.fuse.start(hidden_TX[:, self.main[0].facts.hidden :]).value()
 
-    def forward(self, ids_T: Tensor, state_TW: Tensor, batch: Batch, planes: Planes) -> Tensor:
+    def own_states(self, ids_T: Tensor, state_TW: Tensor, batch: Batch, planes: Planes) -> Tensor:
         """The layer's output, before the norm."""
         metadata = self.metadata.build(batch, planes)
         normed_TW = self.state_norm.forward(state_TW)
@@ -86,7 +86,7 @@ class Eagle3(DraftHead):
         self.mlp.add_to(h, h.normed(self.mlp_norm))
         return h.value()
 
-    def write_kv(self, ids_T: Tensor, state_TW: Tensor, batch: Batch, planes: Planes) -> None:
+    def write_own_kv(self, ids_T: Tensor, state_TW: Tensor, batch: Batch, planes: Planes) -> None:
         joined_TX = self._joined(ids_T, self.state_norm.forward(state_TW))
         self.attention.write_kv(joined_TX, self.metadata.build(batch, planes))
 
@@ -141,13 +141,13 @@ class Eagle(DraftHead):
     def _dense_layers(self) -> list[DenseLayer]:
         return cast(list[DenseLayer], list(self.layers))
 
-    def forward(self, ids_T: Tensor, state_TW: Tensor, batch: Batch, planes: Planes) -> Tensor:
+    def own_states(self, ids_T: Tensor, state_TW: Tensor, batch: Batch, planes: Planes) -> Tensor:
         metadata, h = self.metadata.build(batch, planes), self._joined(ids_T, state_TW)
         for layer in self.layers:
             layer(h, metadata, ())
         return h.value()
 
-    def write_kv(self, ids_T: Tensor, state_TW: Tensor, batch: Batch, planes: Planes) -> None:
+    def write_own_kv(self, ids_T: Tensor, state_TW: Tensor, batch: Batch, planes: Planes) -> None:
         """Runs all layers but the last, since a layer's KV depends on the layers before it, and writes all KV."""
         metadata, h = self.metadata.build(batch, planes), self._joined(ids_T, state_TW)
         *layers, last = self._dense_layers()

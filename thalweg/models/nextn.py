@@ -53,7 +53,7 @@ class NextN(DraftHead):
     def planes(self) -> tuple[PlaneSpec, ...]:
         return self.layer.planes()
 
-    def forward(self, ids_T: Tensor, hidden_TH: Tensor, batch: Batch, planes: Planes) -> Tensor:
+    def own_states(self, ids_T: Tensor, hidden_TH: Tensor, batch: Batch, planes: Planes) -> Tensor:
         """ids_T: the token that follows each token of the batch. Returns [T, H] after shared_head.norm; writes the
         layer's KV.
         """
@@ -63,7 +63,7 @@ class NextN(DraftHead):
         self.layer(h, metadata, nothing)
         return rows_of(h.normed(self.norm))
 
-    def write_kv(self, ids_T: Tensor, hidden_TH: Tensor, batch: Batch, planes: Planes) -> None:
+    def write_own_kv(self, ids_T: Tensor, hidden_TH: Tensor, batch: Batch, planes: Planes) -> None:
         """Writes the KV that `forward` would write, with projections only: no attention, no MLP."""
         x = self._joined(ids_T, hidden_TH).normed(self.layer.attention_norm)
         self.layer.attention.write_kv(x, self.main[0].metadata.build(batch, planes))

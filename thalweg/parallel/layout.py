@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from thalweg.config.context_parallel import INTERLEAVE
 from thalweg.core.errors import UnsupportedConfig
 from thalweg.parallel.axis import SINGLE, Axis
 from thalweg.parallel.pipeline import ONE_STAGE, Pipe
@@ -24,12 +25,13 @@ class ExpertLayout:
 class Layout:
     """The axes of one rank. On a single rank every axis is `SINGLE`. All but `world` are of one pipeline stage.
 
-    The ranks of a layer are tp x dp: `tp` ranks compute the same tokens, `dp` groups of them compute different ones.
-    The experts are divided over all of these, as `ep` groups of `moe_tp` ranks.
+    The ranks of a layer are tp x dp: `tp` ranks compute the same tokens, `dp` groups of them compute different ones:
+    of requests of their own, or with context parallelism (`cp`) of the same step. The experts are divided over all of
+    these, as `ep` groups of `moe_tp` ranks.
     """
 
     tp: Axis = SINGLE  # shares attention heads, dense MLPs, vocabulary
-    dp: Axis = SINGLE  # has other tokens, and the same experts
+    dp: Axis = SINGLE  # has other tokens, and the same experts; ranks with tokens of one step are neighbours
     # shares the width of dense MLPs: `tp`, or SINGLE, where each rank computes all of it
     dense: Axis = SINGLE
     ep: Axis = SINGLE  # shares experts
@@ -38,6 +40,8 @@ class Layout:
     pipe: Pipe = ONE_STAGE  # to the other pipeline stages
     experts: ExpertLayout = ExpertLayout()
     dcp: Axis = SINGLE  # neighbours among `tp` that share the KV of each sequence
+    cp: Axis = SINGLE  # those of `dp` that divide the tokens of one step
+    cp_strategy: str = INTERLEAVE  # a name in `config.context_parallel`
     is_single: bool = field(init=False)  # one rank computes each layer
 
     def __post_init__(self) -> None:
@@ -52,6 +56,11 @@ class Layout:
                 f"the width of dense MLPs is divided over {self.dense.size} ranks: use 1 or the attention's"
                 f" {self.tp.size}"
             )
+
+    @property
+    def scheduler(self) -> int:
+        """The number of the scheduler that plans this rank's steps."""
+        return self.dp.rank // self.cp.size
 
 
 SINGLE_RANK = Layout()

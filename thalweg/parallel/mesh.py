@@ -17,8 +17,8 @@ from thalweg.parallel.process_axis import ProcessAxis
 
 
 class MeshSizes(NamedTuple):
-    """Sizes of the axes. The processes are pp x dp x tp, tensor-parallel ranks are neighbours, and those of the last
-    pipeline stage come first.
+    """Sizes of the axes. The processes are pp x dp x cp x tp, tensor-parallel ranks are neighbours, and those of the
+    last pipeline stage come first.
     """
 
     tp: int = 1  # ranks that share attention heads
@@ -26,12 +26,13 @@ class MeshSizes(NamedTuple):
     ep: int = 1  # groups of ranks that the experts are divided over
     dense: int = 1  # ranks that share the width of dense MLPs: tp or 1
     pp: int = 1  # pipeline stages
+    cp: int = 1  # groups of tp ranks that divide the tokens of a step
     dcp: int = 1  # neighbouring tensor-parallel ranks that share the KV of each sequence
 
     @property
     def stage(self) -> int:
         """Processes of a pipeline stage."""
-        return self.tp * self.dp
+        return self.tp * self.cp * self.dp
 
     @property
     def world(self) -> int:
@@ -45,10 +46,12 @@ def axis_ranks(sizes: MeshSizes, rank: int) -> dict[str, tuple[int, ...]]:
     """The processes of each axis of a process, by name."""
     tp, stage, moe_tp = sizes.tp, sizes.stage, sizes.stage // sizes.ep
     place, own = divmod(rank, stage)
-    of_dp, of_tp = divmod(own, tp)
+    of_tokens, of_tp = divmod(own, tp)  # of_tokens: the number of its dp and cp ranks together
+    first = of_tokens // sizes.cp * sizes.cp * tp  # of the ranks with the same requests
     of_ep, of_moe_tp = divmod(own, moe_tp)
     of_stage = {
-        "tp": range(of_dp * tp, (of_dp + 1) * tp),
+        "tp": range(of_tokens * tp, (of_tokens + 1) * tp),
+        "cp": range(first + of_tp, first + sizes.cp * tp, tp),
         "dp": range(of_tp, stage, tp),
         "dcp": range(own - own % sizes.dcp, own - own % sizes.dcp + sizes.dcp),
         "ep": range(of_moe_tp, stage, moe_tp),
@@ -68,7 +71,8 @@ def layout_of(sizes: MeshSizes, rank: int, axis: MakeAxis) -> Layout:
     axes = {name: axis(name, ranks) if len(ranks) > 1 else SINGLE for name, ranks in axis_ranks(sizes, rank).items()}
     dense = axes["tp"] if sizes.dense > 1 else SINGLE
     pipe = Pipe(axes["hidden"], axes["published"])
-    return Layout(axes["tp"], axes["dp"], dense, axes["ep"], axes["moe_tp"], axes["world"], pipe, dcp=axes["dcp"])
+    ranks = axes["tp"], axes["dp"], dense, axes["ep"], axes["moe_tp"], axes["world"]
+    return Layout(*ranks, pipe, cp=axes["cp"], dcp=axes["dcp"])
 
 
 def build_mesh(sizes: MeshSizes, device: torch.device, timeout: float | None = None) -> Layout:

@@ -150,14 +150,16 @@ class Capture:
     def pieces(self, runner: Runner, tokens: Sequence[int], beside: Sequence[int], report: Callable[[], None]) -> None:
         """Steps of so many tokens in pieces and with their attention, beside which there may be so many decode rows."""
         model, thin, planes = self.context.model, self.context.thin_model, self.context.planes
-        shared, pieces, other = StepBuffers(max(tokens), planes.device), list[PiecewiseGraph](), GraphPool()
+        ranks, pieces, other = model.factory.layout.cp, list[PiecewiseGraph](), GraphPool()
+        shared = StepBuffers(max(tokens), planes.device, ranks)
         for many in sorted(tokens, reverse=True):
             pieces.append(PiecewiseGraph(many, model, shared))
             with self.pool.running(f"{many} tokens"):
                 pieces[-1].capture(planes, self.context.max_kv_len, self.pool, thin)
             report()
         decode, context = max(beside, default=0), self.context.max_kv_len
-        ragged = ragged_graphs(model, planes, tokens, decode, context, shared)
+        # a division of tokens is made on the host
+        ragged = ragged_graphs(model, planes, tokens if ranks.size == 1 else (), decode, context, shared)
         for one in ragged:
             with self.pool.running(f"{one.tokens} tokens with their attention"):
                 one.capture(planes, self.pool, thin)
@@ -202,7 +204,9 @@ def capture_steps(
     """
     capture = Capture(runner, context, spare, GraphPool(), bool(draft_counts))
     done, tree = itertools.count(1), runner.slots.tree
-    beside = halving([bucket for bucket in rows if bucket <= max(tokens)]) if tokens else []
+    # context-parallel ranks exchange what all tokens store at once, and not decode rows alone
+    has_beside = tokens and runner.model.factory.layout.cp.size == 1
+    beside = halving([bucket for bucket in rows if bucket <= max(tokens)]) if has_beside else []
     chain_counts = [num_drafts for num_drafts in draft_counts if rows and not tree.is_tree_step(1 + num_drafts)]
     has_drafts = bool(chain_counts) and capture.drafter is not None
     chains = chain_shapes(rows, chain_counts) if chain_counts else []

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from thalweg.batch.batch import Attend, Batch, GraphBreak, Group, RowExtent, no_graph_break
 from thalweg.batch.padding import without_first_group
+from thalweg.batch.share import divided
 from thalweg.core.plan import PAGE
 from thalweg.memory.planes import Planes
 from thalweg.models.interface import Model
@@ -172,6 +173,11 @@ class Piecewise:
         self.decoding[-1].capture(pool)
 
     def forward(self, batch: Batch, planes: Planes) -> Tensor:
+        layout = self.model.factory.layout
+        own = divided(batch, layout.cp, layout.cp_strategy)
+        return own.whole(self._forward(own.batch, planes))
+
+    def _forward(self, batch: Batch, planes: Planes) -> Tensor:
         tokens = len(batch.ids_T)
         for one in self.recorded:
             if one.tokens >= tokens:
@@ -212,4 +218,5 @@ def _padding(shared: StepBuffers, tokens: int, context: int, graph_break: GraphB
         tuple(Group(row, 1, starts[row], length, length) for row, length in enumerate(lengths)),
         tuple(RowExtent(length, length) for length in lengths),
         graph_break,
+        share=shared.share(tokens),
     )

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from thalweg.batch.batch import Batch
+from thalweg.batch.batch import Batch, ContextRanks, TokenShare
+from thalweg.parallel.axis import SINGLE
 
 
 class StepBuffers:
@@ -13,10 +14,16 @@ class StepBuffers:
     attention between pieces returns. All buckets use its first rows, so the largest is recorded first.
     """
 
-    def __init__(self, most: int, device: torch.device) -> None:
+    def __init__(self, most: int, device: torch.device, ranks: ContextRanks = SINGLE) -> None:
+        """ranks: that the tokens of a step are divided over; the buffers hold this one's."""
         self.ids_T, self.positions_T, self.write_T = torch.zeros(3, most, dtype=torch.int64, device=device)
         self.real_T = torch.zeros(most, dtype=torch.bool, device=device)
         self.out_TX: Tensor | None = None
+        self.ranks, self.write_all = ranks, torch.zeros(ranks.size * most, dtype=torch.int64, device=device)
+
+    def share(self, tokens: int) -> TokenShare | None:
+        """Of a bucket of so many tokens; None where one rank computes all."""
+        return None if self.ranks.size == 1 else TokenShare(self.ranks, self.write_all[: self.ranks.size * tokens])
 
     def fill(self, batch: Batch, tokens: int) -> None:
         """Takes the tokens of a step, with padding up to so many."""
@@ -29,6 +36,11 @@ class StepBuffers:
         ):
             held[:count] = given
             held[count:tokens] = 0
+        if (share := self.share(tokens)) is not None:
+            assert batch.share is not None, "the step was divided before"
+            write_CT = share.write_all.view(-1, tokens)
+            write_CT[:, :count] = batch.share.write_all.view(-1, count)
+            write_CT[:, count:] = 0
 
     def make_out(self, like_TX: Tensor) -> None:
         """Makes room for what attention returns, such as `like`."""

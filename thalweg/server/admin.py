@@ -100,6 +100,7 @@ class ServerInfoResponse(TypedDict):
     dp_size: int
     dcp_size: int
     ep_size: int
+    attn_cp_size: int
     enable_dp_attention: bool
     weight_version: str
     weights_lost: str
@@ -244,6 +245,7 @@ async def server_info(ctx: AppContext, request: Request) -> ServerInfoResponse:
         "dp_size": front.config.dp_size,
         "dcp_size": front.config.dcp_size,
         "ep_size": front.config.ep_size,
+        "attn_cp_size": front.config.attn_cp_size,
         "enable_dp_attention": front.config.enable_dp_attention,
         "weight_version": front.weight_version,
         "weights_lost": front.weights_lost,

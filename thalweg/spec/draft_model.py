@@ -54,12 +54,12 @@ class DraftModel(DraftHead):
         """A small model needs no state: zeros [T, W]."""
         return hidden_TX.new_zeros(1, 1).expand(len(hidden_TX), self.width)
 
-    def forward(self, ids_T: Tensor, state_TW: Tensor, batch: Batch, planes: Planes) -> Tensor:
+    def own_states(self, ids_T: Tensor, state_TW: Tensor, batch: Batch, planes: Planes) -> Tensor:
         known_T = ids_T if self.ids_D is None else ids_T.clamp(max=self.both - 1)
         return self.model.forward(replace(batch, ids_T=known_T), self._behind(planes))
 
-    def write_kv(self, ids_T: Tensor, state_TW: Tensor, batch: Batch, planes: Planes) -> None:
-        self.forward(ids_T, state_TW, batch, planes)
+    def write_own_kv(self, ids_T: Tensor, state_TW: Tensor, batch: Batch, planes: Planes) -> None:
+        self.own_states(ids_T, state_TW, batch, planes)
 
     def logits(self, state_NW: Tensor) -> Tensor:
         return self.model.logits(state_NW)[:, : self.both].contiguous()

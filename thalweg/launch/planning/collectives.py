@@ -40,21 +40,32 @@ def collectives(facts: ModelFacts, shape: StepShape, layout: ParallelLayout) -> 
     """All of a step of every attention with this shape, on one GPU of each stage."""
     sparse = 0 if facts.moe is None else sum(facts.moe.in_layer(layer) for layer in range(facts.layers))
     row = facts.hidden * ACTIVATION
-    inner, found = layout.attention, []
-    among = (inner - 1) / inner
+    inner, found, has_others = layout.attention, [], layout.dp * layout.cp > 1
+    among, tokens = (inner - 1) / inner, shape.tokens / layout.cp
     if inner > 1:
         # after attention and after dense MLPs; where all GPUs share one attention, also after experts
-        count = 2 * facts.layers - (sparse if layout.dp > 1 else 0)
-        found.append(Collective("all-reduce", count, inner, 2 * among * shape.tokens * row))
+        count = 2 * facts.layers - (sparse if has_others else 0)
+        found.append(Collective("all-reduce", count, inner, 2 * among * tokens * row))
         logits = shape.rows * facts.vocab * ACTIVATION
         found.append(Collective("all-gather of logits", 1, inner, among / inner * logits))
     if layout.dcp > 1:
         found += _around_attention(facts, shape, layout)
-    if facts.moe is not None and layout.dp > 1:
-        found += _around_experts(facts, shape, layout, sparse, row)
+    if facts.moe is not None and has_others:
+        found += _around_experts(facts, tokens, layout, sparse, row)
+    if layout.cp > 1:
+        stored, ranks, others = _stored(facts, inner), layout.cp * inner, layout.cp - 1
+        found.append(Collective("all-gather of stored tokens", facts.layers, ranks, others * tokens * stored))
+        found.append(Collective("all-gather of hidden states", 1, ranks, others * tokens * row))
     if layout.pp > 1:
-        found.append(Collective("to the next stage", layout.pp - 1, layout.tp * layout.pp, shape.tokens * row / inner))
+        found.append(Collective("to the next stage", layout.pp - 1, layout.tp * layout.pp, tokens * row / inner))
     return found
+
+
+def _stored(facts: ModelFacts, heads: int) -> float:
+    """Bytes that a layer keeps of a token in bfloat16 on one of the ranks that share its heads."""
+    if facts.mla is None:
+        return ACTIVATION * 2 * max(facts.kv_heads / heads, 1) * facts.head_dim
+    return ACTIVATION * (facts.mla.kv_lora + facts.mla.rope + (0 if facts.indexer is None else facts.indexer.dim))
 
 
 def sending_seconds(facts: ModelFacts, shape: StepShape, layout: ParallelLayout, hardware: Hardware | None) -> float:
@@ -68,42 +79,39 @@ def _around_attention(facts: ModelFacts, shape: StepShape, layout: ParallelLayou
     """
     ranks, heads, mla = layout.dcp, facts.heads / layout.attention, facts.mla
     query, out = (facts.head_dim,) * 2 if mla is None else (mla.kv_lora + mla.rope, mla.kv_lora)
-    each, others = shape.tokens * heads, ranks - 1
+    tokens, others = shape.tokens / layout.cp, ranks - 1
+    each = tokens * heads
     found = [
         Collective("all-gather of queries", facts.layers, ranks, others * each * query * ACTIVATION),
         Collective("all-to-all of attention", facts.layers, ranks, others * each * (out * ACTIVATION + LSE)),
     ]
     if facts.indexer is not None and shape.context > facts.indexer.topk:
         chosen = min(facts.indexer.topk, shape.context / ranks)
-        candidates = others * shape.tokens * chosen * CANDIDATE
+        candidates = others * tokens * chosen * CANDIDATE
         found.append(Collective("all-gather of candidates", sum(facts.indexer.full), ranks, candidates))
     return found
 
 
-def _around_experts(
-    facts: ModelFacts, shape: StepShape, layout: ParallelLayout, layers: int, row: float
-) -> list[Collective]:
+def _around_experts(facts: ModelFacts, own: float, layout: ParallelLayout, layers: int, row: float) -> list[Collective]:
     """Tokens of all attentions meet at the experts: dealt out in FP8 and brought back, or gathered and reduced. Then
-    each GPU of an attention has a part of its tokens, and gathers the others'.
+    each GPU of an attention has a part of its tokens, and gathers the others'. own: tokens of a GPU.
     """
     assert facts.moe is not None
-    inner, others = layout.attention, (layout.tp - 1) / layout.tp
+    inner, groups, others = layout.attention, layout.dp * layout.cp, (layout.tp - 1) / layout.tp
     if layout.ep > 1:
         code = facts.hidden + 4 * facts.hidden / 128 + HEADER
         reached = (layout.ep - 1) * (1 - (1 - 1 / layout.ep) ** facts.moe.topk)  # other ranks, once each
-        copies = shape.tokens / inner * reached
+        copies = own / inner * reached
         found = [
             Collective("dispatch to experts", layers, layout.tp, copies * code),
             Collective("combine", layers, layout.tp, copies * row),
         ]
     else:
-        tokens = shape.tokens * layout.dp
+        tokens = own * groups
         found = [
-            Collective("all-gather of tokens", layers, layout.tp, tokens * row * (layout.dp - 1) / layout.dp),
+            Collective("all-gather of tokens", layers, layout.tp, tokens * row * (groups - 1) / groups),
             Collective("reduce-scatter", layers, layout.tp, tokens * row * others),
         ]
     if inner > 1:
-        found.append(
-            Collective("all-gather within an attention", layers, inner, shape.tokens * row * (inner - 1) / inner)
-        )
+        found.append(Collective("all-gather within an attention", layers, inner, own * row * (inner - 1) / inner))
     return found

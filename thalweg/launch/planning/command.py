@@ -179,7 +179,13 @@ def _layout(options: Options, machine: Hardware) -> ParallelLayout | None:
     from thalweg.launch.planning.layouts import ParallelLayout  # loads torch, which --help need not
 
     attention_dp = wish.dp_size if wish.enable_dp_attention else 1
-    one = ParallelLayout(wish.tp_size, attention_dp, wish.ep_size, wish.pp_size, dcp=wish.dcp_size)
+    one = ParallelLayout(
+        wish.tp_size, attention_dp, wish.ep_size, wish.pp_size, cp=wish.attn_cp_size, dcp=wish.dcp_size
+    )
+    if one.tp % (one.dp * one.cp):
+        raise UnsupportedConfig(
+            f"--attn-cp-size {one.cp} does not divide the GPUs of an attention; use a divisor of {one.tp // one.dp}"
+        )
     if machine.gpus % one.gpus:
         raise UnsupportedConfig(
             f"--tp-size {one.tp}, --pp-size {one.pp}: {one.gpus} GPUs a copy, of which {machine.name} has no whole"

@@ -139,9 +139,7 @@ def forecast(options: Options, request: PlanRequest, folder: str) -> Forecast:
 
 def not_yet(layout: ParallelLayout) -> str:
     """Why this version does not run such a layout; "" where it does."""
-    sizes = ParallelOptions(
-        tp_size=layout.tp, dp_size=layout.dp, pp_size=layout.pp, ep_size=layout.ep, dcp_size=layout.dcp
-    )
+    sizes = ParallelOptions(pp_size=layout.pp, attn_cp_size=layout.cp, dcp_size=layout.dcp)
     return unsupported_parallelism(sizes, "cuda")
 
 

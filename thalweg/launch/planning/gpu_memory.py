@@ -98,7 +98,7 @@ def gpu_memory(resolved: Resolved, model: PlannedModel, layout: ParallelLayout, 
 
 def exchange_bytes(facts: ModelFacts, engine: EngineConfig, layout: ParallelLayout) -> int:
     """Of the one-sided dispatch and combine between ranks that have different tokens; see `engine.collectives`."""
-    ranks = layout.ep if engine.moe_a2a_backend == "alltoall" else layout.dp
+    ranks = layout.ep if engine.moe_a2a_backend == "alltoall" else layout.dp * layout.cp
     if facts.moe is None or ranks == 1 or engine.moe_a2a_backend == "deepep" or engine.deterministic_inference:
         return 0
     row_bytes = bf16_row(facts.moe.topk + facts.moe.shared, facts.hidden)

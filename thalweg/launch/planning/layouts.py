@@ -24,12 +24,13 @@ class ParallelLayout:
     ep: int = 1  # groups that the experts are divided over; 1 cuts each expert instead
     pp: int = 1  # stages of consecutive layers
     copies: int = 1  # whole engines behind one balancer
+    cp: int = 1  # groups of the GPUs of an attention that divide the tokens of each step
     dcp: int = 1  # GPUs of an attention that share each context
 
     @property
     def attention(self) -> int:
         """GPUs that share an attention, a dense MLP, and the head."""
-        return self.tp // self.dp
+        return self.tp // (self.dp * self.cp)
 
     @property
     def gpus(self) -> int:
@@ -47,11 +48,12 @@ class ParallelLayout:
 
     def flags(self) -> tuple[str, ...]:
         """The command-line flags of one copy."""
-        sizes = (word for name, count in self._sizes() for word in (f"--{name}-size", str(count)))
+        flags = {"cp": "attn-cp"}
+        sizes = (word for name, count in self._sizes() for word in (f"--{flags.get(name, name)}-size", str(count)))
         return (*sizes, *["--enable-dp-attention"][: self.dp - 1])
 
     def _sizes(self) -> Iterator[tuple[str, int]]:
-        for name in ("tp", "dp", "ep", "pp", "dcp"):
+        for name in ("tp", "dp", "cp", "ep", "pp", "dcp"):
             if (count := getattr(self, name)) > 1:
                 yield name, count
 
@@ -61,14 +63,14 @@ ONE = ParallelLayout()
 
 def layout_of(config: EngineConfig) -> ParallelLayout:
     """The layout that an engine has."""
-    sizes = config.tp_size, config.attention_dp, config.ep_size, config.pp_size, config.copies, config.dcp_size
-    return ParallelLayout(*sizes)
+    sizes = config.tp_size, config.attention_dp, config.ep_size, config.pp_size, config.copies
+    return ParallelLayout(*sizes, config.attn_cp_size, config.dcp_size)
 
 
 def why_not(facts: ModelFacts, layout: ParallelLayout) -> str:
     """Why a layout is not proposed; "" where it is. Whether the layers can be divided, the layers say themselves."""
-    if layout.tp % layout.dp:
-        return f"dp {layout.dp} must divide tp {layout.tp}"
+    if layout.tp % (layout.dp * layout.cp):
+        return f"dp {layout.dp} and cp {layout.cp} must divide tp {layout.tp}"
     if facts.heads % layout.attention:
         return f"{facts.heads} heads are not divided by {layout.attention}"
     alike = layout.attention if facts.mla is not None else max(layout.attention // facts.kv_heads, 1)

@@ -88,16 +88,19 @@ def divided(layout: ParallelLayout, requests: int, new: int, context: int, cohor
 def phases(model: RankModel, shape: StepShape) -> list[StepPhase]:
     """All of a step on one GPU of each stage, the stages one after the other. shape: of each attention, all alike."""
     parts: dict[str, StepPhase] = {}
+    own = 1 / model.layout.cp  # of the tokens; all GPUs compute the logits
     for group in model.groups:
         if group.phase and not group.is_routed:
-            rows = shape.rows if group.phase == "head" and not shape.scored else shape.tokens
+            sampled = shape.tokens if shape.scored else shape.rows
+            rows = sampled if group.phase == "head" else own * shape.tokens
             phase = StepPhase(group.phase, group.read, 2.0 * rows * group.high, 2.0 * rows * group.low)
             parts[group.phase] = parts[group.phase].plus(phase) if group.phase in parts else phase
     experts: list[StepPhase] = []
     routed = next((group for group in model.groups if group.is_routed), None)
     if model.facts.moe is not None and routed is not None:
         experts = _experts(model, model.facts.moe, shape, routed, parts.pop("experts"))
-    return sorted([*parts.values(), *_attention(model, shape), *experts], key=lambda part: ORDER.index(part.name))
+    attention = [replace(one, bf16=own * one.bf16, fp8=own * one.fp8) for one in _attention(model, shape)]
+    return sorted([*parts.values(), *attention, *experts], key=lambda part: ORDER.index(part.name))
 
 
 def verified(shape: StepShape, drafts: int) -> StepShape:

@@ -139,7 +139,7 @@ class PlannedModel:
         return replace(self._by_layout[inner], layout=layout)
 
     def factory(self, layout: ParallelLayout = ONE) -> ReferenceLayers:
-        attention, dp = FirstRank(layout.attention), FirstRank(layout.dp)
+        attention, dp = FirstRank(layout.attention), FirstRank(layout.dp * layout.cp)
         experts = FirstRank(layout.ep), FirstRank(layout.tp // layout.ep)
         axes = Layout(attention, dp, attention, *experts, experts=self.experts)
         published = catalog.published_dtype(self.facts)

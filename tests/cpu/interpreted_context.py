@@ -1,0 +1,126 @@
+"""Context parallelism on our kernels, in Triton's interpreter: two ranks give one rank's hidden states and the same cache,
+with latents, records, keys and values of heads, chosen contexts and trees. In deterministic mode they give its bits. A
+process of its own, since Triton looks once whether it interprets.
+
+    TRITON_INTERPRET=1 python -m tests.cpu.interpreted_context
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.cpu import zoo
+from tests.cpu.interpreted_attention import exact_casts, interpret_scalars
+from tests.cpu.interpreted_sparse import CONFIG, FP8, exact_products
+from tests.cpu.ranks import ThreadAxis, layouts, on_ranks
+from tests.gpu import shapes
+from thalweg.batch.batch import Batch
+from thalweg.config.context_parallel import INTERLEAVE, ZIGZAG
+from thalweg.core.kernels import KernelConfig
+from thalweg.layers.kernel_layers import KernelLayers
+from thalweg.memory.planes import Planes
+from thalweg.models import catalog
+from thalweg.models.catalog import read_config_facts
+from thalweg.parallel.layout import SINGLE_RANK, Layout
+
+CPU = torch.device("cpu")
+SHORT = {"num_hidden_layers": 2, "first_k_dense_replace": 2}
+V32 = CONFIG | SHORT | {"index_topk": 16, "index_topk_pattern": "FS"}
+INDEXED = ("index_topk", "index_head_dim", "index_n_heads", "index_topk_pattern")
+V3 = {key: value for key, value in (CONFIG | SHORT).items() if key not in INDEXED}
+V3["architectures"] = ["DeepseekV3ForCausalLM"]
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+    "max_position_embeddings": 1024, "tie_word_embeddings": False,
+}  # fmt: skip
+SPARSE, PLAIN = ({"decode": by, "prefill": by} for by in ("triton_sparse", "triton"))
+# of each kind its configuration, its kernels, and how far a hidden state may be from one rank's
+KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
+    "sparse": (V32, SPARSE, 1e-4),
+    "sparse, records": (V32, SPARSE | FP8, 0.1),  # a step's own tokens are not rounded before they are attended to
+    "sparse, deterministic": (V32, SPARSE | {"deterministic": True}, 0.0),
+    "latents": (V3, PLAIN, 1e-4),
+    "latents, deterministic": (V3, PLAIN | {"deterministic": True}, 0.0),
+    "latents expanded": (V3, PLAIN | {"latent": False}, 1e-4),
+    "grouped": (LLAMA, PLAIN, 1e-4),
+    "grouped, deterministic": (LLAMA, PLAIN | {"deterministic": True}, 0.0),
+}
+
+# of each step its rows: first page, tokens before, tokens of the step; and whether they are trees
+STEPS: dict[str, tuple[list[shapes.Part], bool]] = {
+    "a prompt longer than the choice": ([(3, 0, 22)], False),
+    "a chunk beside a decode row": ([(3, 22, 1), (1, 0, 11)], False),
+    "two trees, which stay whole": ([(3, 23, 4), (1, 11, 4)], True),
+    "a tree that is divided": ([(3, 23, 5)], True),
+}
+turn = threading.Lock()  # one rank at a time: the interpreter has one state
+
+
+class OneAtATime(ThreadAxis):
+    """An axis whose other ranks compute while one waits."""
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        turn.release()
+        try:
+            return super().all_gather(x)
+        finally:
+            turn.acquire()
+
+
+def ranks_of(strategy: str) -> list[Layout]:
+    made = layouts(cp=2, strategy=strategy)
+    return [replace(layout, cp=OneAtATime(layout.cp.rendezvous, layout.cp.rank)) for layout in made]  # type: ignore[attr-defined]
+
+
+def steps() -> list[Batch]:
+    generator, made = torch.Generator().manual_seed(1), list[Batch]()
+    for rows, has_trees in STEPS.values():
+        batch = shapes.batches(rows, CPU, generator, 64)[1]
+        made.append(shapes.branched(batch, rows, len(rows))[0] if has_trees else batch)
+    return made
+
+
+def hidden(config: dict[str, Any], kinds: dict[str, Any], layout: Layout) -> tuple[list[Tensor], Planes]:
+    """Of all steps, and the cache after them."""
+    factory = KernelLayers(torch.float32, CPU, KernelConfig(**kinds), layout)
+    model = catalog.assemble(read_config_facts(config, "context"), factory)
+    zoo.fill(model)
+    planes = Planes(model.planes(), 16)
+    with turn:
+        return [model.forward(batch, planes) for batch in steps()], planes
+
+
+def check(name: str, strategy: str) -> None:
+    config, kinds, tolerance = KINDS[name]
+    want, cache = hidden(config, kinds, SINGLE_RANK)
+    ranks = ranks_of(strategy)
+    (got, ours), (others, theirs) = on_ranks(2, lambda rank: hidden(config, kinds, ranks[rank]))
+    for step, x, own_x, other_x in zip(STEPS, want, got, others, strict=True):
+        error = float(((own_x - x).norm(dim=1) / x.norm(dim=1)).max())
+        assert torch.equal(own_x, other_x), f"{name}, {strategy}, {step}: ranks differ"
+        assert error <= tolerance, f"{name}, {strategy}, {step}: {error}"
+    for key, plane in ours.bytes.items():
+        assert torch.equal(plane[1:], theirs.bytes[key][1:]), f"{name}, {strategy}: {key} differs between ranks"
+        assert plane[1:].any() and (tolerance or torch.equal(plane[1:], cache.bytes[key][1:]))
+
+
+def main() -> int:
+    interpret_scalars()
+    exact_casts()
+    exact_products()
+    for name in KINDS:
+        check(name, INTERLEAVE)
+    check("sparse", ZIGZAG)
+    return 0
+
+
+if __name__ == "__main__":
+    with torch.inference_mode():
+        sys.exit(main())

@@ -1,0 +1,9 @@
+"""Ways to divide the tokens of prompts over context-parallel ranks; `batch.share` does it."""
+
+from __future__ import annotations
+
+INTERLEAVE, ZIGZAG = "interleave", "zigzag"
+STRATEGIES = {
+    INTERLEAVE: "blocks of 128 tokens in turn",
+    ZIGZAG: "a piece from the front of each prompt, and one as long from its end",
+}
