@@ -8,7 +8,7 @@ least one context token, but of a part of the context (`attention.context_shard`
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Iterator, NamedTuple
 
