@@ -260,3 +260,17 @@ def test_steps_and_graphs_of_real_starts(
 def test_slots_of_a_real_start() -> None:
     later = 24 + 8 * 128  # bytes of a slot that those starts had not yet: a tree's root, ids to score
     assert slot_bytes(257, 163840) == 174_306_652 + 257 * later and slot_bytes(65, 8192) == 2_984_540 + 65 * later
+
+
+def test_a_step_has_room_for_the_8_bit_copies_of_what_products_round() -> None:
+    weights = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
+    inputs = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+    top = {"quant_method": "compressed-tensors", "format": "int-quantized", "quantization_status": "compressed"}
+    engine, found = EngineConfig(model_path="", max_running_requests=1, chunked_prefill_size=1024), []
+    for rounded in ({}, {"input_activations": inputs}):
+        group = {"targets": ["Linear"], "weights": weights} | rounded
+        config = LITE | {"first_k_dense_replace": 0, "quantization_config": top | {"config_groups": {"group_0": group}}}
+        found.append(step_bytes(facts(config), engine))
+    without, copies = found
+    experts = 1024 * (2048 + 4) + 1024 * 8 * (1408 + 4)  # of tokens, and of eight choices each between the products
+    assert copies - without == pytest.approx(1.8 * experts), "as the allocator's gaps grow them"
