@@ -24,8 +24,8 @@ SHARED, PAIRWISE, ONWARD = "shared", "pairwise", "onward"  # to all ranks alike,
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """`count` of a kind in a step. ranks: that take part. sent: bytes that one GPU sends in each. goes: SHARED, PAIRWISE
-    or ONWARD. latency: seconds that each costs at least.
+    """`count` of a kind in a step. ranks: that take part. sent: bytes that one GPU sends in each. goes: SHARED,
+    PAIRWISE or ONWARD. latency: seconds that each costs at least.
     """
 
     name: str
