@@ -419,7 +419,16 @@ def expert_balance(result: Result) -> Lines:
          one["all_layers_ms"], one["one_layer_ms"]]
         for one in result["experts"]
     ]  # fmt: skip
-    heads = ["GPUs", "redundant", "Zipf", "before", "after", "on later tokens", "58 layers ms", "one layer and moves ms"]
+    heads = [
+        "GPUs",
+        "redundant",
+        "Zipf",
+        "before",
+        "after",
+        "on later tokens",
+        "58 layers ms",
+        "one layer and moves ms",
+    ]
     return table(heads, rows)
 
 
