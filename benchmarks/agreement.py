@@ -33,28 +33,33 @@ def rank(records: StepRecords, number: int, rounds: int, answer: Connection) -> 
     answer.send(seconds[WARM:])
 
 
+def exchange_us(ranks: int, rounds: int) -> tuple[float, float]:
+    """Median and 99th percentile of the microseconds of a round, of all ranks."""
+    spawn, ends = multiprocessing.get_context("spawn"), [multiprocessing.Pipe() for _ in range(ranks)]
+    records = StepRecords([WakePipe() for _ in ends], [f"rank {i}" for i in range(ranks)], timeout=30.0)
+    processes = [
+        spawn.Process(target=rank, args=(records, number, rounds, there)) for number, (_, there) in enumerate(ends)
+    ]
+    for process in processes:
+        process.start()
+    us = [1e6 * seconds for here, _ in ends for seconds in here.recv()]
+    for process in processes:
+        process.join()
+    return round(median(us), 2), round(quantiles(us, n=100)[-1], 2)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=20_000)
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
-    spawn, ends = multiprocessing.get_context("spawn"), [multiprocessing.Pipe() for _ in range(asked.ranks)]
-    records = StepRecords([WakePipe() for _ in ends], [f"rank {i}" for i in range(asked.ranks)], timeout=30.0)
-    ranks = [
-        spawn.Process(target=rank, args=(records, number, asked.rounds, there))
-        for number, (_, there) in enumerate(ends)
-    ]
-    for one in ranks:
-        one.start()
-    us = [1e6 * seconds for here, _ in ends for seconds in here.recv()]
-    for one in ranks:
-        one.join()
+    median_us, p99_us = exchange_us(asked.ranks, asked.rounds)
     result = {
         "ranks": asked.ranks,
         "rounds": asked.rounds,
-        "median_us": round(median(us), 2),
-        "p99_us": round(quantiles(us, n=100)[-1], 2),
+        "median_us": median_us,
+        "p99_us": p99_us,
         **provenance("agreement.py", sys.argv[1:], {}),
     }
     print(json.dumps({name: result[name] for name in ("ranks", "rounds", "median_us", "p99_us")}))

@@ -442,8 +442,9 @@ def main() -> None:
                     log.attempt(f"{label} DeepGEMM", time_experts, shape, weights, tokens, top, ext.run_experts)
             for tokens in (1, 2, 3, 4, 6):
                 for by in ("direct", "sorted") if shape.fp8 else ("pairs", "direct", "sorted"):
+                    plan = by, experts.tabled(by, tokens, shape.rule.topk + shape.rule.shared, shape.stack, shape.fp8)
                     label = f"{shape.name} T={tokens} {by}"
-                    log.attempt(label, time_experts, shape, weights, tokens, top, experts.run_experts, by=by)
+                    log.attempt(label, time_experts, shape, weights, tokens, top, experts.run_experts, plan=plan)
             share = log.left / (2 if shape is LITE else 1)
             until = log.left - share
             for tokens in (1, 32, 128, 8192, 8, 1024):

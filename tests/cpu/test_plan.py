@@ -406,3 +406,24 @@ def test_copies_get_gpus_of_their_own() -> None:
         .startswith("CUDA_VISIBLE_DEVICES=$(seq -s, $((2*i)) $((2*i+1)))")
     )
     assert command(config, ParallelLayout(), 16) == "thalweg serve m"
+    on_nodes = command(config, ParallelLayout(tp=16, copies=2), 16)
+    assert "--tp-size 16 --nnodes 2 --node-rank RANK --dist-init-addr HOST:29500  # on each node of a copy" in on_nodes
+    assert command(config, ParallelLayout(tp=8, copies=2), 16) == "thalweg serve m --tp-size 8  # on each node"
+    assert (
+        command(config, ParallelLayout(tp=4, copies=4), 16).splitlines()[0] == "for i in $(seq 0 1); do  # on each node"
+    )
+
+
+def test_several_nodes_of_a_named_machine(plan: Run, v3: str) -> None:
+    flags = ("--tp-size", "16", "--dp-size", "16", "--enable-dp-attention", "--ep-size", "16", "--concurrency", "1024")
+    made = json.loads(plan(v3, "--machine", "h200x8", "--nnodes", "2", *flags, "--json").out)
+    same = json.loads(plan(v3, "--machine", "h200x16", *flags, "--json").out)
+    assert made["layouts"] == same["layouts"] and made["machine"]["gpus"] == 16 and made["caches"] == 16
+    assert "--nnodes 2 --node-rank RANK" in made["best"]["command"]
+    text = plan(v3, "--machine", "h200x8", "--nnodes", "2", *flags).out
+    assert "nodes of 8, 50 GB/s a GPU between them" in " ".join(text.split())
+    for machine, nodes, words in (("h200x16", "2", "a node has up to 8"), ("h200x8", "999", "up to 1024")):
+        refused = plan(v3, "--machine", machine, "--nnodes", nodes)
+        assert refused.status == 2 and words in refused.err
+    refused = plan(v3, "--machine", "h200x8", "--nnodes", "3", "--tp-size", "12")
+    assert refused.status == 2 and "12 GPUs a copy are neither whole nodes of 8" in refused.err

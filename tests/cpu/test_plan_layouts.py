@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,7 @@ def test_traffic_of_expert_parallelism() -> None:
     dispatch, combine = sent["dispatch to experts"], sent["combine"]
     assert dispatch.count == combine.count == 58 and "all-reduce" not in sent
     assert (dispatch.sent + combine.sent) / 1e6 == pytest.approx(6.39, abs=0.01)
-    times = [58 * one.sent / hardware("h200x8").link(8) for one in (dispatch, combine)]
+    times = [58 * one.sent / hardware("h200x8").chip.link for one in (dispatch, combine)]
     assert 1e3 * sum(times) == pytest.approx(0.824, abs=0.005)
 
 
@@ -90,7 +91,6 @@ def test_traffic_of_tensor_parallelism() -> None:
     reduce = found["all-reduce"]
     assert reduce.count == 122 and reduce.sent == 2 * 7 / 8 * 4 * 14_336
     assert not collectives(V3, StepShape(4, 1, 4096), ONE)
-    assert hardware("h100x16").link(16) < hardware("h100x8").link(8)
 
 
 def test_traffic_of_data_parallel_attention() -> None:
@@ -260,3 +260,45 @@ def test_steps_and_graphs_of_real_starts(
 def test_slots_of_a_real_start() -> None:
     later = 24 + 8 * 128  # bytes of a slot that those starts had not yet: a tree's root, ids to score
     assert slot_bytes(257, 163840) == 174_306_652 + 257 * later and slot_bytes(65, 8192) == 2_984_540 + 65 * later
+
+
+def test_a_step_has_room_for_the_8_bit_copies_of_what_products_round() -> None:
+    weights = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
+    inputs = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+    top = {"quant_method": "compressed-tensors", "format": "int-quantized", "quantization_status": "compressed"}
+    engine, found = EngineConfig(model_path="", max_running_requests=1, chunked_prefill_size=1024), []
+    for rounded in ({}, {"input_activations": inputs}):
+        group = {"targets": ["Linear"], "weights": weights} | rounded
+        config = LITE | {"first_k_dense_replace": 0, "quantization_config": top | {"config_groups": {"group_0": group}}}
+        found.append(step_bytes(facts(config), engine))
+    without, copies = found
+    experts = 1024 * (2048 + 4) + 1024 * 8 * (1408 + 4)  # of tokens, and of eight choices each between the products
+    assert copies - without == pytest.approx(1.8 * experts), "as the allocator's gaps grow them"
+
+
+def test_several_nodes_send_less_over_the_network_than_between_gpus() -> None:
+    """Sixteen GPUs on two nodes. A sum enters a node once, an eighth through each adapter; what is dispatched goes to
+    each of the eight others by itself.
+    """
+    pair = hardware("h200x8", 2)
+    assert (pair.gpus, pair.gpus_of_node) == (16, 8) and pair == hardware("h200x16")
+    shape, tp16 = StepShape(256, 1, 4096), ParallelLayout(tp=16)
+    reduce = {one.name: one for one in collectives(V3, shape, tp16)}["all-reduce"]
+    assert reduce.sent == 2 * 15 / 16 * 256 * 14_336
+    crossing = 256 * 14_336 / 8  # twice, of each node half
+    assert reduce.seconds(pair) == pytest.approx(122 * (5e-6 + max(crossing / 50e9, reduce.sent / 450e9)))
+    dp16 = ParallelLayout(tp=16, dp=16, ep=16)
+    dispatch = {one.name: one for one in collectives(V3, shape, dp16)}["dispatch to experts"]
+    assert dispatch.seconds(pair) == pytest.approx(58 * (5e-6 + dispatch.sent * 8 / 15 / 50e9))
+    one_switch = dataclasses.replace(pair, gpus_of_node=16)
+    assert dispatch.seconds(one_switch) == pytest.approx(58 * (5e-6 + dispatch.sent / 450e9))
+    hop = {one.name: one for one in collectives(V3, shape, ParallelLayout(tp=4, pp=4))}["to the next stage"]
+    assert hop.count == 3 and hop.seconds(pair) == pytest.approx(3 * (5e-6 + hop.sent / 3 / 50e9)), (
+        "one of three crosses"
+    )
+
+
+def test_copies_lie_on_whole_nodes_or_inside_one() -> None:
+    found = {layout.tp * layout.pp for layout in layouts(V3, 24, 8)}
+    assert found == {1, 2, 4, 8, 24}
+    assert {layout.tp * layout.pp for layout in layouts(V3, 6, 8)} == {1, 2, 3, 6}, "one node with six GPUs"

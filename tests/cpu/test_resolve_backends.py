@@ -22,7 +22,7 @@ from thalweg.quant.fp8_block import Fp8Block
 DENSE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "vocab_size": 100,
-    "hidden_size": 64,
+    "hidden_size": 128,
     "intermediate_size": 64,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
@@ -160,6 +160,21 @@ def test_a_requested_backend_is_kept(backend: str) -> None:
             ["fp8_gemm_backend", "batch-invariant", "Use triton."],
         ),
         (DENSE, {"fp8_gemm_backend": "deep_gemm"}, ["fp8_gemm_backend", "plain"]),
+        (
+            EXPERTS | {"moe_intermediate_size": 96},
+            {"moe_runner_backend": "deep_gemm"},
+            ["moe_runner_backend deep_gemm", "tiles of 64", "Use triton."],
+        ),
+        (
+            EXPERTS | {"hidden_size": 192},
+            {"moe_runner_backend": "triton+deep_gemm"},
+            ["moe_runner_backend triton+deep_gemm", "tiles of 128", "Use triton."],
+        ),
+        (
+            EXPERTS,
+            {"moe_runner_backend": "deep_gemm", "tp_size": 2},
+            ["moe_runner_backend deep_gemm", "on each rank", "Use triton."],
+        ),
         (FP8, {"moe_runner_backend": "triton", "attention": "reference"}, ["moe_runner_backend", "Use reference."]),
     ],
 )
@@ -169,3 +184,22 @@ def test_refusals_name_the_setting_and_the_nearest(
     with pytest.raises(UnsupportedConfig) as caught:
         run(config, **wishes)
     assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_ragged_experts_are_ours_where_nothing_is_asked_and_whole_ones_deep_gemms() -> None:
+    assert run(EXPERTS)[0]["moe"] == "triton+deep_gemm"
+    made, reasons = run(EXPERTS | {"moe_intermediate_size": 96})
+    assert made["moe"] == "triton" and "tiles of 64" in reasons["moe_runner_backend"]
+    assert run(EXPERTS, tp_size=2, ep_size=2)[0]["moe"] == "triton+deep_gemm", "each rank has whole experts"
+
+
+@pytest.mark.parametrize("rank, mode, refuses", [(16, True, True), (64, True, False), (16, False, False)])
+def test_deterministic_latents_of_no_whole_tiles_are_refused(rank: int, mode: bool, refuses: bool) -> None:
+    facts = read_config_facts(EXPERTS | {"kv_lora_rank": rank}, "test")
+    machine = Machine("Test CPU", 8, 1 << 36, 1 << 36, H100, 1 << 36, "9.0", frozenset(("triton",)))
+    options = options_of(model="m", attention_backend="triton", deterministic_inference=mode)
+    if refuses:
+        with pytest.raises(UnsupportedConfig, match="triton: .*kv_lora_rank in whole tiles of 64. Use reference"):
+            resolve_kernels(options, facts, machine, "cuda", Decisions())
+    else:
+        assert resolve_kernels(options, facts, machine, "cuda", Decisions()).decode == "triton"

@@ -15,7 +15,7 @@ from thalweg.cache.page_allocator import PageAllocator
 from thalweg.cache.radix import RadixTree
 from thalweg.core.step_times import StepTimes
 from thalweg.scheduler.plan_builder import DecodeLoad, LatencyTargets, WaitingPrompt, WholeBudget
-from thalweg.scheduler.prompt_share import LEAST_STEP, MAX_DEVIATION, SIZES, CostBasedShare, StepCost
+from thalweg.scheduler.prompt_share import LEAST_STEP, MARGIN, MAX_DEVIATION, SIZES, CostBasedShare, StepCost
 from thalweg.scheduler.requests import Limits
 from thalweg.scheduler.scheduler import Scheduler
 
@@ -89,6 +89,20 @@ def test_steps_through_stages_take_about_the_same_time_however_long_the_context(
     assert share().choose(load(0), prompts(1), 0, 8192) == 8192, "one stage takes all"
     waiting = CostBasedShare(StepCost(KNEE), LatencyTargets(), Clock(), 4)
     assert waiting.choose(load(0), prompts(1, 100), 0, 8192) == 100 and waiting.choose(load(0), prompts(9), 0, 50) == 50
+
+
+def test_prompts_alone_keep_the_target_of_decode_rows_that_are_on_their_way_through_stages() -> None:
+    clock = Clock()
+    cost, of = StepCost(KNEE), CostBasedShare(StepCost(KNEE), LatencyTargets(between_tokens=0.015), clock, 4)
+    free = of.choose(load(0), prompts(1), 0, 8192)
+    assert cost.seconds(load(0), free, 0) > 0.015, "no request waits for its next token"
+    of.expect(0, load(8), 0, 0)
+    held = of.choose(load(0), prompts(1), 0, 8192)
+    assert 0.95 * MARGIN * 0.015 < cost.seconds(load(0), held, 0) <= MARGIN * 0.015
+    assert of.choose(load(0), prompts(1, held + 50), 0, 8192) <= held, "not with a small rest either"
+    of.expect(1, load(0), held, 0)
+    of.observe(0, False)
+    assert of.choose(load(0), prompts(1), 0, 8192) == free, "a step of prompts holds nobody up"
 
 
 def test_many_decode_rows_hold_a_step_at_the_knee_and_many_waiting_requests_fill_it() -> None:

@@ -23,6 +23,7 @@ from tests.compose.matrix import MODEL
 from thalweg.engine.node_link import interface_of
 
 NAMESPACE, DEVICES, HOSTS = "thalweg-node1", ("thalweg0", "thalweg1"), ("10.87.65.1", "10.87.65.2")
+OTHER_HOST = "10.87.65.9"
 LAYOUT = "--tp-size 4 --dp-size 2 --enable-dp-attention --ep-size 4 --threads 1 --no-warmup".split()
 START_S, NAMED_S = 120.0, 30.0
 INSIDE = ["ip", "netns", "exec", NAMESPACE]
@@ -42,7 +43,8 @@ def link() -> Iterator[None]:
             ip("link", "add", DEVICES[0], "type", "veth", "peer", "name", DEVICES[1], "netns", NAMESPACE)
         except (OSError, subprocess.CalledProcessError) as error:
             pytest.skip(f"no network namespaces here: {error}")
-        ip("addr", "add", f"{HOSTS[0]}/24", "dev", DEVICES[0])
+        for host in (OTHER_HOST, HOSTS[0]):  # the second is a secondary address
+            ip("addr", "add", f"{host}/24", "dev", DEVICES[0])
         ip("link", "set", DEVICES[0], "up")
         for words in ("link set lo up", f"addr add {HOSTS[1]}/24 dev {DEVICES[1]}", f"link set {DEVICES[1]} up"):
             subprocess.run([*INSIDE, "ip", *words.split()], check=True)
@@ -113,7 +115,7 @@ def nodes(link: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node
 
 
 def test_two_nodes_serve_also_over_a_slow_link(nodes: Nodes) -> None:
-    assert interface_of(HOSTS[0]) == DEVICES[0] and not interface_of(HOSTS[1])
+    assert interface_of(HOSTS[0]) == interface_of(OTHER_HOST) == DEVICES[0] and not interface_of(HOSTS[1])
     ranks = nodes.health()["ranks"]
     assert [name for name in ranks if "node 1" in name] == [
         "rank 2 (node 1, DP 1, TP 0)",

@@ -174,6 +174,24 @@ def test_an_error_of_another_rank_names_a_stopped_process() -> None:
     run(test)
 
 
+def test_the_first_error_is_the_reason_whichever_comes_first() -> None:
+    async def test() -> None:
+        async with serving(**TP2) as front:
+            stream = front.stream(PROMPT, greedy(300))
+            await anext(stream)
+            assert front._processes is not None
+            front._processes.fatals += [
+                (2.0, "rank 0 (TP 0): connection closed"),
+                (1.0, "rank 1 (TP 1): out of memory"),
+            ]
+            front._handle(Fatal("rank 0 (TP 0): connection closed"), 0)
+            with pytest.raises(EngineDead, match=r"rank 1 \(TP 1\): out of memory"):
+                async for _ in stream:
+                    pass
+
+    run(test)
+
+
 def test_copies_share_nothing_and_the_load(want: list[int]) -> None:
     async def test() -> None:
         async with serving(**COPIES) as front:

@@ -8,6 +8,7 @@ from thalweg.core.messages import Submit, TokenDelta
 from thalweg.core.plan import PAGE
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.routing import RequestRouter
+from thalweg.llm.llm import submission_order
 
 PARAMS = SamplingParams()
 
@@ -70,3 +71,17 @@ def test_one_rank_gets_everything() -> None:
     router = RequestRouter(1, 100, PAGE)
     assert router.route(submit(0, text(0, 5))) == 0
     assert router.by_rank([5, 6]) == {0: (5, 6)}
+
+
+def test_prompts_that_are_known_together_are_assigned_longest_first() -> None:
+    lengths = [100] * 30 + [900, 1000]
+    assert submission_order(lengths, 1) == list(range(32))
+    order = submission_order(lengths, 4)
+    assert order[:2] == [31, 30] and order[2:] == list(range(30)), "equal ones in their order"
+    most = []
+    for numbers in (range(32), order):
+        router = RequestRouter(4, 1000)
+        for number in numbers:
+            router.route(submit(number, text(number, lengths[number])))
+        most.append(max(rank.work for rank in router.ranks))
+    assert most == [1700, 1300], "of 4,900 tokens"

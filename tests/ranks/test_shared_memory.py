@@ -163,7 +163,7 @@ def test_planted_bugs_of_the_board_are_caught(bug: str, monkeypatch: pytest.Monk
 def test_a_rank_that_writes_no_record_is_named() -> None:
     step_records = board_of(3, timeout=0.2)
     late = StepExchange(step_records, 2)
-    late._write(step_of(1, 2))
+    late.publish(step_of(1, 2))
     with pytest.raises(RankLost, match=r"rank 1: no part in step 1 for 0\.2 s"):
         StepExchange(step_records, 0).exchange(step_of(1, 0))
 
@@ -193,9 +193,9 @@ def test_a_ring_that_was_heard_too_early_is_not_lost() -> None:
     step_records = board_of(2)
     first, second = StepExchange(step_records, 0), StepExchange(step_records, 1)
     steps = DataParallelSteps(cast(Worker, None), second, 2)
-    second._write(step_of(0, 1))
+    second.publish(step_of(0, 1))
     first.exchange(step_of(0, 0))
-    first._write(step_of(0, 0))
+    first.publish(step_of(0, 0))
     step_records.wake_pipes[1].wake()
     second.wake_pipe.clear()
     second.exchange(step_of(0, 1))

@@ -16,7 +16,7 @@ from thalweg.config.setting import nearest
 from thalweg.core.errors import UnsupportedConfig
 
 A_NODE = 8  # GPUs behind one NVLink switch; beyond it the network counts
-NETWORK = 50e9  # bytes/s a GPU and direction: one 400 Gbit/s adapter each, as in DGX and HGX systems
+NETWORK = 50e9  # bytes/s a GPU and direction, assumed: one 400 Gbit/s adapter each, as in DGX and HGX systems
 MOST_GPUS = 1024
 CORES_A_GPU = 16  # assumed, as a node of two 64-core processors has
 HOST_A_GPU = 128 * 10**9  # bytes of main memory, assumed
@@ -38,18 +38,15 @@ class Chip:
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """GPUs of one kind in nodes of `A_NODE`."""
+    """GPUs of one kind in equal nodes."""
 
     chip: Chip
     gpus: int
+    gpus_of_node: int = A_NODE  # at most
 
     @property
     def name(self) -> str:
         return self.chip.name + (f"x{self.gpus}" if self.gpus > 1 else "")
-
-    def link(self, ranks: int) -> float:
-        """Bytes a second that a GPU sends to the others of a group of this size, in one direction."""
-        return self.chip.link if ranks <= A_NODE else NETWORK
 
     def machine(self) -> Machine:
         """An idle machine, as the resolver sees it."""
@@ -87,8 +84,10 @@ CHIPS = {
 }
 
 
-def hardware(name: str) -> Hardware:
-    """The machine of this name: a chip, and "x" with how many. Raises UnsupportedConfig naming those that are known."""
+def hardware(name: str, nodes: int = 1) -> Hardware:
+    """So many machines of this name: a chip, and "x" with how many. Raises UnsupportedConfig naming those that are
+    known.
+    """
     found = re.fullmatch(r"([a-z0-9]+?)(?:x(\d+))?", name.strip().lower())
     known = ", ".join(CHIPS)
     if found is None or found[1] not in CHIPS:
@@ -104,7 +103,11 @@ def hardware(name: str) -> Hardware:
         raise UnsupportedConfig(
             f"--machine {name}: {gpus} GPUs; use 1 to {A_NODE}, or whole nodes of {A_NODE} up to {MOST_GPUS}"
         )
-    return Hardware(CHIPS[found[1]], gpus)
+    if nodes > 1 and gpus > A_NODE or gpus * nodes > MOST_GPUS:
+        raise UnsupportedConfig(
+            f"--machine {name} --nnodes {nodes}: a node has up to {A_NODE} GPUs, and all together up to {MOST_GPUS}"
+        )
+    return Hardware(CHIPS[found[1]], gpus * nodes, gpus if nodes > 1 else A_NODE)
 
 
 def hardware_of(machine: Machine) -> Hardware | None:

@@ -234,7 +234,7 @@ class Fatal(msgspec.Struct, tag=True, frozen=True):
     """The engine ends because of this error."""
 
     message: str
-    at: float = 0.0  # time.time() of the error: of several processes, the first that failed is the cause
+    at: float = 0.0  # time.time() of the error on its node: of several processes, the first that failed is the cause
 
 
 Control = UpdateWeights | StartProfile | StopProfile | DumpExperts  # carried out between two steps, with none in flight

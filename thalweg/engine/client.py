@@ -397,7 +397,7 @@ class EngineClient:
                     is_named = bool(error) and error == self._silence  # the watchdog names those that are stopped
                     killed = await asyncio.to_thread(processes.killed, or_stopped=not is_named)
                     self._receive()
-                    self.reason = killed or ("" if error else processes.failed()) or self.reason
+                    self.reason = killed or ("" if is_named else processes.failed()) or self.reason
                 if not error and self.reason == reason:
                     self.reason = await asyncio.to_thread(processes.why_ended)
                 if self.ready is not None and self.state != "draining":

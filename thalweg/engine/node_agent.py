@@ -94,7 +94,8 @@ class NodeAgent:
         while True:
             try:
                 connection = socket.create_connection((self.host, self.port), timeout=LOST_S)
-                own_host = connection.getsockname()[0]
+                # the first node calls itself, and its end may have the interface's first address
+                own_host = (connection.getsockname() if self.node else connection.getpeername())[0]
                 link = NodeLink(connection)
             except OSError as error:
                 if time.monotonic() - begun > limit:
@@ -181,6 +182,7 @@ class NodeAgent:
             tuple(process.child.exitcode for process in own),
             tuple(process.is_stopped for process in own),
             tuple(has_pending_plans(self.config, member) for member, _ in zip(self._members, own, strict=False)),
+            time.time(),
         )
 
     def _fail(self, error: str) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
 import socket
 import struct
+import sys
 import threading
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -17,7 +18,10 @@ HEARTBEAT_S = 1.0  # both ends send something at least so often
 LOST_S = 10.0  # without a word for so long the other end is lost
 LENGTH = struct.Struct("<I")
 LONGEST = 1 << 26  # bytes of a message; a longer one is not ours
-INTERFACE_ADDRESS = 0x8915  # SIOCGIFADDR, see netdevice(7)
+# RTM_GETADDR of IPv4 with NLM_F_REQUEST | NLM_F_DUMP, and parts of what answers it; see netlink(7) and rtnetlink(7)
+ADDRESS_DUMP = struct.pack("=IHHIIBxxxI", 24, 22, 0x301, 1, 0, socket.AF_INET, 0)
+MESSAGE, INTERFACE, ATTRIBUTE = struct.Struct("=IH"), struct.Struct("=I"), struct.Struct("=HH")
+MESSAGE_BYTES, ADDRESS_BYTES, ERROR, DONE, LOCAL = 16, 24, 2, 3, 2
 
 
 class Hello(msgspec.Struct, tag=True, frozen=True):
@@ -39,6 +43,7 @@ class Processes(msgspec.Struct, tag=True, frozen=True):
     exit_codes: tuple[int | None, ...] = ()
     stopped: tuple[bool, ...] = ()  # by a signal
     has_pending_plans: tuple[bool, ...] = ()
+    at: float = 0.0  # time.time() of the node
 
 
 class Heartbeat(msgspec.Struct, tag=True, frozen=True):
@@ -156,14 +161,31 @@ def fingerprint(folder: Path) -> str:
 
 
 def interface_of(host: str) -> str:
-    """The network interface of this machine that has an IPv4 address; "" if none has."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:15])
-            try:
-                found = fcntl.ioctl(any_socket.fileno(), INTERFACE_ADDRESS, request)[20:24]
-            except OSError:  # it has no address
-                continue
-            if socket.inet_ntoa(found) == host:
-                return name
+    """The network interface of this machine that has an IPv4 address, be it its first or another; "" if none has."""
+    if sys.platform != "linux":
+        return ""
+    wanted = socket.inet_aton(host)
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW) as kernel:
+        kernel.bind((0, 0))
+        kernel.send(ADDRESS_DUMP)
+        while data := kernel.recv(1 << 16):
+            while data:
+                length, kind = MESSAGE.unpack_from(data)
+                if kind in (ERROR, DONE):
+                    return ""
+                (number,) = INTERFACE.unpack_from(data, MESSAGE_BYTES + 4)
+                if any(of == LOCAL and value == wanted for of, value in _attributes(data[ADDRESS_BYTES:length])):
+                    return socket.if_indextoname(number)
+                data = data[_aligned(length) :]
     return ""
+
+
+def _attributes(data: bytes) -> Iterator[tuple[int, bytes]]:
+    while data:
+        length, of = ATTRIBUTE.unpack_from(data)
+        yield of, data[ATTRIBUTE.size : length]
+        data = data[_aligned(length) :]
+
+
+def _aligned(length: int) -> int:
+    return -(-length // 4) * 4

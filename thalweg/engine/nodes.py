@@ -13,6 +13,7 @@ import random
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -44,6 +45,7 @@ from thalweg.engine.node_link import (
 log = logging.getLogger("thalweg.nodes")
 REMIND_S = 30.0  # between two log lines about nodes that are missing
 KILLED = -9  # exit code of the processes of a lost node
+CLOCK_MESSAGES = 32  # the last of a node, which tell its clock: it may have been set since
 SILENT_HEARTBEATS = 3  # after so many another agent may take a node's place
 
 
@@ -85,6 +87,25 @@ class RemoteProcess:
         os.close(self.sentinel)
 
 
+class NodeClocks:
+    """What to add to the times of other nodes. A message comes after it was sent, so the least difference of the last
+    ones is that between the clocks and the time of the way.
+    """
+
+    def __init__(self) -> None:
+        self._differences: dict[int, deque[float]] = {}
+
+    def hear(self, node: int, sent: float, now: float) -> None:
+        """A message has come; times by the clocks of its sender and of this node."""
+        self._differences.setdefault(node, deque(maxlen=CLOCK_MESSAGES)).append(now - sent)
+
+    def here(self, node: int, at: float) -> float:
+        """When a message that the node sent at that time could be here. So what an event causes elsewhere is later
+        than the event.
+        """
+        return at + min(self._differences.get(node, (0.0,)))
+
+
 class Nodes:
     """All nodes of an engine. The methods are for the client's thread; others watch the connections."""
 
@@ -99,6 +120,7 @@ class Nodes:
         self._store = TCPStore(self.host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=LOST_S))
         self._links, self._relays = dict[int, NodeLink](), dict[int, str]()
         self._agents, self._heard = dict[int, int](), dict[int, float]()  # numbers of agents; when they sent something
+        self.clocks = NodeClocks()
         self._model = fingerprint(Path(config.model_path))
         self._changed = threading.Condition()  # holds for all fields
         self._start = random.getrandbits(30)  # agents may have heard of another server's starts
@@ -234,6 +256,7 @@ class Nodes:
                 message = link.receive()
                 self._heard[node] = time.monotonic()
                 if isinstance(message, Processes):
+                    self.clocks.hear(node, message.at, time.time())
                     self._update(node, message)
         except LinkLost as error:
             self._lose(node, link, str(error))

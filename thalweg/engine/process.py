@@ -125,7 +125,7 @@ def main(config: EngineConfig, member: Member, address: str) -> None:
             channel.send(EngineReady(os.getpid(), 0, 0, 0, 0, config.report))
             follower.run()
     except Exception as error:
-        at = time.time()  # nodes have clocks of their own, near enough to each other
+        at = time.time()
         # the client fails its requests with this text and starts a new engine
         message = str(error) if isinstance(error, ThalwegError) else f"{type(error).__name__}: {error}"
         message = f"{member.name}: {message}" if member.name else message

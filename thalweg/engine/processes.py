@@ -48,7 +48,7 @@ class EngineProcesses:
             self.addresses.append(socket.getsockopt_string(zmq.LAST_ENDPOINT))
             self.sockets.append(socket)
         self.leaders = [self.members.index(member) for member in leaders_of(config, self.members)]
-        self.fatals: list[Fatal] = []  # that have come
+        self.fatals: list[tuple[float, str]] = []  # errors that have come; when they were, by the client's clock
         self.serving: set[int] = set()  # sockets whose process serves
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(FromEngine).decode
@@ -92,7 +92,7 @@ class EngineProcesses:
             while int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
                 message = self._decode(socket.recv(zmq.NOBLOCK))
                 if isinstance(message, Fatal):
-                    self.fatals.append(message)
+                    self.fatals.append((self._here(i, message.at), message.message))
                 if isinstance(message, EngineReady):
                     self.serving.add(i)
                 yield numbers.get(i + self.own, -1), message
@@ -114,7 +114,11 @@ class EngineProcesses:
 
     def failed(self) -> str:
         """The error of the process that failed first; "" if none has sent one. Others may miss it and fail, too."""
-        return min(self.fatals, key=lambda fatal: fatal.at).message if self.fatals else ""
+        return min(self.fatals)[1] if self.fatals else ""
+
+    def _here(self, process: int, at: float) -> float:
+        """A time by the clock of a process's node, by the client's."""
+        return at if self.nodes is None else self.nodes.clocks.here(process // self.nodes.per_node, at)
 
     def killed(self, or_stopped: bool = False) -> str:
         """As `why_ended`, of a process that a signal has ended. or_stopped: or stopped, which others may report first,

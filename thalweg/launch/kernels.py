@@ -11,10 +11,10 @@ from thalweg.config import backends
 from thalweg.config.backends import KernelBackend
 from thalweg.config.machine import Machine
 from thalweg.config.model import ModelFacts
-from thalweg.config.options import LoadOptions, Options
+from thalweg.config.options import LoadOptions, Options, ParallelOptions
 from thalweg.core.capabilities import Capabilities, Required, Selected, select
 from thalweg.core.errors import UnsupportedConfig
-from thalweg.core.kernels import DECISION_NAMES, RECORD, RECORD_TILE, TORCH, KernelConfig
+from thalweg.core.kernels import DECISION_NAMES, LATENT_TILE, RECORD, RECORD_TILE, TORCH, KernelConfig
 from thalweg.launch.decisions import Decisions
 from thalweg.quant.catalog import quantized, scheme_of_experts
 
@@ -22,6 +22,7 @@ C = TypeVar("C", bound=Capabilities)
 
 KV_NAMES = {"fp8": "fp8_e4m3"}  # other names of KV cache types
 FLAG, REFERENCE, SPARSE = "attention_backend", "reference", "triton_sparse"
+HIDDEN_TILE, WIDTH_TILE = 128, 64  # of an expert, for `kernels.experts.ext`
 DSA_BACKENDS = {"triton": SPARSE, "torch": TORCH}  # attention backends by the values of --dsa-*-backend
 
 
@@ -55,6 +56,10 @@ def resolve_kernels(
         "dtype": dtype,
         "deterministic": is_deterministic,
         "trees": has_trees,
+        "ragged_latents": is_deterministic
+        and load.mla
+        and facts.mla is not None
+        and facts.mla.kv_lora % LATENT_TILE > 0,
         "installed": True,
     }
     decode, prefill = _attention(wish, required, machine, facts.heads)
@@ -151,14 +156,25 @@ def resolve_gemms(
     is_plain = scheme is None or is_reference or not scheme.has_expert_kernels
     of_experts = "plain" if scheme is None or is_plain else scheme.operation
     selected: dict[str, Selected] = {}
-    for role, is_needed, weights, asked, catalog in (
-        ("moe", facts.moe is not None, of_experts, load.moe_runner_backend, backends.EXPERTS),
-        ("fp8_gemm", is_fp8, "fp8_gemm" if is_fp8 else "plain", load.fp8_gemm_backend, backends.FP8),
+    is_ragged = not is_reference and has_ragged_experts(facts, options.parallel)
+    for role, is_needed, weights, ragged, asked, catalog in (
+        ("moe", facts.moe is not None, of_experts, is_ragged, load.moe_runner_backend, backends.EXPERTS),
+        ("fp8_gemm", is_fp8, "fp8_gemm" if is_fp8 else "plain", False, load.fp8_gemm_backend, backends.FP8),
     ):
         if is_needed or asked is not None:
-            supported, needed = _on(catalog, machine), {**required, "weights": weights}
+            supported, needed = _on(catalog, machine), {**required, "weights": weights, "ragged_experts": ragged}
             selected[role] = select(DECISION_NAMES[role], needed, supported, asked or "auto")
     return selected
+
+
+def has_ragged_experts(facts: ModelFacts, parallel: ParallelOptions) -> bool:
+    """Whether the experts on some rank are matrices of no whole tiles. Ranks that share an expert get whole blocks of
+    its width, see `parallel.axis.width_of`.
+    """
+    if facts.moe is None:
+        return False
+    width, ranks = facts.moe.intermediate, max(parallel.tp_size // parallel.ep_size, 1)
+    return facts.hidden % HIDDEN_TILE > 0 or width % WIDTH_TILE > 0 or width // WIDTH_TILE < ranks
 
 
 def _on(catalog: Mapping[str, KernelBackend[C]], machine: Machine, heads: int = 0) -> dict[str, C]:

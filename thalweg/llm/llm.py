@@ -191,13 +191,13 @@ class LLM:
         self, requests: Sequence[PreparedRequest], bar: ThroughputBar, is_interrupted: Callable[[], bool]
     ) -> list[RequestOutput]:
         """Runs the engine until all requests have ended. Raises InvalidRequest for those that it refuses."""
-        builders: list[OutputBuilder] = []
+        builders = [OutputBuilder(request, self.texts.tokenizer) for request in requests]
         owners: dict[int, tuple[OutputBuilder, Assembler]] = {}
-        for request in requests:
-            builders.append(OutputBuilder(request, self.texts.tokenizer))
+        for number in submission_order([len(request.ids) for request in requests], self.engine.config.dp_size):
+            request = requests[number]
             uids = self.engine.submit(request.ids, request.params, **request.options)
             for index, uid in enumerate(uids):
-                owners[uid] = builders[-1], Assembler(index, request.ids, request.params, self.texts.tokenizer)
+                owners[uid] = builders[number], Assembler(index, request.ids, request.params, self.texts.tokenizer)
         try:
             while owners and not is_interrupted():
                 for delta in self.engine.step():
@@ -220,6 +220,14 @@ class LLM:
                 builder.end("abort")
             raise GenerationInterrupted([builder.output for builder in builders])
         return [builder.output for builder in builders]
+
+
+def submission_order(lengths: Sequence[int], ranks: int) -> list[int]:
+    """Numbers of the prompts with these lengths, as they are submitted. To several data-parallel ranks the longest go
+    first: a long prompt that is assigned last leaves its rank with more work than the others.
+    """
+    numbers = list(range(len(lengths)))
+    return sorted(numbers, key=lambda number: -lengths[number]) if ranks > 1 else numbers
 
 
 SCORING = SamplingParams(max_tokens=0, prompt_logprobs=0, temperature=0.0)

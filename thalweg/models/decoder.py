@@ -37,7 +37,9 @@ MakeLayer = Callable[[ModelFacts, int, LayerFactory], DecoderLayer]  # the layer
 
 
 class StageValue(NamedTuple):
-    """Values that one pipeline stage sends to the next."""
+    """What the layers of one stage give to the next. Between pipeline stages `selections` is (); `quantize` runs each
+    layer as a stage.
+    """
 
     x_TH: Tensor  # the settled residual stream
     # the selection of context that layers without an indexer of their own share; (): the next layer has its own

@@ -64,6 +64,10 @@ class PlanWriter:
         self.channel.memory.words[SENT] += 1
         self._put(len(message).to_bytes(LENGTH, "little") + message)
 
+    def has_room(self, length: int) -> bool:
+        """Whether a message of so many bytes can be written without waiting for a follower."""
+        return self._free() >= LENGTH + length
+
     def _put(self, data: bytes) -> None:
         channel, sent = self.channel, 0
         ring = channel.memory.bytes[HEADER:]
@@ -82,18 +86,18 @@ class PlanWriter:
         """Bytes that every follower has read, at least `wanted` of them or half of the ring."""
         channel, words = self.channel, self.channel.memory.words
         enough = min(wanted, channel.ring // 2)
-
-        def room() -> int:
-            slowest = min(words[READ + 2 * follower] for follower in range(channel.followers))
-            return channel.ring - (self.written - slowest)
-
         has_room = channel.wake_pipes[0].wait(
-            lambda: room() >= enough or self.is_closed(), time.monotonic() + self.timeout
+            lambda: self._free() >= enough or self.is_closed(), time.monotonic() + self.timeout
         )
         if not has_room or self.is_closed():
             slowest = min(range(channel.followers), key=lambda follower: words[READ + 2 * follower])
             raise RankLost(f"{channel.names[1 + slowest]} has taken no step for {self.timeout:g} s")
-        return room()
+        return self._free()
+
+    def _free(self) -> int:
+        channel, words = self.channel, self.channel.memory.words
+        slowest = min(words[READ + 2 * follower] for follower in range(channel.followers))
+        return channel.ring - (self.written - slowest)
 
 
 class PlanReader:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import struct
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -56,6 +57,49 @@ class Mirrors:
     records: dict[int, SharedRecords] = field(default_factory=dict)
 
 
+class ReceivedPlans:
+    """The plans of a leader on another node. Those for which the ring has no room wait in a thread for the followers,
+    so that what comes for other processes does not wait behind them.
+    """
+
+    def __init__(self, writer: PlanWriter, failed: Callable[[str], None]) -> None:
+        """failed: is called with the error if a follower makes no room in time."""
+        self._writer, self._failed, self._count = writer, failed, 0
+        self._waiting, self._lock = deque[bytes](), threading.Lock()
+        self._thread: threading.Thread | None = None  # while plans wait
+
+    def write(self, message: bytes, count: int) -> None:
+        """count: of the plans that the leader sent before. Raises RankLost."""
+        if count != self._count:
+            raise RankLost(f"plans {self._count} to {count} were lost between nodes")
+        self._count += 1
+        with self._lock:
+            if self._thread is None and self._writer.has_room(len(message)):
+                return self._writer.write(message)
+            self._waiting.append(message)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._write_waiting, daemon=True)
+                self._thread.start()
+
+    def _write_waiting(self) -> None:
+        try:
+            while True:
+                with self._lock:
+                    if not self._waiting:
+                        self._thread = None
+                        return
+                    message = self._waiting.popleft()
+                self._writer.write(message)
+        except RankLost as error:
+            if not self._writer.is_closed():
+                self._failed(str(error))
+
+    def join(self) -> None:
+        """Waits for the thread, which ends once the writer is closed."""
+        if (thread := self._thread) is not None:
+            thread.join()
+
+
 class RelayInbox:
     """A node's PULL socket, and a thread that hands what comes to the relay of the current start."""
 
@@ -90,8 +134,8 @@ class Relay:
         """
         self.start, self.addresses, self.failed = start, addresses, failed
         self.records, self._is_closed = mirrors.records, False
-        self._writers = {
-            number: PlanWriter(channel, timeout, lambda: self._is_closed)
+        self._received = {
+            number: ReceivedPlans(PlanWriter(channel, timeout, lambda: self._is_closed), failed)
             for number, channel in mirrors.received.items()
         }
         works: list[tuple[WakePipe, Callable[[Context], None]]] = []
@@ -107,14 +151,12 @@ class Relay:
             thread.start()
 
     def receive(self, message: bytes) -> None:
-        """Raises RankLost if a follower takes no plan in time, or the relay is closed."""
+        """Raises RankLost if plans are missing."""
         start, number, place, count = HEAD.unpack_from(message)
         if start != self.start:  # of an engine that has ended
             return
         if place == PLAN:
-            if count != (sent := self._writers[number].channel.sent):
-                raise RankLost(f"plans {sent} to {count} were lost between nodes")
-            return self._writers[number].write(message[HEAD.size :])
+            return self._received[number].write(message[HEAD.size :], count)
         shared = self.records[number]
         shared.records.put(place, message[HEAD.size :])
         for rank in shared.own:
@@ -126,6 +168,8 @@ class Relay:
             wake_pipe.wake()
         for thread in self._threads:
             thread.join()
+        for plans in self._received.values():
+            plans.join()
 
     def _run(self, work: Callable[[Context], None]) -> None:
         context: Context = zmq.Context(1)  # sockets belong to one thread

@@ -75,7 +75,7 @@ class StepExchange:
 
     def exchange(self, own: RankStep) -> list[RankStep]:
         """The records of all ranks in this round. Raises RankLost for one that writes none in time."""
-        self._write(own)
+        self.publish(own)
         for other in self.others:
             self.step_records.wake_pipes[other].wake()
         found: dict[int, RankStep] = {self.rank: own}
@@ -94,7 +94,8 @@ class StepExchange:
         self.round += 1
         return [found[rank] for rank in range(len(found))]
 
-    def _write(self, own: RankStep) -> None:
+    def publish(self, own: RankStep) -> None:
+        """Writes the record of this round."""
         data, at = own.pack(), self._place(self.rank)
         self.step_records.memory.bytes[at : at + PACKED_BYTES] = data
         self.step_records.memory.words[(at + RECORD) // 8 - 1] = self._stamp(data)

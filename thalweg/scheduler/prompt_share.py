@@ -14,11 +14,11 @@ With many waiting requests it is the p with the highest rate of prompt tokens.
 Without decode rows a step takes the whole budget, but for pipeline stages. There s stages compute as many steps at a
 time, and the last step crosses s - 1 more stages when no other follows: N tokens in steps of p take about
 (N / p + s - 1) * t(p). The best p is that of the mean context before the tokens that wait. Steps with less context get
-more tokens and those with more get fewer, so that all take the same time and no stage waits for a longer one. Latency
-targets do not bound such a step, although decode rows of other steps wait for it.
+more tokens and those with more get fewer, so that all take the same time and no stage waits for a longer one.
 
-The user's latency targets come before that. A step with decode rows stays within the target between tokens. Within it,
-prompts have the rate that brings each request its first token in time, if there is one.
+The user's latency targets come before that. A step with decode rows stays within the target between tokens, and so does
+a step of prompts alone while stages compute the decode rows of another, whose next step follows it. Within it, prompts
+have the rate that brings each request its first token in time, if there is one.
 """
 
 from __future__ import annotations
@@ -132,9 +132,13 @@ class CostBasedShare:
         def takes(tokens: int) -> float:
             return self.cost.seconds(load, tokens, _pairs(prompts, tokens))
 
-        least = min(LEAST_STEP, most)
+        least = rest = min(LEAST_STEP, most)
+        target = MARGIN * self.targets.between_tokens / self.cost.factor
+        if target and any(has_decode_rows for _, has_decode_rows in self.planned.values()):
+            least, rest = min(SIZES[0], most), 0
+            limit = min(limit, max(target, NEAR * takes(least)))
         tokens = least + max(bisect_right(range(least, most + 1), limit, key=takes) - 1, 0)
-        is_last = not others and listed <= min(tokens + least, most)  # a small rest would cross all stages by itself
+        is_last = not others and listed <= min(tokens + rest, most)  # a small rest would cross all stages by itself
         return listed if is_last else tokens
 
     def _rate(self, prompts: Sequence[WaitingPrompt]) -> float:

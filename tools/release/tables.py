@@ -379,6 +379,69 @@ def scheduling(result: Result) -> Lines:
     return table(["trace", "limits", "best chunk at each load", *loads], rows)
 
 
+def assignment(result: Result) -> Lines:
+    """Largest over mean work of data-parallel ranks: a row for each rule, a column for each number of ranks."""
+    work = {(one["policy"], one["ranks"]): one["work"] for one in result["assignment"]}
+    counts = list(dict.fromkeys(ranks for _, ranks in work))
+    rows = [
+        [policy, *(f"{work[policy, ranks]:.3f}" for ranks in counts)]
+        for policy in dict.fromkeys(policy for policy, _ in work)
+    ]
+    return table(["rule", *(f"{ranks} ranks" for ranks in counts)], rows)
+
+
+def served_by_ranks(result: Result) -> Lines:
+    """Data-parallel ranks that run agreed steps on a simulated device."""
+    heads = ["ranks", "load", "rule", "seconds", "computed", "held", "step time", "padded", "cached", "first token s"]
+    rows = [
+        [one["ranks"], one["load"] or "at once", one["policy"], f"{one['seconds']:.0f}", f"{one['computed']:.3f}",
+         f"{one['held']:.2f}", f"{one['waited']:.2f}", f"{one['padded']:.2f}", f"{one['cached']:.0%}", f"{one['ttft']:.1f}"]
+        for one in result["served"]
+    ]  # fmt: skip
+    return table(heads, rows)
+
+
+def agreement(result: Result) -> Lines:
+    """Microseconds of a round, a row for each number of ranks."""
+    cost = result["agreement"]
+    alone = [[one["ranks"], f"{one['coordinate_us']:.1f}", f"{one['exchange_us']:.1f}"] for one in cost["alone"]]
+    between = {one["ranks"]: f"{one['median_us']:.0f} / {one['p99_us']:.0f}" for one in cost["processes"]}
+    counts = sorted({*between, *(ranks for ranks, *_ in alone)})
+    of = {ranks: rest for ranks, *rest in alone}
+    rows = [[ranks, *of.get(ranks, ("", "")), between.get(ranks, "")] for ranks in counts]
+    return table(["ranks", "agreed step µs", "write and read µs", "between processes µs, median / 99 %"], rows)
+
+
+def expert_balance(result: Result) -> Lines:
+    """Mean load of a GPU over the largest, before and after experts move."""
+    rows = [
+        [one["gpus"], one["redundant"], one["zipf"], one["before"], one["after"], one["after_on_later_tokens"],
+         one["all_layers_ms"], one["one_layer_ms"]]
+        for one in result["experts"]
+    ]  # fmt: skip
+    heads = [
+        "GPUs",
+        "redundant",
+        "Zipf",
+        "before",
+        "after",
+        "on later tokens",
+        "58 layers ms",
+        "one layer and moves ms",
+    ]
+    return table(heads, rows)
+
+
+def plans(result: Result) -> Lines:
+    """Layouts of `thalweg plan` on several nodes."""
+    rows = [
+        [one["gpus"], one["name"], f"{one['requests']:,}", f"{1e3 * one['tpot']:.1f}", f"{1e3 * one['ttft']:.0f}",
+         f"{one['output_throughput']:,.0f}", f"{one['sending'] / one['tpot']:.0%}", f"{one['kv_tokens']:,}"]
+        for one in result["plans"]
+    ]  # fmt: skip
+    return table(["GPUs", "layout", "requests", "TPOT ms", "TTFT ms", "out tok/s", "sending", "KV tokens"], rows)
+
+
 def collectives(result: Result) -> Lines:
     """A row for each way, a column for each number of rows."""
     counts = list(dict.fromkeys(one["rows"] for one in result["rows"]))
@@ -411,6 +474,11 @@ KINDS: dict[str, Callable[[Result], Lines]] = {
     "recomputed": recomputed,
     "soak": soak,
     "scheduling": scheduling,
+    "assignment": assignment,
+    "served-by-ranks": served_by_ranks,
+    "agreement": agreement,
+    "expert-balance": expert_balance,
+    "plans": plans,
     "collectives": collectives,
 }
 

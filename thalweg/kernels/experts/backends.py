@@ -37,19 +37,14 @@ def coded_runner(deterministic: bool = False) -> RunExperts:
     return partial(_in_pieces, partial(weight_only.run_experts, deterministic=deterministic))
 
 
-def _deep_gemm(out_TH: Tensor, x: Rows, routed: RouterOutput, weights: ExpertWeights, accumulate: bool = True) -> None:
-    """Where it serves the weights."""
-    (ext.run_experts if ext.serves(weights) else own.run_experts)(out_TH, x, routed, weights, accumulate)
-
-
 def _by_size(out_TH: Tensor, x: Rows, routed: RouterOutput, weights: ExpertWeights, accumulate: bool = True) -> None:
     is_many = len(x) >= (ext.MIN_FP8_TOKENS if weights.fp8 else ext.MIN_TOKENS)
-    (_deep_gemm if is_many else own.run_experts)(out_TH, x, routed, weights, accumulate)
+    (ext.run_experts if is_many else own.run_experts)(out_TH, x, routed, weights, accumulate)
 
 
 RUNNERS: dict[str, RunExperts] = {
     "triton": own.run_experts,
-    "deep_gemm": _deep_gemm,
+    "deep_gemm": ext.run_experts,
     "triton+deep_gemm": _by_size,
 }
 

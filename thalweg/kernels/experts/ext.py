@@ -53,7 +53,8 @@ def serves(weights: ExpertWeights) -> bool:
 
 
 def run_experts(out_TH: Tensor, x: Rows, routed: RouterOutput, weights: ExpertWeights, accumulate: bool = True) -> None:
-    """As `triton.run_experts`. weights: such as it `serves`."""
+    """As `triton.run_experts`. weights: such as it `serves`, which the resolver sees to."""
+    assert serves(weights), f"DeepGEMM does not multiply by {tuple(weights.w2_NHI.shape)} in {weights.w2_NHI.dtype}"
     experts, scales = len(weights.w2_NHI), None
     by = sort(routed.ids_TK, experts, TILE, aligned=True)
     ends_N = by.end_N[:experts]

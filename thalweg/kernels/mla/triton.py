@@ -24,6 +24,7 @@ from torch import Tensor
 from triton.language import constexpr
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from thalweg.core.kernels import LATENT_TILE
 from thalweg.kernels.attend.args import ContextChunk, DecodeRows, LatentPlane, RaggedRows
 from thalweg.kernels.attend.triton import (
     LOG2E,
@@ -47,7 +48,7 @@ from thalweg.kernels.attend.triton import (
 from thalweg.kernels.launch import launch_config
 
 MERGE_UP_TOKENS = 4  # beyond it a batched product is faster
-MERGE_UP_RANKS = 64  # latent dims of a step of `merge_up_many`, which masks none
+MERGE_UP_RANKS = LATENT_TILE  # latent dims of a step of `merge_up_many` and `up`
 
 
 def decode_tiles(rows: int, is_fp8: bool) -> TileConfig:
@@ -266,7 +267,7 @@ def up(u_THr: Tensor, uv_HRv: Tensor, *, overlap: bool = True) -> Tensor:
 
     The tiles do not depend on the number of tokens, so that a token's bits do not either; where they may, a library's
     batched product is faster. uv_HRv: bfloat16, a view of any strides. overlap: whether it may start while the kernel
-    before it ends.
+    before it ends. r is a multiple of MERGE_UP_RANKS.
     """
     options = launch_config(u_THr, 4, 4) if overlap else {"num_warps": 4, "num_stages": 4, "PDL": False}
     columns = min(triton.next_power_of_2(uv_HRv.shape[2]), 64)

@@ -1,12 +1,15 @@
 """Collectives of a step between the GPUs of a layout, and their least time when nothing else hides it. No
 torch.
+
+Of a group on several nodes some bytes cross the network, at most `NETWORK` a second for each GPU, while the others
+cross NVLink. What goes to all ranks alike enters a node once, each of its GPUs carrying a part.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from thalweg.config.machines import Hardware
+from thalweg.config.machines import NETWORK, Hardware
 from thalweg.config.model import ModelFacts
 from thalweg.launch.planning.layouts import ParallelLayout
 from thalweg.launch.planning.roofline import StepShape
@@ -18,22 +21,34 @@ ACTIVATION = 2  # bytes of a number between layers
 LSE = 4  # bytes of a head's log-sum-exp
 CANDIDATE = 8  # bytes of a score and its position
 HEADER = 16  # bytes before a token that is dispatched
+SHARED, PAIRWISE, ONWARD = "shared", "pairwise", "onward"  # to all ranks alike, to each its own, to the next rank
 
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """`count` of a kind in a step. ranks: that take part. sent: bytes that one GPU sends in each. latency: seconds that
-    each costs at least.
+    """`count` of a kind in a step. ranks: that take part. sent: bytes that one GPU sends in each. goes: SHARED,
+    PAIRWISE or ONWARD. latency: seconds that each costs at least.
     """
 
     name: str
     count: int
     ranks: int
     sent: float
+    goes: str = SHARED
     latency: float = LATENCY
 
     def seconds(self, hardware: Hardware) -> float:
-        return self.count * (self.latency + self.sent / hardware.link(self.ranks))
+        outside = self._outside(hardware.gpus_of_node)
+        inside = self.sent if self.goes == SHARED else self.sent * (1 - outside)
+        return self.count * (self.latency + max(inside / hardware.chip.link, self.sent * outside / NETWORK))
+
+    def _outside(self, node: int) -> float:
+        """Share of the bytes that a GPU sends over the network. node: GPUs of one."""
+        if self.ranks <= node:
+            return 0.0
+        if self.goes == ONWARD:
+            return min((self.ranks / node - 1) / self.count, 1.0)
+        return (self.ranks - node) / (self.ranks - 1) / (node if self.goes == SHARED else 1)
 
 
 def collectives(facts: ModelFacts, shape: StepShape, layout: ParallelLayout) -> list[Collective]:
@@ -57,7 +72,8 @@ def collectives(facts: ModelFacts, shape: StepShape, layout: ParallelLayout) -> 
         found.append(Collective("all-gather of stored tokens", facts.layers, ranks, others * tokens * stored))
         found.append(Collective("all-gather of hidden states", 1, ranks, others * tokens * row))
     if layout.pp > 1:
-        found.append(Collective("to the next stage", layout.pp - 1, layout.tp * layout.pp, tokens * row / inner))
+        ranks = layout.tp * layout.pp
+        found.append(Collective("to the next stage", layout.pp - 1, ranks, tokens * row / inner, ONWARD))
     return found
 
 
@@ -83,7 +99,7 @@ def _around_attention(facts: ModelFacts, shape: StepShape, layout: ParallelLayou
     each = tokens * heads
     found = [
         Collective("all-gather of queries", facts.layers, ranks, others * each * query * ACTIVATION),
-        Collective("all-to-all of attention", facts.layers, ranks, others * each * (out * ACTIVATION + LSE)),
+        Collective("all-to-all of attention", facts.layers, ranks, others * each * (out * ACTIVATION + LSE), PAIRWISE),
     ]
     if facts.indexer is not None and shape.context > facts.indexer.topk:
         chosen = min(facts.indexer.topk, shape.context / ranks)
@@ -103,8 +119,8 @@ def _around_experts(facts: ModelFacts, own: float, layout: ParallelLayout, layer
         reached = (layout.ep - 1) * (1 - (1 - 1 / layout.ep) ** facts.moe.topk)  # other ranks, once each
         copies = own / inner * reached
         found = [
-            Collective("dispatch to experts", layers, layout.tp, copies * code),
-            Collective("combine", layers, layout.tp, copies * row),
+            Collective("dispatch to experts", layers, layout.tp, copies * code, PAIRWISE),
+            Collective("combine", layers, layout.tp, copies * row, PAIRWISE),
         ]
     else:
         tokens = own * groups

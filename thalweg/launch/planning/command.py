@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 import shutil
@@ -18,7 +19,7 @@ from rich.console import Console
 
 from thalweg.config.args import ENGINE, OptionsParser, options_parser, parse_options
 from thalweg.config.machines import CHIPS, Hardware, hardware
-from thalweg.config.options import Options
+from thalweg.config.options import Options, ParallelOptions
 from thalweg.core.errors import CheckpointError, UnsupportedConfig
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ examples:
   thalweg plan org/name --machine h200x8                     the same for eight H200s, and the best layout
   thalweg plan config.json --machine h100x8 --request-rate 4 --input-len 4000 --output-len 500 --tpot-target 30
   thalweg plan org/name --machine b200x8 --tp-size 8 --dp-size 8 --ep-size 8 --concurrency 1024
+  thalweg plan org/name --machine h200x8 --nnodes 2           the same for two nodes of eight
   thalweg plan models/tiny --check                           compares the memory of an engine with the forecast
 
 MODEL may be a config.json alone. Machines: {", ".join(CHIPS)}, each with x and a number of GPUs. A lower
@@ -164,7 +166,7 @@ def _request(options: Options, asked: argparse.Namespace) -> PlanRequest:
         asked.ttft_target / 1e3,
         asked.expert_skew,
     )
-    machine = hardware(asked.machine) if asked.machine else None
+    machine = hardware(asked.machine, options.parallel.nnodes) if asked.machine else None
     layout = None if machine is None else _layout(options, machine)
     return PlanRequest(load, machine, layout, asked.batches, asked.contexts or CONTEXTS)
 
@@ -173,10 +175,12 @@ def _layout(options: Options, machine: Hardware) -> ParallelLayout | None:
     """The layout that the flags name, in as many copies as --dp-size says, or else as the machine has room for; None
     where they name none.
     """
-    wish = options.parallel
-    if wish == type(wish)():
+    default = ParallelOptions()
+    of_nodes = {name: getattr(default, name) for name in ("nnodes", "node_rank", "dist_init_addr", "launcher")}
+    wish = dataclasses.replace(options.parallel, **of_nodes)
+    if wish == default:
         return None
-    from thalweg.launch.planning.layouts import ParallelLayout  # loads torch, which --help need not
+    from thalweg.launch.planning.layouts import ParallelLayout, why_not_on_nodes  # loads torch, which --help need not
 
     attention_dp = wish.dp_size if wish.enable_dp_attention else 1
     one = ParallelLayout(
@@ -192,6 +196,8 @@ def _layout(options: Options, machine: Hardware) -> ParallelLayout | None:
             f" number; use a divisor of {machine.gpus}"
         )
     room, asked = machine.gpus // one.gpus, 1 if wish.enable_dp_attention else wish.dp_size
+    if machine.gpus > machine.gpus_of_node and (reason := why_not_on_nodes(one, machine.gpus_of_node)):
+        raise UnsupportedConfig(f"--tp-size {one.tp}, --pp-size {one.pp}: {reason}")
     if asked > room:
         raise UnsupportedConfig(f"--dp-size {asked}: {machine.name} has room for {room} copies of {one.gpus} GPUs")
     return replace(one, copies=asked if asked > 1 else room)

@@ -11,7 +11,7 @@ from typing import Any
 
 from thalweg.config import tree
 from thalweg.config.machine import Machine
-from thalweg.config.machines import CHIPS, Hardware, hardware_of
+from thalweg.config.machines import CHIPS, NETWORK, Hardware, hardware_of
 from thalweg.config.model import ModelFacts
 from thalweg.config.options import Options, ParallelOptions
 from thalweg.core.errors import InsufficientMemory, UnsupportedConfig
@@ -79,6 +79,8 @@ def forecast(options: Options, request: PlanRequest, folder: str) -> Forecast:
             " machine"
         )
     machine = Machine.here() if named is None else named.machine()
+    if named is None and machine.gpus and options.parallel.nnodes > 1:
+        raise UnsupportedConfig("nnodes: name the machine of each node, such as --machine h200x8 --nnodes 2")
     # layouts of GPUs are forecast one by one, whether this version runs them or not
     single = tree.replace(options, model=folder)
     if named is not None or machine.gpus:
@@ -127,11 +129,13 @@ def forecast(options: Options, request: PlanRequest, folder: str) -> Forecast:
         "flops_a_token": model.on(ONE).flops_a_token(),
         "load": asdict(load),
         "layouts": [_outcome(outcome) for outcome in outcomes],
-        "best": _advice(best, options),
-        "best_that_runs": _advice(next((o for o in outcomes if o.fits and not not_yet(o.layout)), None), options),
+        "best": _advice(best, options, hardware),
+        "best_that_runs": _advice(
+            next((o for o in outcomes if o.fits and not not_yet(o.layout)), None), options, hardware
+        ),
     }
     if hardware is not None:
-        report["machine"] |= asdict(hardware) | {"name": hardware.name}
+        report["machine"] |= asdict(hardware) | {"name": hardware.name, "network": NETWORK}
     requests = outcomes[0].requests if outcomes else load.concurrency
     report |= _step_bounds(PlannedLayout(planning, layout, load), request, drafter_planner(facts, resolved), requests)
     return Forecast(report, resolved if alone or room is None else with_pages(resolved, room, ONE), room)
@@ -220,11 +224,12 @@ def _outcome(outcome: LayoutForecast) -> dict[str, Any]:
     }
 
 
-def _advice(outcome: LayoutForecast | None, options: Options) -> dict[str, Any] | None:
-    if outcome is None:
+def _advice(outcome: LayoutForecast | None, options: Options, machine: Hardware | None) -> dict[str, Any] | None:
+    if outcome is None or machine is None:
         return None
     layout = outcome.layout
-    return {"layout": layout.name, "not_yet": not_yet(layout), "command": command(options, layout, outcome.requests)}
+    words = command(options, layout, outcome.requests, machine.gpus_of_node)
+    return {"layout": layout.name, "not_yet": not_yet(layout), "command": words}
 
 
 def _step_bounds(

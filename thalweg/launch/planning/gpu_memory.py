@@ -15,7 +15,8 @@ from thalweg.kernels.exchange.ref import MAX_ROWS, bf16_row, bytes_for, row_word
 from thalweg.launch.planning.layouts import ONE, ParallelLayout
 from thalweg.launch.planning.weights import PlannedModel
 from thalweg.launch.resolved import Resolved
-from thalweg.quant.catalog import scheme_of_experts
+from thalweg.quant.catalog import format_of, scheme_of_experts
+from thalweg.quant.scheme import Quantized, Scheme
 
 RESERVE = 1 << 30  # as start-up keeps
 
@@ -154,10 +155,12 @@ def graph_bytes(facts: ModelFacts, engine: EngineConfig, cut: int = 1) -> float:
 
 def _activations(facts: ModelFacts, tokens: int, cut: int) -> float:
     """The most bytes that a layer uses: a dense MLP's gates, values and their product, or what experts take and give
-    for each choice.
+    for each choice. Products that round their inputs to 8 bits hold a copy of them.
     """
     hidden = ACTIVATION * tokens * facts.hidden
-    dense = hidden + ACTIVATION * tokens * 3 * facts.intermediate / cut
+    width = ACTIVATION * tokens * facts.intermediate / cut
+    copy = _rounded_bytes(format_of(facts.quantization_config).scheme("model.layers.0.mlp.up_proj"), facts.hidden)
+    dense = hidden + max(3 * width, 2 * width + tokens * copy)
     if facts.moe is None:
         return dense
     inner, choices = facts.moe.intermediate / cut, tokens * (facts.moe.topk + facts.moe.shared)
@@ -168,7 +171,14 @@ def _activations(facts: ModelFacts, tokens: int, cut: int) -> float:
         scales = 4 * (facts.hidden + inner) / 128
         return 9 * tokens * facts.hidden + choices * (3 * facts.hidden + 5 * inner + scales)
     sparse = 2 * hidden + ACTIVATION * choices * (inner + facts.hidden)
+    sparse += tokens * _rounded_bytes(experts, facts.hidden) + choices * _rounded_bytes(experts, inner)
     return sparse if all(facts.moe.sparse) else max(dense, sparse)
+
+
+def _rounded_bytes(scheme: Scheme | None, columns: float) -> float:
+    """Of a row in 8 bits, with its scales; 0.0 where the products of a scheme read 16 bits, or codes from elsewhere."""
+    rule = scheme.activations if isinstance(scheme, Quantized) else None
+    return 0.0 if rule is None else columns + 4 * (columns / rule.group if rule.group else 1)
 
 
 def _attention_numbers(facts: ModelFacts, cut: int) -> float:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from thalweg.config.engine import EngineConfig
+from thalweg.config.machines import A_NODE
 from thalweg.config.model import ModelFacts
 from thalweg.config.options import Options
 from thalweg.config.tree import command_line, non_defaults, settings
@@ -85,7 +86,15 @@ def why_not(facts: ModelFacts, layout: ParallelLayout) -> str:
     return ""
 
 
-def layouts(facts: ModelFacts, gpus: int) -> Iterator[ParallelLayout]:
+def why_not_on_nodes(layout: ParallelLayout, gpus_of_node: int) -> str:
+    """Why nodes with so many GPUs do not hold the copies of a layout; "" where they do."""
+    each = layout.tp * layout.pp
+    if each % gpus_of_node and gpus_of_node % each:
+        return f"{each} GPUs a copy are neither whole nodes of {gpus_of_node} nor an even part of one"
+    return ""
+
+
+def layouts(facts: ModelFacts, gpus: int, gpus_of_node: int = A_NODE) -> Iterator[ParallelLayout]:
     """All that use this many GPUs."""
     for copies in _divisors(gpus):
         for pp in _divisors(gpus // copies):
@@ -93,7 +102,9 @@ def layouts(facts: ModelFacts, gpus: int) -> Iterator[ParallelLayout]:
             for dp in _divisors(tp):
                 for ep in sorted({1, tp}):
                     layout = ParallelLayout(tp, dp, ep, pp, copies)
-                    if not why_not(facts, layout):
+                    if not why_not(facts, layout) and (
+                        gpus <= gpus_of_node or not why_not_on_nodes(layout, gpus_of_node)
+                    ):
                         yield layout
 
 
@@ -101,9 +112,9 @@ def _divisors(number: int) -> list[int]:
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
-def command(options: Options, layout: ParallelLayout, requests: int) -> str:
+def command(options: Options, layout: ParallelLayout, requests: int, gpus_of_node: int = A_NODE) -> str:
     """Shell command that starts a layout for so many requests at a time: one server, or one for each copy, on GPUs and
-    ports of their own. Settings that the user gave stay.
+    ports of their own. On several nodes: what runs on each. Settings that the user gave stay.
     """
     words = ["thalweg", "serve", _folder(options.model.model), *layout.flags()]
     own = {
@@ -115,12 +126,17 @@ def command(options: Options, layout: ParallelLayout, requests: int) -> str:
     if "max_running_requests" not in own and running > DEFAULT_RUNNING:
         words += ["--max-running-requests", str(-(-running // PAGE) * PAGE)]
     words += command_line(own)
-    if layout.copies == 1:
-        return shlex.join(words)
     each = layout.tp * layout.pp
+    if each > gpus_of_node:
+        nodes = f"--nnodes {each // gpus_of_node} --node-rank RANK --dist-init-addr HOST:29500"
+        return f"{shlex.join(words)} {nodes}  # on each node{' of a copy' if layout.copies > 1 else ''}"
+    on_node = min(gpus_of_node // each, layout.copies)
+    where = "  # on each node" if on_node < layout.copies else ""
+    if on_node == 1:
+        return shlex.join(words) + where
     first = "$i" if each == 1 else f"$(seq -s, $(({each}*i)) $(({each}*i+{each - 1})))"
     return (
-        f"for i in $(seq 0 {layout.copies - 1}); do\n"
+        f"for i in $(seq 0 {on_node - 1}); do{where}\n"
         f"  CUDA_VISIBLE_DEVICES={first} {shlex.join(words)} --port $((30000+i)) &\ndone"
     )
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
-from thalweg.config.machines import Hardware
+from thalweg.config.machines import A_NODE, Hardware
 from thalweg.core.errors import UnsupportedConfig
 from thalweg.launch.planning.collectives import Collective, collectives
 from thalweg.launch.planning.gpu_memory import GpuMemory
@@ -182,7 +182,8 @@ def outcomes(
     if only is not None:
         return [PlannedLayout(planning, only, load).forecast()]
     forecasts = []
-    for layout in layouts(planning.model.facts, gpus):
+    node = A_NODE if planning.hardware is None else planning.hardware.gpus_of_node
+    for layout in layouts(planning.model.facts, gpus, node):
         try:
             forecasts.append(PlannedLayout(planning, layout, load).forecast())
         except UnsupportedConfig:

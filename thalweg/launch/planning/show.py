@@ -134,6 +134,8 @@ def _machine(machine: Report) -> str:
         return f"{name}: {rates} (measured just now)"
     chip, flops = machine["chip"], f"{top['bf16'] / 1e12:,.0f} TFLOP/s bf16, {top['fp8'] / 1e12:,.0f} FP8"
     rates = f"reads {top['read'] / 1e12:.2f} TB/s, {flops}, NVLink {chip['link'] / 1e9:.0f} GB/s a way"
+    if machine["gpus"] > machine["gpus_of_node"]:
+        rates += f"; nodes of {machine['gpus_of_node']}, {machine['network'] / 1e9:.0f} GB/s a GPU between them"
     return f"{machine['gpus']} x {chip['driver']}: {chip['memory'] / 2**30:.0f} GiB, {rates}"
 
 
