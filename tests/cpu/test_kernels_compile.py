@@ -19,17 +19,20 @@ def test_kernels_compile_without_a_gpu(shape: str) -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 @pytest.mark.parametrize(
-    "name",
+    "words",
     [
         "interpreted",
         "interpreted_sparse",
-        "interpreted_sharded",
-        "interpreted_hot",
         "interpreted_nsa",
-        "interpreted_context",
+        *(
+            pytest.param(f"interpreted_{name}{few}", marks=() if few else pytest.mark.soak)
+            for name in ("sharded", "hot", "context")
+            for few in (" few", "")  # some kinds of model, or all
+        ),
     ],
 )
-def test_kernels_are_interpreted_as_their_references(name: str) -> None:
-    command = [sys.executable, "-m", f"tests.cpu.{name}"]
+def test_kernels_are_interpreted_as_their_references(words: str) -> None:
+    name, *few = words.split()
+    command = [sys.executable, "-m", f"tests.cpu.{name}", *few]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"TRITON_INTERPRET": "1"})
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
