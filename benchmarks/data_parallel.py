@@ -100,8 +100,8 @@ def at_random(ranks: int) -> Router:
 
 LEAST_WORK, LONGEST_FIRST = "least work", "least work, longest first"
 POLICIES: dict[str, Callable[[int], Router]] = {
-    LEAST_WORK: lambda ranks: RequestRouter(ranks, PAGES),
-    LONGEST_FIRST: lambda ranks: RequestRouter(ranks, PAGES),
+    LEAST_WORK: lambda ranks: RequestRouter(ranks, PAGES, PAGE),
+    LONGEST_FIRST: lambda ranks: RequestRouter(ranks, PAGES, PAGE),
     "round robin": in_turn,
     "random": at_random,
 }
@@ -235,7 +235,7 @@ def rows_of(path: Path, count: int, seconds: float) -> list[TraceRow]:
 
 def cached_tokens(cache: OrderedDict[int, None], prompt: tuple[int, ...]) -> int:
     """Tokens of a prompt that a prefix cache of PAGES pages has. It then has all of them, and drops the oldest pages."""
-    keys = page_keys(prompt, 0)
+    keys = page_keys(prompt, 0, PAGE)
     hits = next((i for i, key in enumerate(keys) if key not in cache), len(keys))
     for key in keys:
         cache[key] = None

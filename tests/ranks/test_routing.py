@@ -80,7 +80,7 @@ def test_prompts_that_are_known_together_are_assigned_longest_first() -> None:
     assert order[:2] == [31, 30] and order[2:] == list(range(30)), "equal ones in their order"
     most = []
     for numbers in (range(32), order):
-        router = RequestRouter(4, 1000)
+        router = RequestRouter(4, 1000, PAGE)
         for number in numbers:
             router.route(submit(number, text(number, lengths[number])))
         most.append(max(rank.work for rank in router.ranks))
