@@ -142,7 +142,7 @@ SPARSE = KernelConfig(decode="triton_sparse", prefill="triton_sparse")
 @pytest.mark.parametrize(
     ("wishes", "told"),
     [
-        ({"enable_hisparse": False, "hisparse_device_buffer_size": 9}, "--enable-hisparse alone"),
+        ({"enable_hisparse": False, "hisparse_device_buffer_size": 9}, "without --enable-hisparse"),
         ({"of": V3}, "no sparse attention"),
         ({"kernels": KernelConfig(latent=False)}, "--no-mla keeps no latents"),
         ({"device": "cuda", "kernels": KernelConfig(decode="torch")}, "use --attention-backend triton_sparse"),
@@ -188,8 +188,7 @@ def test_four_times_as_many_requests_of_128k_fit() -> None:
     tokens, device, host = 131072, 45 * 10**9, 160 * 10**9
     cache = {"kv": "fp8_ds_mla", "fp8_index": True}
     plain, hot = (
-        measure(V32, config(model_path="", kernels=KernelConfig(**cache), hisparse_device_buffer_size=entries))
-        for entries in (0, 4096)
+        measure(V32, config(model_path="", kernels=KernelConfig(**cache, hot=entries))) for entries in (0, 4096)
     )
     assert plain.kv_bytes == hot.kv_bytes == 61 * (656 + 132) and plain.host_kv_bytes == 0
     assert hot.host_kv_bytes == 61 * 656 and hot.hot_sets(tokens) == 61 * (4096 * (656 + 8) + 4 + 2 * tokens)

@@ -198,7 +198,7 @@ def _parallel(setting: str, base: Resolved) -> _Parallel:
             return _Parallel({"enable_dp_attention": False}, {"enable_dp_attention": False})
         case "enable_dp_attention":
             return _Parallel({"dp_size": 1}, {"tp_size": size, "dp_size": size})
-        case "attn_cp_size":
+        case "attn_cp_size" | "dcp_size":
             return _Parallel(on={"tp_size": size})
         case "ep_size":
             return _Parallel(on={"tp_size": size, "ep_size": size})

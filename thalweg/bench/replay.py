@@ -119,6 +119,7 @@ def _settings(recording: Recording, model: str | None, device: str | None, progr
         pp_layer_partition=(),
         dp_size=1,
         dcp_size=1,
+        attn_cp_size=1,
         ep_size=1,
         moe_dense_tp_size=1,
         enable_dp_attention=False,

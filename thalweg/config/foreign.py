@@ -62,13 +62,10 @@ enable-lora lora-paths lora-modules: not in this version
 compilation-config: use --cuda-graph-mode for its cudagraph_mode in lower case
 enable-flashinfer-mla: use --attention-backend flashinfer
 enable-flashmla: use --attention-backend flashmla
-enable-prefill-cp enable-nsa-prefill-context-parallel: use --attn-cp-size, the number of groups that divide the tokens
-    of each step
-nsa-prefill-cp-mode: use --cp-strategy interleave for round-robin-split, and zigzag for in-seq-split
+prefill-context-parallel-size pcp: use --attn-cp-size, and --tp-size for all devices: context-parallel ranks are a part of
+    them here
+nsa-prefill-cp-mode dsa-prefill-cp-mode: use --cp-strategy interleave for round-robin-split, and zigzag for in-seq-split
 enable-nsa-prefill-cp-cache-layer-split: not in this version: each device holds all layers of its cache
-dcp-comm-backend: not needed: devices that share contexts exchange what they attended to once a layer (a2a)
-cp-kv-cache-interleave-size dcp-kv-cache-interleave-size: not needed: devices that share contexts hold 64 tokens in
-    turn, so pages stay whole
 enable-ep-moe: use --ep-size
 enable-deepep-moe: use --ep-size and --moe-a2a-backend deepep
 enable-flashinfer-cutlass-moe: not in this version
@@ -99,6 +96,13 @@ def instead_of(flag: str) -> str:
 # flags of other engines that change nothing here, with the one value that they may have: why
 NO_EFFECT_FLAGS = text_table(
     """
+enable-prefill-cp: --attn-cp-size above 1 turns context parallelism on
+enable-prefill-context-parallel: --attn-cp-size above 1 turns context parallelism on
+enable-nsa-prefill-context-parallel: --attn-cp-size above 1 turns context parallelism on
+enable-dsa-prefill-context-parallel: --attn-cp-size above 1 turns context parallelism on
+dcp-comm-backend a2a: ranks exchange attention outputs in one all-to-all a layer
+cp-kv-cache-interleave-size 64: ranks hold 64 tokens in turn, so that pages stay whole
+dcp-kv-cache-interleave-size 64: ranks hold 64 tokens in turn, so that pages stay whole
 trust-remote-code: no code of a checkpoint is ever run
 enable-mixed-chunk: prefill and decode always share steps
 enable-chunked-prefill: prompts are always cut to the step's token budget
@@ -172,7 +176,10 @@ REFUSED = {
 # ---- SGLang's --hisparse-config ----
 
 HISPARSE_EQUAL = {"device_buffer_size": "hisparse_device_buffer_size"}
-HISPARSE_WITHOUT = {"top_k": (2048, "the model's index_topk says how much context is chosen")}
+HISPARSE_WITHOUT: dict[str, tuple[Any, str]] = {
+    "top_k": (2048, "the model's index_topk says how much context is chosen"),
+    "swap_in_block_size": (..., "the kernel chooses its block"),
+}
 HISPARSE_REFUSED = {
     "top_k": "index_topk in the model's config.json is the number",
     "host_to_device_ratio": "use --hisparse-host-memory-gb: host memory is limited by what is free, not by the GPU's",

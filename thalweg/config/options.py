@@ -417,8 +417,8 @@ class ParallelOptions(Section):
     )
     attn_cp_size: int = setting(
         1,
-        "groups of the devices of an attention that divide the tokens of each step (context parallelism)",
-        foreign=("prefill-context-parallel-size",),
+        "context-parallel ranks: the tokens of each step are split over this many groups of the tp_size devices",
+        foreign=("attention-context-parallel-size",),
         **_DEVICES,
     )
     cp_strategy: str | None = setting(
@@ -436,8 +436,8 @@ class ParallelOptions(Section):
     )
     dcp_size: int = setting(
         1,
-        "devices of one attention that share the KV of each sequence, where all would hold the same (decode context"
-        " parallelism)",
+        "decode context parallelism: the KV cache of each sequence is sharded over this many tensor-parallel ranks, which"
+        " would all hold the same",
         foreign=("decode-context-parallel-size",),
         **_DEVICES,
     )

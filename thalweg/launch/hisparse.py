@@ -33,11 +33,13 @@ def resolve_hisparse(
     if not memory.enable_hisparse:
         for name in SETTINGS:
             if getattr(memory, name) is not None:
-                raise UnsupportedConfig(f"{name}: it has an effect with --enable-hisparse alone")
+                raise UnsupportedConfig(
+                    f"{name}: it has no effect without --enable-hisparse; add that, or leave this out"
+                )
         return kernels
     reason = _why_not(facts, device, kernels, graph_mode)
     if decisions.config().dcp_size > 1:
-        reason = "ranks that share contexts (--dcp-size) keep no hot sets of them; leave one of them out"
+        reason = "it cannot be combined with --dcp-size; leave one of them out"
     if reason:
         raise UnsupportedConfig(f"enable_hisparse: {reason}")
     assert facts.indexer is not None
@@ -47,7 +49,7 @@ def resolve_hisparse(
     entries = decisions.choose(name, memory.hisparse_device_buffer_size, topk * (1 + query), reason)
     if entries < least:
         raise UnsupportedConfig(
-            f"{name}: {entries} do not hold what a step of {query} tokens may choose, {topk} for each; use at least"
+            f"{name}: {entries} are too few: a step of {query} tokens may choose {topk} for each; use at least"
             f" --hisparse-device-buffer-size {least}" + " or fewer drafts" * (query > 1)
         )
     decisions.add("enable_hisparse", True, "user", "")
