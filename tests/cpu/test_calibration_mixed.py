@@ -11,6 +11,7 @@ import pytest
 from tests.configs import config
 from thalweg.core.plan import Row
 from thalweg.engine.calibration import Calibrator, trim_piecewise
+from thalweg.parallel.layout import SINGLE_RANK
 from thalweg.runner.piecewise import Piecewise
 from thalweg.scheduler.plan_builder import DecodeLoad
 from thalweg.scheduler.prompt_share import StepCost
@@ -103,6 +104,8 @@ class FakePieces:
 
 
 class FakeModel:
+    factory = SimpleNamespace(layout=SINGLE_RANK)
+
     def forward(self, batch: Any, planes: Any) -> str:
         return "eager"
 
