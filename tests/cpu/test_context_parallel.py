@@ -226,7 +226,9 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("name", ["v3-fp8-nextn-tree", "v3.2-nextn", "qwen-eagle3", "qwen-eagle3-tree"])
+@pytest.mark.parametrize(
+    "name", ["v3-fp8-nextn-tree", "v3.2-nextn", "v3.2-nextn-hisparse", "qwen-eagle3", "qwen-eagle3-tree"]
+)
 def test_ranks_give_one_ranks_outputs_and_hold_the_same_cache(name: str, strategy: str, tmp_path: Path) -> None:
     config, has_experts = case(name, tmp_path), name.startswith("v3")
     ranks = layouts(cp=2, ep=2 if has_experts else 1, strategy=strategy)

@@ -174,6 +174,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "v2-lite": ("v2-lite", {}),
     "v3-nextn": ("v3", NEXTN | CHAIN),
     "v3-fp8-nextn-tree": ("v3-fp8", NEXTN | TREE),
+    "v3.2-nextn": ("v3.2", NEXTN | CHAIN),
     "v3.2-nextn-hisparse": ("v3.2", NEXTN | CHAIN | {"enable_hisparse": True}),
     "qwen-eagle3": ("qwen2.5", EAGLE3 | CHAIN),
     "qwen-eagle3-tree": ("qwen2.5", EAGLE3 | TREE),
