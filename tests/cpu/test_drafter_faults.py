@@ -176,10 +176,10 @@ def test_a_drafter_that_raises_during_calibration_is_switched_off(
 def test_a_drafter_without_memory_is_left_out(
     plain: list[list[int]], error: Exception, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def planes(model: Any, drafter: Any, settings: Any, device: Any) -> Planes:
+    def planes(model: Any, drafter: Any, *rest: Any) -> Planes:
         if drafter.planes():
             raise error
-        return real(model, drafter, settings, device)
+        return real(model, drafter, *rest)
 
     real = build._allocate_planes
     monkeypatch.setattr(build, "_allocate_planes", planes)

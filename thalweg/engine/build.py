@@ -305,7 +305,6 @@ def build_runner(
     if isinstance(steps, TracedModel):
         with raise_as_drafter_error():
             drafter.capture(planes)
-    rows = config.max_running_requests + (layout.world.size > 1)  # padding of drafts has a slot of its own
     slots = Slots(rows, config.context_length, device, drafter.fields(), config.tree, config.page_size)
     times.end_phase("captured steps")
     models: tuple[Model, Model] = (TokenByToken(model), TokenByToken(steps)) if one_by_one else (model, steps)
