@@ -216,6 +216,7 @@ def test_pages_of_ranks_that_share_contexts() -> None:
     assert shared.config.max_total_tokens == 2 * plain.config.max_total_tokens
     asked = run(of, dcp_size=2, tp_size=2, max_total_tokens=1000)[0]
     assert (asked.config.max_total_tokens, asked.config.num_pages, asked.context) == (896, 7, 896)
+    assert "use at least 128" in refusal(of, dcp_size=2, tp_size=2, max_total_tokens=100)
 
 
 @pytest.mark.parametrize(

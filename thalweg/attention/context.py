@@ -168,11 +168,13 @@ class AttentionMetadataBuilder(nn.Module):
         self.workspace, self.page_size = workspace, PAGE * dcp.size
         self.shard = ContextShard(dcp) if dcp.size > 1 else None
         pages = -(-len(cos_sin) // self.page_size)
-        positions_S = torch.arange(pages * self.page_size)  # made on meta, it loads sympy
-        stored_S = positions_S if self.shard is None else self.shard.positions(positions_S[: pages * PAGE])
+        every_S = torch.arange(pages * self.page_size)  # made on meta, it loads sympy
+        positions_S = stored_S = every_S.to(cos_sin.device)
+        if self.shard is not None:
+            stored_S = self.shard.positions(every_S[: pages * PAGE]).to(cos_sin.device)
         self.register_buffer("cos_sin", cos_sin, persistent=False)
-        self.register_buffer("positions_S", positions_S.to(cos_sin.device), persistent=False)
-        self.register_buffer("stored_S", stored_S.to(cos_sin.device), persistent=False)
+        self.register_buffer("positions_S", positions_S, persistent=False)
+        self.register_buffer("stored_S", stored_S, persistent=False)
 
     def build(self, batch: Batch, planes: Planes) -> AttentionMetadata:
         cos_sin_T1c = self.cos_sin.index_select(0, batch.positions_T).unsqueeze(1)

@@ -15,6 +15,7 @@ from thalweg.config.server import ServerOptions
 from thalweg.config.setting import Section, setting
 from thalweg.config.speculative import SpeculativeOptions
 from thalweg.core.errors import UnsupportedConfig
+from thalweg.core.kernels import MOST_HOT_ENTRIES
 
 DTYPES = {"bfloat16": "2 bytes a number", "float32": "4 bytes a number"}
 KV_DTYPES = {
@@ -300,7 +301,7 @@ class MemoryOptions(Section):
         off=False,
     )
     hisparse_device_buffer_size: int | None = setting(
-        None, "latents of each layer in a hot set", least=1, most=32767, auto="2 x index_topk, and that for each draft"
+        None, "latents of each layer in a hot set", least=1, most=MOST_HOT_ENTRIES, auto="(2 + drafts) x index_topk"
     )
     hisparse_host_memory_gb: float | None = setting(
         None,

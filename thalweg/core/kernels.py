@@ -12,6 +12,9 @@ LATENT_TILE = 64  # dims of latents in a step of the product with W_UV, which ma
 TORCH_ATTENTION = ("reference", TORCH)  # backends whose attention is plain torch
 
 
+MOST_HOT_ENTRIES = 1 << 15  # of a hot set: their numbers are int16
+
+
 class KernelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Backends that a model runs on."""
 

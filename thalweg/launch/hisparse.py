@@ -9,7 +9,7 @@ from thalweg.config.model import ModelFacts
 from thalweg.config.options import MemoryOptions
 from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.format import format_bytes
-from thalweg.core.kernels import KernelConfig
+from thalweg.core.kernels import MOST_HOT_ENTRIES, KernelConfig
 from thalweg.launch.decisions import Decisions
 from thalweg.launch.kernels import SPARSE
 
@@ -38,15 +38,22 @@ def resolve_hisparse(
                 )
         return kernels
     reason = _why_not(facts, device, kernels, graph_mode)
-    if decisions.config().dcp_size > 1:
-        reason = "it cannot be combined with --dcp-size; leave one of them out"
+    for flag in ("dcp_size", "attn_cp_size"):
+        if getattr(decisions.config(), flag) > 1:
+            reason = f"it cannot be combined with --{flag.replace('_', '-')}; leave one of them out"
     if reason:
         raise UnsupportedConfig(f"enable_hisparse: {reason}")
     assert facts.indexer is not None
     topk, query = facts.indexer.topk, 1 + decisions.config().num_drafts
     least, name = topk * query, "hisparse_device_buffer_size"
+    if least > MOST_HOT_ENTRIES:
+        raise UnsupportedConfig(
+            f"enable_hisparse: a step of {query} tokens may choose {topk} for each, and a hot set holds at most"
+            f" {MOST_HOT_ENTRIES}; use --speculative-num-draft-tokens {MOST_HOT_ENTRIES // topk} or fewer drafts"
+        )
     reason = f"{1 + query} x index_topk: a request's step may choose {least}"
-    entries = decisions.choose(name, memory.hisparse_device_buffer_size, topk * (1 + query), reason)
+    auto = min(topk * (1 + query), MOST_HOT_ENTRIES)
+    entries = decisions.choose(name, memory.hisparse_device_buffer_size, auto, reason)
     if entries < least:
         raise UnsupportedConfig(
             f"{name}: {entries} are too few: a step of {query} tokens may choose {topk} for each; use at least"
@@ -62,13 +69,13 @@ def _why_not(facts: ModelFacts, device: str, kernels: KernelConfig, graph_mode: 
         return f"{facts.architecture} has no sparse attention (DSA), whose choice says what is loaded; leave it out"
     if not kernels.latent:
         return "--no-mla keeps no latents; leave one of them out"
+    if kernels.deterministic:
+        return "deterministic attention has no swap-in; leave --deterministic-inference out"
     if device == "cpu":
         is_reference = kernels.decode == "reference"
         return "" if is_reference else f"{kernels.decode} attention has no swap-in on a CPU; use reference"
     if kernels.decode != SPARSE:
         return f"{kernels.decode} attention does not read host memory; use --attention-backend {SPARSE}"
-    if kernels.deterministic:
-        return "deterministic attention on kernels has no swap-in; leave --deterministic-inference out"
     if graph_mode == "full":
         return (
             "--cuda-graph-mode full computes tokens of a prompt as rows, which would share a hot set; use"

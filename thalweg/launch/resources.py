@@ -222,9 +222,16 @@ def _resolve_memory(
         smaller = ", or --dtype bfloat16" if fields["dtype"] == "float32" else ""
         larger = f"a machine with more memory{smaller}"
         instead = f"--mem-fraction-static {needed + 0.005:.2f}" if needed < 0.985 else larger
+        if hot > used / 2:
+            instead = "a smaller --max-running-requests or --context-length"
         raise InsufficientMemory(f"memory: {formula} leaves no page for the KV cache; use {instead}")
     if asked.max_total_tokens is not None:
         pages = asked.max_total_tokens // page_size
+        if pages < 1:
+            raise UnsupportedConfig(
+                f"max_total_tokens: {asked.max_total_tokens} are less than a page, which has {page_size} tokens with"
+                f" --dcp-size {page_size // PAGE}; use at least {page_size}"
+            )
         if pages > most:
             raise InsufficientMemory(
                 f"max_total_tokens: {asked.max_total_tokens} do not fit: {formula} = {most} pages; use at most"

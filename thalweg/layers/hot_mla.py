@@ -22,9 +22,10 @@ class HotMla(Mla):
         batch, hot, query = metadata.batch, metadata.planes.hot(self.layer), tile.stop - tile.start
         if batch.slot_R is None or batch.shares_slots or query * index_NK.shape[1] > hot.entries:
             return host_XD, places_NK
-        columns_RQ, real_RQ = (
-            group.take_tile(group.take(x), tile).view(group.rows, query) for x in (batch.columns_T, batch.real_T)
-        )
+        columns_RQ = group.take(batch.columns_T).view(
+            group.rows, group.query
+        )  # of the whole row: drafts of it may change
+        real_RQ = group.take_tile(group.take(batch.real_T), tile).view(group.rows, query)
         chosen_NK = index_NK.masked_fill(bias_NK == -torch.inf, -1)
         chosen_RQK, places_RQK = (x.view(group.rows, query, -1) for x in (chosen_NK, places_NK))
         slots_R = batch.slot_R[group.group.row_slice]

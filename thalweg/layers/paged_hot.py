@@ -22,11 +22,15 @@ class HotSparseMla(SparseMla):
 
     def _values(self, query_THD: Tensor, step: PagedStep, chosen_TK: Tensor | None, rows: QueryRows) -> Tensor:
         decode = min(self._hot_tokens(step), len(query_THD))
-        parts = (
-            [self._of_hot_sets(query_THD[:decode], step, _some(chosen_TK, slice(0, decode)), rows)] if decode else []
-        )
+        parts = [self._of_hot_sets(query_THD, step, chosen_TK, rows, slice(0, decode))] if decode else []
         token = 0
         for group in step.batch.groups:
+            some = slice(token, min(token + group.rows * group.query, len(query_THD)))
+            if decode <= token < len(query_THD) and group.query == 1 and step.batch.slot_R is not None:
+                # a prompt's last token, or padding, of which there may be thousands
+                parts.append(self._of_hot_sets(query_THD, step, chosen_TK, rows, some))
+                token = some.stop
+                continue
             for row in range(group.row_start, group.row_start + group.rows):
                 if decode <= token < len(query_THD):
                     own = slice(token, token + group.query)
@@ -45,8 +49,16 @@ class HotSparseMla(SparseMla):
         fits = longest * self.topk <= step.planes.hot(self.layer).entries
         return step.decode if fits and step.batch.slot_R is not None else 0
 
-    def _of_hot_sets(self, query_THD: Tensor, step: PagedStep, chosen_TK: Tensor | None, rows: QueryRows) -> Tensor:
-        tokens, hot, batch = slice(0, len(query_THD)), step.planes.hot(self.layer), step.batch
+    def _of_hot_sets(
+        self, query_THD: Tensor, step: PagedStep, chosen_TK: Tensor | None, rows: QueryRows, tokens: slice
+    ) -> Tensor:
+        """Of these tokens. query, chosen and rows: of more."""
+        hot, batch, query_THD, chosen_TK = (
+            step.planes.hot(self.layer),
+            step.batch,
+            query_THD[tokens],
+            _some(chosen_TK, tokens),
+        )
         assert batch.slot_R is not None, "rows with hot sets have slots"
         own, host_XD = rows.some(tokens), step.planes.tokens("latent", self.layer)
         slots_T = batch.slot_R.index_select(0, own.rows_T)

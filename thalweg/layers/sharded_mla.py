@@ -30,7 +30,8 @@ class ShardedIndexer(Indexer):
         pairs = torch.stack((scores_NS.gather(1, stored_NK).view(torch.int32), positions_NK))
         # [N, D * K]: the candidates of all ranks
         scores_NC, positions_NC = self.shard.axis.all_gather(pairs).permute(1, 2, 0, 3).flatten(2).unbind()
-        scores_NC = scores_NC.view(torch.float32)
+        positions_NC, order_NC = positions_NC.sort(1)  # so that the first of equal scores is chosen
+        scores_NC = scores_NC.gather(1, order_NC).view(torch.float32)
         index_NK = self.selection(scores_NC, min(self.topk, scores_NC.shape[1]))
         scores_NK, positions_NK = scores_NC.gather(1, index_NK), positions_NC.gather(1, index_NK).to(torch.int64)
         return positions_NK, torch.where(scores_NK == -torch.inf, -torch.inf, positions_NK * -TIE)

@@ -140,10 +140,11 @@ class DecodeAttentionGraphs:
         self.places_2R.zero_()
         self.places_2R[:, :rows] = torch.stack((batch.positions_T[:rows], batch.write_T[:rows]))
         self.table_RP[:rows, : batch.table_RP.shape[1]] = batch.table_RP[:rows]
-        if self.slot_R is not None and batch.slot_R is not None:
-            self.slot_R[:rows] = batch.slot_R[:rows]
+        if self.slot_R is not None:
             self.real_R.zero_()
-            self.real_R[:rows] = batch.real_T[:rows]
+            if batch.slot_R is not None:
+                self.slot_R[:rows] = batch.slot_R[:rows]
+                self.real_R[:rows] = batch.real_T[:rows]
         return rows
 
     def attend(self, layer: int, left: tuple[Tensor, ...]) -> None:

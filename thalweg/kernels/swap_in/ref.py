@@ -48,8 +48,8 @@ def swap_in(
     of the slot for a filler and for padding.
 
     host_XD: the plane in host memory. slots_R: int64; rows with real tokens have different slots. positions_RQ: columns
-    of the query tokens, rising. chosen_RQK: int64, different positions for each token, -1 for a filler. places_RQK:
-    their rows of `host_XD`. Q * K is at most H.
+    of all query tokens of the rows, rising; the other arguments may be of some of them. chosen_RQK: int64, different
+    positions for each token, -1 for a filler. places_RQK: their rows of `host_XD`. Q * K is at most H.
     """
     slots_R1, start_R1 = slots_R.unsqueeze(1), first_of_step(positions_RQ)
     now_R1 = hot.clock_S[slots_R1] + 1

@@ -99,7 +99,8 @@ def forecast(options: Options, request: PlanRequest, folder: str) -> Forecast:
     else:
 
         def memory(layout: ParallelLayout) -> GpuMemory:
-            return gpu_memory(resolved, model, layout, machine.gpu_free)
+            of_node = len(machine.gpus) if named is None else named.gpus_of_node
+            return gpu_memory(resolved, model, layout, machine.gpu_free, of_node)
 
         room = memory(ONE)
         if not alone and not engine.num_pages and room.pages < 1:

@@ -72,8 +72,11 @@ class GpuMemory:
         return self.pages * self.page_size
 
 
-def gpu_memory(resolved: Resolved, model: PlannedModel, layout: ParallelLayout, free: int) -> GpuMemory:
+def gpu_memory(
+    resolved: Resolved, model: PlannedModel, layout: ParallelLayout, free: int, gpus_of_node: int
+) -> GpuMemory:
     """One GPU of a layout: its part of weights and cache, and what an engine takes anyway. free: bytes of the idle GPU.
+    gpus_of_node: that share the memory of a host.
 
     Raises UnsupportedConfig where the layers cannot be divided so.
     """
@@ -87,7 +90,7 @@ def gpu_memory(resolved: Resolved, model: PlannedModel, layout: ParallelLayout, 
     page, host_page = (sizes.kv_bytes - sizes.host_kv_bytes) * share, sizes.host_kv_bytes * share
     step, graphs = (count(facts, engine, layout.tp) for count in (step_bytes, graph_bytes))
     beside = RUNTIME + exchange_bytes(facts, engine, layout)
-    host = engine.hisparse_host_memory * engine.node_processes / layout.gpus
+    host = engine.hisparse_host_memory * engine.node_processes / min(layout.gpus, gpus_of_node)
     weights, requests = rank.weight_bytes + rotary + drafter, engine.max_running_requests + 1
     page_size = PAGE * layout.dcp
     memory = GpuMemory(free, beside, weights, step, graphs, 0.0, RESERVE, page, page_size, host, host_page)
