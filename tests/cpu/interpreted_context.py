@@ -2,7 +2,7 @@
 with latents, records, keys and values of heads, chosen contexts and trees. In deterministic mode they give its bits. A
 process of its own, since Triton looks once whether it interprets.
 
-    TRITON_INTERPRET=1 python -m tests.cpu.interpreted_context [few]
+    TRITON_INTERPRET=1 python -m tests.cpu.interpreted_context
 """
 
 from __future__ import annotations
@@ -52,7 +52,6 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
     "grouped": (LLAMA, PLAIN, 1e-4),
     "grouped, deterministic": (LLAMA, PLAIN | {"deterministic": True}, 0.0),
 }
-FEW = "sparse, records", "latents, deterministic"
 
 # of each step its rows: first page, tokens before, tokens of the step; and whether they are trees
 STEPS: dict[str, tuple[list[shapes.Part], bool]] = {
@@ -116,7 +115,7 @@ def main() -> int:
     interpret_scalars()
     exact_casts()
     exact_products()
-    for name in FEW if sys.argv[1:] == ["few"] else KINDS:
+    for name in KINDS:
         check(name, INTERLEAVE)
     check("grouped", ZIGZAG)
     return 0

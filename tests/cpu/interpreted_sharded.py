@@ -2,7 +2,7 @@
 interpreter beside plain torch on one rank: prompts, chunks, decode steps and trees of drafts, within a rank's tokens and
 over the border to the next rank's. A process of its own, since Triton looks once whether it interprets.
 
-    TRITON_INTERPRET=1 python -m tests.cpu.interpreted_sharded [few]
+    TRITON_INTERPRET=1 python -m tests.cpu.interpreted_sharded
 """
 
 from __future__ import annotations
@@ -141,8 +141,7 @@ def main() -> int:
     exact_casts()
     masks_of_parts()
     beside_one_rank(DENSE, "triton", 2e-3)
-    if sys.argv[1:] != ["few"]:
-        beside_one_rank(SPARSE, "triton_sparse", 2e-3)
+    beside_one_rank(SPARSE, "triton_sparse", 2e-3)
     beside_one_rank(SPARSE | {"index_topk": 256}, "triton_sparse", 0.1, kv="fp8_ds_mla", fp8_index=True)
     return 0
 

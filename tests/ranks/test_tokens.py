@@ -58,8 +58,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 PAIRED = (  # `make soak` has all
-    "tp2", "tp2-ep2", "dp2", "dp2-ep2", "cp2", "pp2", "tp2-dcp2", "tp4", "tp2-dp2-ep4", "dp4-ep4", "cp2-tp2-ep4", "pp2-tp2",
-    "pp2-dp2-ep2",
+    "tp2", "tp2-ep2", "dp2", "dp2-ep2", "cp2", "pp2", "tp2-dcp2", "tp4", "tp2-dp2-ep4", "dp4-ep4", "pp2-tp2",
 )  # fmt: skip
 ON_NODES = ("dp2-ep2", "tp4", "tp2-dp2-ep4", "pp2-tp2")  # that divide records, plans, both, and stages
 
