@@ -62,8 +62,8 @@ enable-lora lora-paths lora-modules: not in this version
 compilation-config: use --cuda-graph-mode for its cudagraph_mode in lower case
 enable-flashinfer-mla: use --attention-backend flashinfer
 enable-flashmla: use --attention-backend flashmla
-prefill-context-parallel-size pcp: use --attn-cp-size, and --tp-size for all devices: context-parallel ranks are a part of
-    them here
+prefill-context-parallel-size pcp: use --attn-cp-size, and --tp-size for all devices: context-parallel ranks are a
+    part of them here
 nsa-prefill-cp-mode dsa-prefill-cp-mode: use --cp-strategy interleave for round-robin-split, and zigzag for in-seq-split
 enable-nsa-prefill-cp-cache-layer-split: not in this version: each device holds all layers of its cache
 enable-ep-moe: use --ep-size

@@ -437,8 +437,8 @@ class ParallelOptions(Section):
     )
     dcp_size: int = setting(
         1,
-        "decode context parallelism: the KV cache of each sequence is sharded over this many tensor-parallel ranks, which"
-        " would all hold the same",
+        "decode context parallelism: the KV cache of each sequence is sharded over this many tensor-parallel ranks,"
+        " which would all hold the same",
         foreign=("decode-context-parallel-size",),
         **_DEVICES,
     )
