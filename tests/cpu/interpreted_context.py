@@ -1,6 +1,6 @@
-"""Context parallelism on our kernels, in Triton's interpreter: two ranks give one rank's hidden states and the same cache,
-with latents, records, keys and values of heads, chosen contexts and trees. In deterministic mode they give its bits. A
-process of its own, since Triton looks once whether it interprets.
+"""Context parallelism on our kernels, in Triton's interpreter: two ranks give one rank's hidden states and the same
+cache, with latents, records, keys and values of heads, chosen contexts and trees. In deterministic mode they give its
+bits. A process of its own, since Triton looks once whether it interprets.
 
     TRITON_INTERPRET=1 python -m tests.cpu.interpreted_context
 """
@@ -36,7 +36,8 @@ INDEXED = ("index_topk", "index_head_dim", "index_n_heads", "index_topk_pattern"
 V3 = {key: value for key, value in (CONFIG | SHORT).items() if key not in INDEXED}
 V3["architectures"] = ["DeepseekV3ForCausalLM"]
 LLAMA: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"], "vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,
+    "architectures": ["LlamaForCausalLM"], "vocab_size": 64, "hidden_size": 64, "intermediate_size": 64,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
     "max_position_embeddings": 1024, "tie_word_embeddings": False,
 }  # fmt: skip
@@ -76,7 +77,8 @@ class OneAtATime(ThreadAxis):
 
 def ranks_of(strategy: str) -> list[Layout]:
     made = layouts(cp=2, strategy=strategy)
-    return [replace(layout, cp=OneAtATime(layout.cp.rendezvous, layout.cp.rank)) for layout in made]  # type: ignore[attr-defined]
+    axes = [OneAtATime(layout.cp.rendezvous, layout.cp.rank) for layout in made]  # type: ignore[attr-defined]
+    return [replace(layout, cp=axis) for layout, axis in zip(made, axes, strict=True)]
 
 
 def steps() -> list[Batch]:

@@ -112,7 +112,8 @@ class FakeModel:
 
 def test_the_smallest_pieces_that_hold_a_step_run_it() -> None:
     steps = Piecewise(FakeModel(), [FakePieces(tokens) for tokens in (64, 256, 128)])  # type: ignore[arg-type, list-item]
-    ran = [steps.forward(SimpleNamespace(ids_T=range(tokens), groups=[None]), None) for tokens in (1, 64, 65, 200, 257)]  # type: ignore[arg-type]
+    batches: Any = [SimpleNamespace(ids_T=range(tokens), groups=[None]) for tokens in (1, 64, 65, 200, 257)]
+    ran = [steps.forward(batch, None) for batch in batches]  # type: ignore[arg-type]
     assert ran == ["pieces of 64", "pieces of 64", "pieces of 128", "pieces of 256", "eager"]
 
 

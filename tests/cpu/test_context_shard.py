@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +13,10 @@ import torch
 from tests.cpu.ranks import Rendezvous, ThreadAxis, layouts, on_ranks
 from tests.cpu.test_sharded_models import IDS, SHAPES, loaded, run, same, written
 from thalweg.attention.context_shard import ContextShard, attend_packed, pack_state, unpack_state
+from thalweg.attention.selection import select_top_k
 from thalweg.core.plan import PAGE
 from thalweg.kernels.attend.ref import attend
+from thalweg.layers.sharded_mla import ShardedIndexer
 from thalweg.memory.planes import Planes, vector_plane
 from thalweg.parallel.axis import SINGLE
 
@@ -124,3 +128,16 @@ def test_ranks_that_share_contexts_give_one_ranks_logits(shape: str, layout: dic
 
 def _run(folder: Path, ranks: list, ids: list[int], rank: int) -> torch.Tensor:
     return run(loaded(folder, ranks[rank]), ids)
+
+
+def test_the_first_of_equal_scores_is_chosen_whichever_rank_has_it() -> None:
+    scores = torch.zeros(1, 2 * 2 * PAGE)
+    scores[0, [PAGE + 6, 2 * PAGE + 2]] = 1.0  # of rank 1, and of rank 0
+    ranks = shards(2)
+
+    def work(rank: int) -> list[list[int]]:
+        own = scores[:, ranks[rank].positions(torch.arange(2 * PAGE))]
+        indexer: Any = SimpleNamespace(selection=select_top_k, topk=1, shard=ranks[rank])
+        return ShardedIndexer._choose(indexer, own, torch.zeros_like(own))[0].tolist()
+
+    assert on_ranks(2, work) == [[[PAGE + 6]]] * 2

@@ -24,7 +24,7 @@ from thalweg.core.plan import PAGE
 from thalweg.core.report import AUTO, USER, Decision
 from thalweg.launch.decisions import Decisions
 from thalweg.launch.graphs import buckets, token_buckets
-from thalweg.launch.parallelism import check_shared_contexts, unsupported_parallelism
+from thalweg.launch.parallelism import check_dcp, unsupported_parallelism
 from thalweg.launch.resolve import UNCHANGED, resolve
 from thalweg.launch.resolved import Plane, Sizes
 from thalweg.launch.resources import DEFAULTS, TYPICAL_TOKENS, Resources, resolve_resources
@@ -191,7 +191,7 @@ def test_a_model_that_does_not_fit_names_what_would() -> None:
         ({"tp_size": 4, "moe_dense_tp_size": 2}, ("moe_dense_tp_size", "--moe-dense-tp-size 1 or 4")),
         ({"enable_dp_lm_head": False}, ("enable_dp_lm_head", "leave the flag out")),
         ({"tp_size": 4, "dcp_size": 3}, ("dcp_size: 3 does not divide", "--dcp-size 1, 2 or 4")),
-        ({"tp_size": 2, "dcp_size": 2}, ("dcp_size: 2 ranks", "4 key heads", "--dcp-size 1")),
+        ({"tp_size": 2, "dcp_size": 2}, ("dcp_size: each", "4 key heads is on 1 of 2 ranks", "--dcp-size 1")),
     ],
 )
 def test_refusals_name_the_setting_and_the_nearest(wishes: dict[str, Any], words: tuple[str, ...]) -> None:
@@ -236,7 +236,7 @@ def test_a_drafter_that_caches_heads_shares_no_contexts() -> None:
     for algorithm, is_refused in (("EAGLE3", True), ("STANDALONE", True), ("NEXTN", False), ("NGRAM", False)):
         config = EngineConfig(model_path="", tp_size=2, dcp_size=2, speculative_algorithm=algorithm)
         with pytest.raises(UnsupportedConfig, match="use .*NEXTN") if is_refused else nullcontext():
-            check_shared_contexts(config, facts(**LATENT))
+            check_dcp(config, facts(**LATENT))
 
 
 def test_tensor_parallel_ranks_are_those_that_divide_no_tokens() -> None:

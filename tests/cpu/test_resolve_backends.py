@@ -186,7 +186,7 @@ def test_refusals_name_the_setting_and_the_nearest(
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
-def test_ragged_experts_are_ours_where_nothing_is_asked_and_whole_ones_deep_gemms() -> None:
+def test_unaligned_experts_are_ours_where_nothing_is_asked_and_whole_ones_deep_gemms() -> None:
     assert run(EXPERTS)[0]["moe"] == "triton+deep_gemm"
     made, reasons = run(EXPERTS | {"moe_intermediate_size": 96})
     assert made["moe"] == "triton" and "tiles of 64" in reasons["moe_runner_backend"]

@@ -245,7 +245,7 @@ def sparse() -> None:
                 slots_T, real_T = positions, torch.ones(3, dtype=torch.bool)
                 for chosen in (torch.zeros(3, 2048, dtype=torch.int32), None):
                     swap.swap_in(hot.hot(0), hot.tokens("latent", 0), slots_T, real_T, rows, chosen, 2048)
-        swap.stage(latents.paged_PSD, rows_T)
+        swap.copy_pages(latents.paged_PSD, rows_T)
     for columns in (64, 4096, 20000):
         dsa.choose(torch.empty(3, columns), positions, 2048)
 

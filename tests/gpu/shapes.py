@@ -39,25 +39,35 @@ LATENT = {
 YARN = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1}
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen2": COMMON | {
-        "architectures": ["Qwen2ForCausalLM"], "hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28,
+        "architectures": ["Qwen2ForCausalLM"], "hidden_size": 3584, "intermediate_size": 18944,
+        "num_attention_heads": 28,
         "num_key_value_heads": 4, "num_hidden_layers": 2, "rope_theta": 1e6,
     },
     "qwen3": COMMON | {
-        "architectures": ["Qwen3ForCausalLM"], "hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16,
+        "architectures": ["Qwen3ForCausalLM"], "hidden_size": 1024, "intermediate_size": 3072,
+        "num_attention_heads": 16,
         "num_key_value_heads": 8, "head_dim": 128, "num_hidden_layers": 2, "rope_theta": 1e6,
     },
     "v2-lite": COMMON | LATENT | {
-        "architectures": ["DeepseekV2ForCausalLM"], "hidden_size": 2048, "intermediate_size": 10944, "moe_intermediate_size": 1408,
-        "n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6, "num_attention_heads": 16, "q_lora_rank": None,
-        "num_hidden_layers": 3, "topk_method": "greedy", "scoring_func": "softmax", "norm_topk_prob": False, "n_group": 1,
-        "topk_group": 1, "routed_scaling_factor": 1.0, "rope_scaling": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
+        "architectures": ["DeepseekV2ForCausalLM"], "hidden_size": 2048, "intermediate_size": 10944,
+        "moe_intermediate_size": 1408,
+        "n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6, "num_attention_heads": 16,
+        "q_lora_rank": None,
+        "num_hidden_layers": 3, "topk_method": "greedy", "scoring_func": "softmax", "norm_topk_prob": False,
+        "n_group": 1,
+        "topk_group": 1, "routed_scaling_factor": 1.0, "rope_scaling": YARN | {"mscale": 0.707,
+        "mscale_all_dim": 0.707},
     },
     "v3": COMMON | LATENT | {
-        "architectures": ["DeepseekV3ForCausalLM"], "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048,
-        "n_routed_experts": 16, "n_shared_experts": 1, "num_experts_per_tok": 4, "num_attention_heads": 128, "q_lora_rank": 1536,
-        "num_hidden_layers": 2, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True, "n_group": 4,
+        "architectures": ["DeepseekV3ForCausalLM"], "hidden_size": 7168, "intermediate_size": 18432,
+        "moe_intermediate_size": 2048,
+        "n_routed_experts": 16, "n_shared_experts": 1, "num_experts_per_tok": 4, "num_attention_heads": 128,
+        "q_lora_rank": 1536,
+        "num_hidden_layers": 2, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True,
+        "n_group": 4,
         "topk_group": 2, "routed_scaling_factor": 2.5, "rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
-        "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"},
+        "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128],
+        "activation_scheme": "dynamic"},
     },
 }  # fmt: skip
 # V3's attention without its experts and in bf16: nothing in it turns rounding into another expert, so that its tokens

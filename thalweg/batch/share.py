@@ -21,7 +21,7 @@ from thalweg.batch.slots import upload
 from thalweg.config.context_parallel import ZIGZAG
 
 BLOCK = 128  # tokens of a prompt that stay together: attention kernels take up to so many queries of a row at a time
-MIN_BLOCKS = 2  # of a short prompt on each rank: its last tokens attend to more than its first ones
+MIN_BLOCKS = 2  # of a short prompt on each rank, an early and a late one: later tokens attend to more
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,7 +61,7 @@ class AttentionCapabilities(Capabilities):
     installed: tuple[bool, ...]
     deterministic: tuple[bool, ...]  # whether bits can be independent of the batch
     trees: tuple[bool, ...]  # whether draft tokens can form a tree
-    ragged_latents: tuple[bool, ...]  # deterministic mode, and latents of no whole tiles
+    unaligned_latents: tuple[bool, ...]  # deterministic mode, and latents of no whole tiles
     graphs: tuple[bool, ...]  # whether CUDA graphs can capture it; never required
 
 
@@ -70,7 +70,7 @@ class GemmCapabilities(Capabilities):
     attention: tuple[str, ...]  # "reference" or "kernels": what computes attention computes the rest
     chip: tuple[str, ...]  # GPU generation, "" on a CPU
     weights: tuple[str, ...]  # operation of the scheme in which memory holds them, "plain" for none
-    ragged_experts: tuple[bool, ...]  # experts of no whole tiles
+    unaligned_experts: tuple[bool, ...]  # experts of no whole tiles
     installed: tuple[bool, ...]
     deterministic: tuple[bool, ...]  # whether bits can be independent of the batch
 
@@ -111,7 +111,7 @@ _REFERENCE = AttentionCapabilities(
     installed=YES,
     deterministic=BOTH,
     trees=BOTH,
-    ragged_latents=BOTH,
+    unaligned_latents=BOTH,
     graphs=NO,
 )
 _TORCH = replace(  # sparse attention
@@ -129,7 +129,7 @@ _TRITON = replace(
     sparse=NO,
     kv=("bfloat16", "fp8_e4m3"),
     dtype=("bfloat16",),
-    ragged_latents=NO,
+    unaligned_latents=NO,
     graphs=BOTH,
 )
 # after plain torch, until it has run on a GPU
@@ -203,7 +203,7 @@ _GEMM_REFERENCE = GemmCapabilities(
     attention=("reference",),
     chip=("", "older", *GPUS),
     weights=("plain", "fp8_gemm", "weight_only"),
-    ragged_experts=BOTH,
+    unaligned_experts=BOTH,
     installed=YES,
     deterministic=BOTH,
 )
@@ -211,7 +211,7 @@ _GEMM_TRITON = replace(_GEMM_REFERENCE, attention=("kernels",), chip=GPUS)
 _GEMM_HOPPER = replace(  # tested there only
     _GEMM_TRITON, chip=("hopper",), deterministic=NO, weights=("plain", "fp8_gemm")
 )
-_EXPERTS_HOPPER = replace(_GEMM_HOPPER, ragged_experts=NO)
+_EXPERTS_HOPPER = replace(_GEMM_HOPPER, unaligned_experts=NO)
 _FP8_HOPPER = replace(_GEMM_HOPPER, weights=("fp8_gemm",))
 _CHECK_EXPERTS, _CHECK_FP8 = "kernels.experts.ext:check", "kernels.gemm.fp8:check"
 

@@ -183,6 +183,10 @@ class ModelFacts(
     eos: tuple[Place, ...]  # ids that end a generation by default
     family_fields: dict[str, Any] = {}  # as published: what the layers of this family alone read
 
+    def kv_replicas(self, ranks: int) -> int:
+        """How many of the ranks of an attention hold the same KV: all of latents, else those with the same key head."""
+        return ranks if self.mla is not None else max(ranks // self.kv_heads, 1)
+
 
 class OtherFields(msgspec.Struct, frozen=True, kw_only=True):
     """Fields that other facts are made of, and fields that have one value here."""

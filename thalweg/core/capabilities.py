@@ -27,8 +27,8 @@ LACKS = {
     "installed": "the library is not installed",
     "deterministic": "no batch-invariant kernel",
     "trees": "no tree masks",
-    "ragged_latents": "its batch-invariant kernel needs a kv_lora_rank in whole tiles of 64",
-    "ragged_experts": "its grouped products need a hidden size in whole tiles of 128 and, on each rank, experts as wide"
+    "unaligned_latents": "its batch-invariant kernel needs a kv_lora_rank in whole tiles of 64",
+    "unaligned_experts": "its grouped products need a hidden size in whole tiles of 128 and, on each rank, experts as"
     " as whole tiles of 64",
 }
 

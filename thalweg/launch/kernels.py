@@ -56,7 +56,7 @@ def resolve_kernels(
         "dtype": dtype,
         "deterministic": is_deterministic,
         "trees": has_trees,
-        "ragged_latents": is_deterministic
+        "unaligned_latents": is_deterministic
         and load.mla
         and facts.mla is not None
         and facts.mla.kv_lora % LATENT_TILE > 0,
@@ -156,18 +156,18 @@ def resolve_gemms(
     is_plain = scheme is None or is_reference or not scheme.has_expert_kernels
     of_experts = "plain" if scheme is None or is_plain else scheme.operation
     selected: dict[str, Selected] = {}
-    is_ragged = not is_reference and has_ragged_experts(facts, options.parallel)
-    for role, is_needed, weights, ragged, asked, catalog in (
-        ("moe", facts.moe is not None, of_experts, is_ragged, load.moe_runner_backend, backends.EXPERTS),
+    is_unaligned = not is_reference and has_unaligned_experts(facts, options.parallel)
+    for role, is_needed, weights, unaligned, asked, catalog in (
+        ("moe", facts.moe is not None, of_experts, is_unaligned, load.moe_runner_backend, backends.EXPERTS),
         ("fp8_gemm", is_fp8, "fp8_gemm" if is_fp8 else "plain", False, load.fp8_gemm_backend, backends.FP8),
     ):
         if is_needed or asked is not None:
-            supported, needed = _on(catalog, machine), {**required, "weights": weights, "ragged_experts": ragged}
+            supported, needed = _on(catalog, machine), {**required, "weights": weights, "unaligned_experts": unaligned}
             selected[role] = select(DECISION_NAMES[role], needed, supported, asked or "auto")
     return selected
 
 
-def has_ragged_experts(facts: ModelFacts, parallel: ParallelOptions) -> bool:
+def has_unaligned_experts(facts: ModelFacts, parallel: ParallelOptions) -> bool:
     """Whether the experts on some rank are matrices of no whole tiles. Ranks that share an expert get whole blocks of
     its width, see `parallel.axis.width_of`.
     """

@@ -138,18 +138,18 @@ def _check_heads(facts: ModelFacts, tp: int, groups: int) -> None:
         )
 
 
-def check_shared_contexts(config: EngineConfig, facts: ModelFacts) -> None:
+def check_dcp(config: EngineConfig, facts: ModelFacts) -> None:
     """Ranks can share contexts whose KV they would all hold: latents, or a key head. Raises UnsupportedConfig."""
     dcp, tp, algorithm = config.dcp_size, config.attention_tp, config.speculative_algorithm
     if tp % dcp:
         raise UnsupportedConfig(
             f"dcp_size: {dcp} does not divide the {tp} ranks of an attention; use --dcp-size {_or(_divisors(tp))}"
         )
-    alike = tp if facts.mla is not None else max(tp // facts.kv_heads, 1)
-    if alike % dcp:
+    replicas = facts.kv_replicas(tp)
+    if replicas % dcp:
         raise UnsupportedConfig(
-            f"dcp_size: {dcp} ranks can share a context that all of them hold, and of the {facts.kv_heads} key heads a"
-            f" rank has the same as {alike - 1} others; use --dcp-size {_or(_divisors(alike))}"
+            f"dcp_size: each of the {facts.kv_heads} key heads is on {replicas} of {tp} ranks, which {dcp} does not"
+            f" divide; use --dcp-size {_or(_divisors(replicas))}"
         )
     if dcp > 1 and not config.mla:
         raise UnsupportedConfig(

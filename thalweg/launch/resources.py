@@ -22,7 +22,7 @@ from thalweg.launch.decisions import NO_CACHE, Decisions
 from thalweg.launch.graphs import resolve_graphs
 from thalweg.launch.hisparse import resolve_hisparse
 from thalweg.launch.kernels import resolve_kernels
-from thalweg.launch.parallelism import check_shared_contexts, resolve_parallelism
+from thalweg.launch.parallelism import check_dcp, resolve_parallelism
 from thalweg.launch.resolved import Sizes
 
 TYPICAL_TOKENS = 2048  # of a request; by default a CPU's cache holds no more than this for each running request
@@ -93,7 +93,7 @@ def resolve_resources(
     kept = {"mla": kernels.latent, "kv_cache_dtype": kernels.kv, "shared_experts_fusion": kernels.fusion}
     kept |= {"dsa_topk_backend": kernels.topk, "fp8_index_keys": kernels.fp8_index}
     decisions.fields |= kept
-    check_shared_contexts(decisions.config(), facts)
+    check_dcp(decisions.config(), facts)
     sizes = _resolve_dtype(options, device, free, measure, decisions)
     kv = kernels.kv or decisions.fields["dtype"]
     decisions.record("kv_cache_dtype", kv, bool(kernels.kv), "as dtype")

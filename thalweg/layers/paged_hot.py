@@ -72,7 +72,7 @@ class HotSparseMla(SparseMla):
     ) -> Tensor:
         """Tokens of one row, that have up to `context` tokens before them."""
         pages_P = rows.table_RL[row, : -(-context // PAGE)]
-        latents_PSD = swap.stage(step.planes.paged("latent", self.layer), pages_P)
+        latents_PSD = swap.copy_pages(step.planes.paged("latent", self.layer), pages_P)
         table_RP = torch.arange(len(pages_P), dtype=torch.int32, device=pages_P.device).expand(row + 1, -1)
         own = QueryRows(rows.rows_T, table_RP, rows.positions_T, rows.paths_TD)
         return self._attend_to(query_THD, latents_PSD, chosen_TK, own)
@@ -92,7 +92,7 @@ class HotSparseMla(SparseMla):
         if not self.has_records:
             return LatentMla._gather(self, step, rest, chunk)
         table_RL = rest.rows.table_RL
-        staged = swap.stage(step.planes.paged("latent", self.layer), table_RL.flatten())
+        staged = swap.copy_pages(step.planes.paged("latent", self.layer), table_RL.flatten())
         pages = torch.arange(len(staged), dtype=torch.int32, device=staged.device).view_as(table_RL)
         return gather_records(staged.flatten(0, 1), pages, chunk, self.rank, self.uk.dtype)
 

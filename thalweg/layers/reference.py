@@ -64,8 +64,9 @@ class ReferenceLayers(LayerFactory):
         return kind(self, facts, layer, name, qk_norm, inputs)
 
     def mla(self, facts: ModelFacts, layer: int, name: str, is_indexed: bool) -> Mla:
+        if self.layout.dcp.size > 1:
+            return ShardedMla(self, facts, layer, name, is_indexed, self.selection)
         kind = (HotMla if self.hot_entries(facts, layer) else Mla) if self.kernels.latent else Mha
-        kind = kind if self.layout.dcp.size == 1 else ShardedMla
         return kind(self, facts, layer, name, is_indexed, self.selection)
 
     def moe(self, layer: int, name: str, moe: MoeFacts, hidden: int) -> MoeBlock:

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from thalweg.attention.context import TIE, AttentionGroup, AttentionMetadata
 from thalweg.attention.context_shard import ContextShard, attend_packed
-from thalweg.attention.selection import SelectedContext, Selection, select_top_k
-from thalweg.config.model import ModelFacts
+from thalweg.attention.selection import SelectedContext
 from thalweg.layers.factory import LayerFactory
 from thalweg.layers.mla import Indexer, Mla
 
@@ -18,10 +17,8 @@ from thalweg.layers.mla import Indexer, Mla
 class ShardedIndexer(Indexer):
     """Each rank scores the keys that it stores; the best of all ranks' best are the choice."""
 
-    def __init__(
-        self, layers: LayerFactory, facts: ModelFacts, layer: int, name: str, selection: Selection = select_top_k
-    ) -> None:
-        super().__init__(layers, facts, layer, name, selection)
+    def __init__(self, layers: LayerFactory, *args: Any) -> None:
+        super().__init__(layers, *args)
         self.shard = ContextShard(layers.layout.dcp)
 
     def _choose(self, scores_NS: Tensor, bias_NS: Tensor) -> tuple[Tensor, Tensor]:
@@ -42,16 +39,8 @@ class ShardedMla(Mla):
 
     attend_latents = staticmethod(attend_packed)
 
-    def __init__(
-        self,
-        layers: LayerFactory,
-        facts: ModelFacts,
-        layer: int,
-        name: str,
-        is_indexed: bool,
-        selection: Selection = select_top_k,
-    ) -> None:
-        super().__init__(layers, facts, layer, name, is_indexed, selection)
+    def __init__(self, layers: LayerFactory, *args: Any) -> None:
+        super().__init__(layers, *args)
         self.shard = ContextShard(layers.layout.dcp)
 
     def make_indexer(self, *args: Any) -> ShardedIndexer:

@@ -395,7 +395,8 @@ def served_by_ranks(result: Result) -> Lines:
     heads = ["ranks", "load", "rule", "seconds", "computed", "held", "step time", "padded", "cached", "first token s"]
     rows = [
         [one["ranks"], one["load"] or "at once", one["policy"], f"{one['seconds']:.0f}", f"{one['computed']:.3f}",
-         f"{one['held']:.2f}", f"{one['waited']:.2f}", f"{one['padded']:.2f}", f"{one['cached']:.0%}", f"{one['ttft']:.1f}"]
+         f"{one['held']:.2f}", f"{one['waited']:.2f}", f"{one['padded']:.2f}", f"{one['cached']:.0%}",
+         f"{one['ttft']:.1f}"]
         for one in result["served"]
     ]  # fmt: skip
     return table(heads, rows)

@@ -153,7 +153,7 @@ def swap_in(
 
 
 @triton.jit(do_not_specialize=["words"], do_not_specialize_on_alignment=["pages"])
-def _stage(source, pages, out, words, BLOCK: constexpr, PDL: constexpr):
+def _copy_pages(source, pages, out, words, BLOCK: constexpr, PDL: constexpr):
     """Program (p, b): the b-th BLOCK words of page p."""
     wait_for_previous(PDL)
     place, word = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -161,12 +161,12 @@ def _stage(source, pages, out, words, BLOCK: constexpr, PDL: constexpr):
     tl.store(out + place * words + word, tl.load(read, mask=word < words), mask=word < words)
 
 
-def stage(host_PSD: Tensor, pages_P: Tensor) -> Tensor:
+def copy_pages(host_PSD: Tensor, pages_P: Tensor) -> Tensor:
     """These pages of a plane in host memory, on the device of `pages_P` (int32): → [P, 64, D]."""
     _, page, dim = host_PSD.shape
     out = torch.empty(len(pages_P), page, dim, dtype=host_PSD.dtype, device=pages_P.device)
     words = page * dim * host_PSD.itemsize // WORD
-    _stage[len(pages_P), triton.cdiv(words, COPIED)](
+    _copy_pages[len(pages_P), triton.cdiv(words, COPIED)](
         host_PSD.view(torch.int32), pages_P, out.view(torch.int32), words, BLOCK=COPIED, **launch_config(out, 8)
     )
     return out

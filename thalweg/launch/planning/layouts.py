@@ -74,9 +74,8 @@ def why_not(facts: ModelFacts, layout: ParallelLayout) -> str:
         return f"dp {layout.dp} and cp {layout.cp} must divide tp {layout.tp}"
     if facts.heads % layout.attention:
         return f"{facts.heads} heads are not divided by {layout.attention}"
-    alike = layout.attention if facts.mla is not None else max(layout.attention // facts.kv_heads, 1)
-    if alike % layout.dcp:
-        return f"{alike} GPUs hold the same KV, and a divisor of them can share each context, not {layout.dcp}"
+    if (replicas := facts.kv_replicas(layout.attention)) % layout.dcp:
+        return f"dcp {layout.dcp} must divide the {replicas} GPUs that hold the same KV"
     if layout.pp > facts.layers:
         return f"{facts.layers} layers are fewer than {layout.pp} stages"
     if facts.moe is None:
