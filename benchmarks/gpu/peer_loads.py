@@ -80,11 +80,14 @@ def cell_sets(traces: Sequence[str]) -> dict[str, list[Cell]]:
 
 
 def cells_of(words: Sequence[str], traces: Sequence[str]) -> list[Cell]:
-    """words: names of sets, or cells such as 32:1024/256 and 32:1024/256:staggered. Raises BenchError."""
+    """words: names of sets, or cells such as 32:1024/256, 32:1024/256:staggered and 32:1024/256:staggered:64, which
+    sends 64 requests after one for warmth. Raises BenchError.
+    """
     sets, cells = cell_sets(traces), list[Cell]()
     for word in words:
-        if single := re.fullmatch(rf"(\d+):(\d+)/(\d+)(?::({LOCKSTEP}|{STAGGERED}))?", word):
-            cells.append(Cell(int(single[2]), int(single[3]), int(single[1]), single[4] or LOCKSTEP))
+        if single := re.fullmatch(rf"(\d+):(\d+)/(\d+)(?::({LOCKSTEP}|{STAGGERED}))?(?::(\d+))?", word):
+            cell = Cell(int(single[2]), int(single[3]), int(single[1]), single[4] or LOCKSTEP)
+            cells.append(replace(cell, requests=int(single[5]), warm=1) if single[5] else cell)
         elif word in sets:
             cells += sets[word]
         else:

@@ -1,4 +1,4 @@
-"""Thalweg beside other engines: their servers in turn on one checkpoint, under the same loads of `thalweg bench serve`.
+"""Thalweg beside other engines: their servers on one checkpoint, under the same loads of `thalweg bench serve`.
 
     python benchmarks/gpu/peers.py CHECKPOINT --engines thalweg vllm sglang --cells table staggered --out peers.jsonl
     python benchmarks/gpu/peers.py --out peers.jsonl --table peers.md
@@ -24,7 +24,7 @@ import time
 import urllib.request
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import groupby, product
 from pathlib import Path
 from statistics import median
@@ -55,6 +55,7 @@ ITL p99         p99_itl_ms
 TTFT p50 ms     median_ttft_ms
 accept length   accept_length
 share of floor  share_of_floor
+requests        completed
 rounds          rounds
 """)
 FLAGS = """
@@ -62,11 +63,13 @@ FLAGS = """
 --engine      text...      further ones, NAME=COMMAND with {model}, {port}, {context} and {running}, or a variant of a
                            known one, NAME=[VARIABLE=VALUE ...] ENGINE FLAGS: "full=thalweg --cuda-graph-mode full"
 --cells       text...=table  table, staggered, long, grid, qps, traces, outputs32k; or CONCURRENCY:INPUT/OUTPUT with
-                           :staggered behind it, such as 32:1024/256
+                           :staggered and a number of requests behind it, such as 32:1024/256 or 8:256/1024:staggered:16
 --trace       file...      recordings of the cells "traces"
 --setup       path         shell file that vllm's and sglang's shells read first, with the engine's name as its argument
 --rounds      count=1      of every cell
 --interleave  switch       one round of each engine in turn; else all rounds of one engine after the other
+--together    switch       start all engines first and keep them: each cell is measured with one engine after the other,
+                           while the others are idle; give each of them a share of the GPU's memory
 --time-limit  number=560   seconds of this command; a cell that would not end within them is left out
 --machine     name         the GPU, such as h200, for the share of the floor; default: this machine's
 --out         path=peers.jsonl  results; a cell that it has is not measured again
@@ -84,6 +87,10 @@ class Engine(NamedTuple):
     package: str = ""  # distribution whose version is recorded
     is_foreign: bool = False  # its shell reads --setup first
     environment: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def without_cache(self) -> Engine:
+        return self._replace(command=f"{self.command} {self.uncached}")
 
 
 ENGINES = {
@@ -131,6 +138,7 @@ class Server(NamedTuple):
     command: str
     version: str  # "" where it is unknown
     start_seconds: float
+    name: str = ""
 
 
 def is_ready(url: str) -> bool:
@@ -141,9 +149,18 @@ def is_ready(url: str) -> bool:
         return False
 
 
+class Launch(NamedTuple):
+    """A server that may not be ready yet."""
+
+    process: subprocess.Popen[bytes]
+    log: Path
+    server: Server  # its start's seconds are the clock's when it began
+    health: str
+
+
 @contextmanager
-def started(name: str, engine: Engine, context: int, args: argparse.Namespace) -> Iterator[Server]:
-    """The server within the block; its process group ends with it. Raises BenchError when it does not get ready."""
+def launched(name: str, engine: Engine, context: int, args: argparse.Namespace) -> Iterator[Launch]:
+    """A server within the block; its process group ends with it."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -160,15 +177,29 @@ def started(name: str, engine: Engine, context: int, args: argparse.Namespace) -
         options |= {"stdout": output, "stderr": output, "cwd": folder, "start_new_session": True}
         process = subprocess.Popen(["bash", "-c", f"{setup}exec {launch}"], **options)
         try:
-            url = f"http://127.0.0.1:{port}"
-            while not is_ready(url + engine.health):
-                if process.poll() is not None or time.monotonic() > args.deadline:
-                    lines = log.read_text(errors="replace").splitlines()[-LOG_LINES:]
-                    raise BenchError("\n".join([f"{name} did not get ready: {launch}", *lines]))
-                time.sleep(0.2)
-            yield Server(url, launch, asked.stdout.strip() if asked else "", round(time.monotonic() - begun, 1))
+            server = Server(f"http://127.0.0.1:{port}", launch, asked.stdout.strip() if asked else "", begun, name)
+            yield Launch(process, log, server, engine.health)
         finally:
             end(process)
+
+
+def until_ready(launches: Sequence[Launch], args: argparse.Namespace) -> Iterator[tuple[str, Server]]:
+    """The servers that get ready; of the others, prints what they said."""
+    waiting = list(launches)
+    while waiting:
+        for launch in list(waiting):
+            server, is_late = launch.server, time.monotonic() > args.deadline
+            if is_ready(server.url + launch.health):
+                seconds = round(time.monotonic() - server.start_seconds, 1)
+                print(f"{server.name} {server.version}: ready after {seconds} s", flush=True)
+                yield server.name, server._replace(start_seconds=seconds)
+            elif launch.process.poll() is None and not is_late:
+                continue
+            else:
+                lines = launch.log.read_text(errors="replace").splitlines()[-LOG_LINES:]
+                print("\n".join([f"{server.name} did not get ready: {server.command}", *lines]), file=sys.stderr)
+            waiting.remove(launch)
+        time.sleep(0.2)
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
@@ -220,10 +251,24 @@ def measure(server: Server, cell: Cell, turn: int, same: Sequence[Line], args: a
     if result["interrupted"]:
         raise KeyboardInterrupt
     numbers = f"{result['output_throughput']:.0f} tok/s, ITL p99 {result['p99_itl_ms']:.1f} ms"
-    print(f"  {section}, {load}: {numbers} {result['failures'] or ''}{result['ended']}", flush=True)
+    print(f"  {server.name}, {section}, {load}: {numbers} {result['failures'] or ''}{result['ended']}", flush=True)
     kept = {name: value for name, value in result.items() if name not in LEFT_OUT}
     line = {"cell": vars(cell), "wall_seconds": round(time.monotonic() - begun, 1), "result": kept}
     return None if result["failed"] or result["partial"] else line
+
+
+def at_once(engines: dict[str, Engine]) -> list[list[str]]:
+    """Engines that start at the same time. Ours time their steps while they start, so each starts alone, at the end."""
+    foreign = [name for name, engine in engines.items() if engine.is_foreign]
+    return [foreign, *([name] for name in engines if name not in foreign)]
+
+
+def has_time(name: str, lines: Sequence[Line], args: argparse.Namespace) -> bool:
+    """Whether the engine can start as slowly as it ever has; otherwise, prints that it is not started."""
+    start = max((line["server"]["start_seconds"] for line in lines if line["engine"] == name), default=0.0)
+    if (left := args.deadline - time.monotonic()) < start:
+        print(f"{name} is not started: {left:.0f} s are left, and a start took {start:.0f} s", file=sys.stderr)
+    return left >= start
 
 
 def run(args: argparse.Namespace) -> int:
@@ -234,29 +279,30 @@ def run(args: argparse.Namespace) -> int:
     if not args.interleave:
         turns.sort(key=lambda turn: list(engines).index(turn[1]))
     jobs = [(name, cell, key(model, name, engines[name], turn, cell)) for turn, name in turns for cell in cells]
+    if args.together:
+        jobs.sort(key=lambda job: (cells.index(job[1]), job[2]["round"]))
     todo = [job for job in jobs if not any(is_of(line, job[2]) for line in lines)]
     missing, context = len(todo), max(sum(cell.longest) for cell in cells) + 16
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    for (name, is_cached), group in groupby(todo, lambda job: (job[0], bool(job[1].trace))):
-        engine = engines[name]
-        if not is_cached:
-            engine = engine._replace(command=f"{engine.command} {engine.uncached}")
-        try:
-            known = [line["server"]["start_seconds"] for line in lines if line["engine"] == name]
-            start = max(known, default=0.0)
-            if (left := args.deadline - time.monotonic()) < start:
-                raise BenchError(f"{name} is not started: {left:.0f} s are left, and a start took {start:.0f} s")
-            with started(name, engine, context, args) as server:
-                print(f"{name} {server.version}: ready after {server.start_seconds} s", flush=True)
-                for _, cell, wanted in group:
-                    same = [line for line in lines if is_of(line, {"model": model, "section": wanted["section"]})]
-                    if (line := measure(server, cell, wanted["round"], same, args)) is not None:
-                        lines.append(wanted | {"server": hide_home(server._asdict())} | line)
-                        missing -= 1
-                        with args.out.open("a", encoding="utf-8") as file:
-                            file.write(json.dumps(lines[-1]) + "\n")
-        except BenchError as error:
-            print(error, file=sys.stderr)
+    for (_, is_cached), some in groupby(todo, lambda job: (args.together or job[0], bool(job[1].trace))):
+        group = list(some)
+        with ExitStack() as running:
+            of_group = {name: engines[name] for name in dict.fromkeys(job[0] for job in group)}
+            servers = dict[str, Server]()
+            for names in at_once(of_group):
+                begun = [
+                    running.enter_context(launched(name, engine if is_cached else engine.without_cache, context, args))
+                    for name, engine in of_group.items()
+                    if name in names and has_time(name, lines, args)
+                ]
+                servers |= until_ready(begun, args)
+            for name, cell, wanted in (job for job in group if job[0] in servers):
+                same = [line for line in lines if is_of(line, {"model": model, "section": wanted["section"]})]
+                if (line := measure(servers[name], cell, wanted["round"], same, args)) is not None:
+                    lines.append(wanted | {"server": hide_home(servers[name]._asdict())} | line)
+                    missing -= 1
+                    with args.out.open("a", encoding="utf-8") as file:
+                        file.write(json.dumps(lines[-1]) + "\n")
     print(f"{missing} of {len(jobs)} cells are missing" + (": the same command goes on" if missing else ""))
     return missing
 

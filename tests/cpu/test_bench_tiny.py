@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 import torch
 
 from tests.cpu.bench_server import Fake, serving_in_a_thread
-from thalweg.bench import compare_transformers, eval, in_process, one_batch
+from thalweg.bench import compare_transformers, eval, filled_cache, in_process, one_batch
 from thalweg.bench.answering import EngineAnswerer, EvalPrompt, PromptFormat
 from thalweg.bench.compare_transformers import Row, agreement, decode_fp8, judge, load_transformers
 from thalweg.bench.in_process import Timing, time_batch
 from thalweg.bench.tasks import make_items
+from thalweg.config.tree import options_of
 from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.messages import TokenDelta
 from thalweg.core.sampling import SamplingParams
@@ -87,6 +89,34 @@ def test_a_timed_batch_is_what_generate_gives(llm: LLM) -> None:
     timing = time_batch(llm.engine, prompts, 6)
     assert timing.outputs == [result.outputs[0].token_ids for result in llm.generate(prompts, params)]
     assert len(timing.decode) == 5 and timing.total == pytest.approx(timing.prefill + sum(timing.decode))
+
+
+def test_long_contexts_that_nobody_computed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "one.json"
+    lengths = ["--batch-size", "3", "--input-len", "1000", "640", "--output-len", "4", "--context-length", "1024"]
+    filled = [*ENGINE, *lengths, "--fill-cache", "--result-filename", str(out)]
+    assert one_batch.main([*filled, "--kv-cache-dtype", "fp8_ds_mla"]) == 0
+    rows = json.loads(out.read_text())["results"]
+    assert [(r["filled"], len(r["decode_latencies"]), "prefill_latency" in r) for r in rows] == [(True, 3, False)] * 2
+    assert "prefill" not in capsys.readouterr().out
+    assert one_batch.main([*filled, "--no-radix-cache"]) == 2 and "--fill-cache works" in capsys.readouterr().err
+
+
+def test_filled_pages_are_each_prompts_own() -> None:
+    options = options_of(model=str(TINY), threads=1, max_total_tokens=64 * 40, max_running_requests=3)
+    resolved, engine = in_process.start(options)
+    filled_cache.fill_planes(engine.runner.planes, 1)
+    for spec in engine.runner.planes.specs:
+        stored = engine.runner.planes.paged(spec.name, spec.layer)
+        vectors = engine.runner.planes.read(spec.name, spec.layer, stored, torch.float32)
+        assert 0.9 < float(vectors[1:].std()) < 1.1 and vectors[40].any()
+    prompts = filled_cache.prompts_of_own_pages(resolved, 3, 640, Random(1))
+    filled_cache.cache_prompts(engine, prompts)
+    requests, pages = [in_process.exactly(prompt, 9) for prompt in prompts], set[int]()
+    for step in in_process.generate(engine, requests):
+        running = engine.loop.scheduler.live.values() if step.running == 3 else ()
+        pages |= {page for request in running for page in request.pages[:9]}
+    assert [request.cached for request in requests] == [576] * 3 and len(pages) == 27
 
 
 def test_fp8_blocks_are_decoded_with_their_own_scales() -> None:

@@ -90,6 +90,9 @@ def test_every_cell_is_a_load_of_bench_serve(peers: ModuleType) -> None:
     rates = [serve.parse(cell.flags(10.0)).request_rate[0] for cell in sets["traces"]]
     assert rates == [float("inf")] * 2 + [5.0, 8.0, 10.0, 12.0] * 2
     assert serve.parse(sets["outputs32k"][0].flags(0.0)).num_prompts == 32
+    (short,) = peers.cells_of(["32:1024/256:lockstep:64"], [])
+    args = serve.parse(short.flags(0.0))
+    assert (args.max_concurrency, args.num_prompts, args.warmup_requests) == ([32], 64, 1)
     with pytest.raises(BenchError, match="--cells 8x16: there is table"):
         peers.cells_of(["8x16"], [])
 
@@ -100,22 +103,26 @@ def calls(peers: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     made = list[str]()
 
     @contextmanager
-    def started(name: str, *_: Any) -> Iterator[Any]:
+    def launched(name: str, *_: Any) -> Iterator[str]:
         made.append(name)
-        yield peers.Server("", "", "", 1.0)
+        yield name
+
+    def until_ready(names: list[str], _: Any) -> Iterator[tuple[str, Any]]:
+        return ((name, peers.Server("", "", "", 1.0)) for name in names)
 
     def measure(server: Any, cell: Any, *_: Any) -> dict[str, Any]:
         made.append(str(cell.concurrency))
         return {"cell": vars(cell), "wall_seconds": 1.0, "result": {}}
 
-    monkeypatch.setattr(peers, "started", started)
+    monkeypatch.setattr(peers, "launched", launched)
+    monkeypatch.setattr(peers, "until_ready", until_ready)
     monkeypatch.setattr(peers, "measure", measure)
     return made
 
 
 def arguments(out: Path, **others: Any) -> Namespace:
     common = {"checkpoint": ROOT / "models/tiny", "engines": [], "engine": ["a=x {port}", "b=y {port}"], "trace": []}
-    common |= {"cells": ["1:8/8", "2:8/8"], "rounds": 2, "interleave": False, "out": out}
+    common |= {"cells": ["1:8/8", "2:8/8"], "rounds": 2, "interleave": False, "together": False, "out": out}
     return Namespace(**common | {"deadline": time.monotonic() + 99.0} | others)
 
 
@@ -133,6 +140,10 @@ def test_rounds_of_an_engine_share_a_server_unless_interleaved(
     calls.clear()
     late = arguments(tmp_path / "2.jsonl", cells=["3:8/8"], deadline=time.monotonic() + 0.5)
     assert peers.run(late) == 4 and not calls, "a start took a second"
+    assert peers.run(arguments(tmp_path / "3.jsonl", together=True)) == 0
+    assert calls == ["a", "b", *"1111", *"2222"], "both servers start first, and each cell has them in turn"
+    turns = [(line["round"], line["engine"]) for line in peers.read(tmp_path / "3.jsonl")]
+    assert turns == [(0, "a"), (0, "b"), (1, "a"), (1, "b")] * 2
 
 
 def test_variants_of_an_engine_have_its_command_and_their_own_words(peers: ModuleType) -> None:

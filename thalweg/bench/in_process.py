@@ -191,18 +191,20 @@ class Lengths:
             )
 
 
-def reserve(config: Options, batch: int, input_len: int, output_len: int) -> Options:
+def reserve(config: Options, batch: int, input_len: int, output_len: int, is_filled: bool = False) -> Options:
     """The settings, with room for one whole batch where the user left it open: its prompts are computed in one step.
-    Each data-parallel rank gets its part.
+    Each data-parallel rank gets its part. is_filled: the cache has the prompts but for their last page; otherwise it
+    holds two batches, the one before for its prefixes.
     """
     batch = -(-batch // config.parallel.dp_size)
     page = PAGE * config.parallel.dcp_size
     pages = -(-(input_len + output_len + 1) // page) + 1
+    computed, copies = (min(input_len, page), 1) if is_filled else (input_len, 2)
     context_pages = -(-(config.model.context_length or 0) // page)  # a context that was asked for has to fit, too
     wishes = {
         "max_running_requests": (config.schedule.max_running_requests, batch),
-        "chunked_prefill_size": (config.schedule.chunked_prefill_size, batch * input_len),
-        "max_total_tokens": (config.memory.max_total_tokens, max(2 * batch * pages, context_pages) * page),
+        "chunked_prefill_size": (config.schedule.chunked_prefill_size, batch * computed),
+        "max_total_tokens": (config.memory.max_total_tokens, max(copies * batch * pages, context_pages) * page),
     }
     return replace(config, **{name: value for name, (given, value) in wishes.items() if given is None})
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import asdict
 from random import Random
 from typing import Any
 
 import torch
 
-from thalweg.bench import ceilings, coverage
+from thalweg.bench import ceilings, coverage, filled_cache
 from thalweg.bench.command import OUTPUT, PartialRun, command, parse_engine_flags
 from thalweg.bench.display import progress_bar, show
 from thalweg.bench.floor import ServedModel, step_seconds
@@ -18,6 +19,7 @@ from thalweg.bench.in_process import (
     BENCH_SEED,
     Lengths,
     Timing,
+    Tokens,
     configuration,
     random_batch,
     reserve,
@@ -39,6 +41,7 @@ FLAGS = f"""
 {BATCHES}
 --output-len --output  count...=16   tokens to generate
 --repeat      count=1       runs of each case; the fastest is reported
+--fill-cache  switch        random vectors are the context: only the last 64 tokens of a prompt, or fewer, are computed
 --run-name    name=default  a name in the result
 {BENCH_SEED}
 {OUTPUT}
@@ -52,13 +55,18 @@ COLUMNS = {
     "of the limit": "{decode_share:.1%}",
 }  # fmt: skip
 
+# of rows, left out where the prompts are not computed
+OF_PROMPTS = ("prefill_latency", "prefill_throughput", "total_latency", "overall_throughput", "output_throughput")
+
 Case = tuple[int, int, int]  # batch size, input length, output length
 Row = dict[str, Any]
 
 
-def shares(resolved: Resolved, case: Case, timing: Timing, top: Ceilings, covered: tuple[float, ...]) -> Row:
+def shares(
+    resolved: Resolved, case: Case, timing: Timing, top: Ceilings, covered: tuple[float, ...], is_filled: bool
+) -> Row:
     """The hardware's limits in seconds, and the share of them that was reached. covered: distinct experts of each layer
-    in a decode step, () without experts.
+    in a decode step, () without experts. is_filled: nothing is said of prompts that were not computed.
     """
     batch, input_len, output_len = case
     model, hardware = ServedModel.of(resolved.path, resolved.engine), hardware_of(Machine.here())
@@ -67,7 +75,7 @@ def shares(resolved: Resolved, case: Case, timing: Timing, top: Ceilings, covere
         "decode": divided(model.layout, batch, 1, input_len + output_len // 2, covered=covered),
     }
     seconds, row = {"prefill": timing.prefill, "decode": median(timing.decode)}, Row()
-    for name, shape in shapes.items():
+    for name, shape in list(shapes.items())[is_filled:]:
         limit = row[f"{name}_floor"] = step_seconds(model, shape, top, hardware)
         row[f"{name}_share"] = limit / seconds[name] if seconds[name] else 0.0
     return row | ({"experts_a_layer": covered} if covered else {})
@@ -91,11 +99,22 @@ def report(case: Case, timing: Timing, run_name: str) -> Row:
     }
 
 
-def measure(engine: LocalEngine, resolved: Resolved, case: Case, repeat: int, rng: Random) -> list[Timing]:
-    """A short warm-up of the same shape, then `repeat` runs, each with new tokens."""
-    batch, input_len, output_len = case
-    time_batch(engine, random_batch(resolved, batch, input_len, rng), min(output_len, WARM_UP_TOKENS))
-    return [time_batch(engine, random_batch(resolved, batch, input_len, rng), output_len) for _ in range(repeat)]
+def measure(engine: LocalEngine, batches: Iterator[list[Tokens]], output_len: int, repeat: int) -> list[Timing]:
+    """A short warm-up of the same shape, then `repeat` runs."""
+    time_batch(engine, next(batches), min(output_len, WARM_UP_TOKENS))
+    return [time_batch(engine, next(batches), output_len) for _ in range(repeat)]
+
+
+def batches_of(
+    engine: LocalEngine, resolved: Resolved, case: Case, is_filled: bool, rng: Random
+) -> Iterator[list[Tokens]]:
+    """Prompts of a case: new ones each time, or the same ones, which the cache has."""
+    if is_filled:
+        prompts = filled_cache.prompts_of_own_pages(resolved, *case[:2], rng)
+        filled_cache.cache_prompts(engine, prompts)
+        yield from itertools.repeat(prompts)
+    while True:
+        yield random_batch(resolved, *case[:2], rng)
 
 
 @command("thalweg bench one-batch")
@@ -109,25 +128,32 @@ def main(argv: list[str]) -> int:
     top = ceilings.measure() if on_gpu else None
     batch = max(args.batch_size)
     try:
-        resolved, engine = start(reserve(options, batch, longest.input, longest.output), longest)
+        options = reserve(options, batch, longest.input, longest.output, args.fill_cache)
+        resolved, engine = start(options, longest)
     except InsufficientMemory as error:
         raise InsufficientMemory(
             f"--batch-size {batch}, {longest.input + longest.output} tokens each: {error}"
         ) from error
     rng, rows = Random(args.bench_seed), list[Row]()
+    if args.fill_cache:
+        filled_cache.check(engine, "--fill-cache")
+        filled_cache.fill_planes(engine.runner.planes, args.bench_seed)
     with PartialRun() as run, progress_bar("cases", len(cases)) as bar:
         for case in cases:
             before = engine.loop.stats().acceptance
-            runs = measure(engine, resolved, case, args.repeat, rng)
+            batches = batches_of(engine, resolved, case, args.fill_cache, rng)
+            runs = measure(engine, batches, case[2], args.repeat)
             drafts = engine.loop.stats().acceptance.since(before)
             timing = min(runs, key=lambda each: each.total)
             row = report(case, timing, args.run_name) | {"runs": [each.as_json() for each in runs]}
+            if args.fill_cache:
+                row = {name: value for name, value in row.items() if name not in OF_PROMPTS} | {"filled": True}
             row["decode_latencies"] = [round(seconds, 7) for seconds in timing.decode]
             if drafts.mean_length is not None:
                 row |= {"accept_length": drafts.mean_length, "accept_rate": drafts.rate}
             if top is not None:
-                covered = coverage.of_decode(engine, random_batch(resolved, case[0], case[1], rng))
-                row |= shares(resolved, case, timing, top, covered)
+                covered = coverage.of_decode(engine, next(batches))
+                row |= shares(resolved, case, timing, top, covered, args.fill_cache)
             rows.append(row)
             bar.advance()
     show(make_table("one batch", COLUMNS, rows))
