@@ -15,33 +15,63 @@ from typing import Any
 import pytest
 import torch
 
+from tests.gpu.shapes import SHAPES
 from tests.gpu.test_compose import SMALL
-from thalweg.config.options import ParallelOptions
+from thalweg.config.tree import options_of
 from thalweg.launch.parallelism import unsupported_parallelism
 
 ROOT = Path(__file__).parents[2]
 TOKENS = 96
+MODELS = {
+    "v3": SMALL,
+    "v32": SMALL
+    | {
+        "architectures": ["DeepseekV32ForCausalLM"],
+        "index_topk": 128,
+        "index_head_dim": 128,
+        "index_n_heads": 16,
+    },
+    "qwen3": SHAPES["qwen3"],
+}
+SIZES = ("tp_size", "pp_size")  # which multiply the GPUs
 EAGER, GRAPHS = 'cuda_graph_mode="none"', 'cuda_graph_mode="full_and_piecewise"'
+NEXTN = 'speculative_algorithm="NEXTN"'
 DP2 = ("tp_size=2", "dp_size=2", "enable_dp_attention=true", "ep_size=2")
+CP2, DCP2 = ("tp_size=2", "attn_cp_size=2"), ("tp_size=2", "dcp_size=2")
+SPARSE = 'dsa_decode_backend="triton"'
 LAYOUTS = {
-    "tp2 eager": ("tp_size=2", EAGER),
-    "tp2 graphs": ("tp_size=2", GRAPHS),
-    "tp2 ep2 graphs": ("tp_size=2", "ep_size=2", GRAPHS),
-    "dp2 ep2 graphs": (*DP2, GRAPHS),
-    "dp2 alltoall graphs": (*DP2, 'moe_a2a_backend="alltoall"', GRAPHS),
-    "tp2 nextn graphs": ("tp_size=2", 'speculative_algorithm="NEXTN"', GRAPHS),
-    "pp2 eager": ("pp_size=2", EAGER),
-    "pp2 graphs": ("pp_size=2", "chunked_prefill_size=64", GRAPHS),
-    "pp2 nextn graphs": ("pp_size=2", 'speculative_algorithm="NEXTN"', GRAPHS),
-    "tp4 graphs": ("tp_size=4", GRAPHS),
-    "pp2 tp2 graphs": ("pp_size=2", "tp_size=2", GRAPHS),
+    "tp2 eager": ("v3", "tp_size=2", EAGER),
+    "tp2 graphs": ("v3", "tp_size=2", GRAPHS),
+    "tp2 ep2 graphs": ("v3", "tp_size=2", "ep_size=2", GRAPHS),
+    "dp2 ep2 graphs": ("v3", *DP2, GRAPHS),
+    "dp2 alltoall graphs": ("v3", *DP2, 'moe_a2a_backend="alltoall"', GRAPHS),
+    "tp2 nextn graphs": ("v3", "tp_size=2", NEXTN, GRAPHS),
+    "pp2 eager": ("v3", "pp_size=2", EAGER),
+    "pp2 graphs": ("v3", "pp_size=2", "chunked_prefill_size=64", GRAPHS),
+    "pp2 nextn graphs": ("v3", "pp_size=2", NEXTN, GRAPHS),
+    "cp2 eager": ("v3", *CP2, EAGER),
+    "cp2 graphs": ("v3", *CP2, GRAPHS),
+    "cp2 zigzag nextn graphs": ("v3", *CP2, 'cp_strategy="zigzag"', NEXTN, GRAPHS),
+    "dcp2 eager": ("v3", *DCP2, EAGER),
+    "dcp2 graphs": ("v3", *DCP2, "chunked_prefill_size=64", GRAPHS),
+    "dcp2 nextn graphs": ("v3", *DCP2, NEXTN, GRAPHS),
+    "v32 tp2 graphs": ("v32", "tp_size=2", SPARSE, GRAPHS),
+    "v32 pp2 graphs": ("v32", "pp_size=2", SPARSE, GRAPHS),
+    "v32 cp2 graphs": ("v32", *CP2, SPARSE, GRAPHS),
+    "v32 dcp2 graphs": ("v32", *DCP2, SPARSE, GRAPHS),
+    "qwen3 pp2 graphs": ("qwen3", "pp_size=2", GRAPHS),
+    "qwen3 cp2 graphs": ("qwen3", *CP2, GRAPHS),
+    "tp4 graphs": ("v3", "tp_size=4", GRAPHS),
+    "pp2 tp2 graphs": ("v3", "pp_size=2", "tp_size=2", GRAPHS),
+    "cp2 tp2 graphs": ("v3", "tp_size=4", "attn_cp_size=2", GRAPHS),
+    "dcp2 dp2 graphs": ("v3", "tp_size=4", "dp_size=2", "enable_dp_attention=true", "dcp_size=2", GRAPHS),
 }
 
 
-def small_model(folder: Path) -> Path:
+def small_model(folder: Path, model: str) -> Path:
     """Its configuration and a tokenizer: the weights are random."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(SMALL | {"vocab_size": 2048}))
+    (folder / "config.json").write_text(json.dumps(MODELS[model] | {"vocab_size": 2048}))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(ROOT / "models/tiny" / name, folder)
     return folder
@@ -56,15 +86,20 @@ def engine(folder: Path, what: str, *wishes: str) -> list[Any]:
     return found
 
 
+def is_near(gaps: list[float]) -> bool:
+    """gaps: how much likelier one GPU's best token is than each token, in nats."""
+    return len(gaps) == TOKENS and max(gaps) < 2 and sum(gap < 0.1 for gap in gaps) > 0.9 * TOKENS
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_several_gpus_give_one_gpus_tokens(layout: str, tmp_path: Path, cuda: torch.device) -> None:
-    wishes = LAYOUTS[layout]
-    sizes = (wish.partition("=") for wish in wishes)
-    if torch.cuda.device_count() < math.prod(int(size) for name, _, size in sizes if name in ("tp_size", "pp_size")):
+    model, *wishes = LAYOUTS[layout]
+    asked = {name: json.loads(value) for name, _, value in (wish.partition("=") for wish in wishes)}
+    if torch.cuda.device_count() < math.prod(asked.get(name, 1) for name in SIZES):
         pytest.skip("takes more GPUs")
-    if "pp_size=2" in wishes and (reason := unsupported_parallelism(ParallelOptions(pp_size=2), "cuda")):
+    if reason := unsupported_parallelism(options_of(**asked).parallel, "cuda"):
         pytest.skip(reason)
-    folder, file = small_model(tmp_path / "small"), tmp_path / "generated.json"
+    folder, file = small_model(tmp_path / "small", model), tmp_path / "generated.json"
     file.write_text(json.dumps(engine(folder, str(TOKENS), *wishes)))
-    for gaps in engine(folder, str(file), EAGER):
-        assert len(gaps) == TOKENS and max(gaps) < 2 and sum(gap < 0.1 for gap in gaps) > 0.9 * TOKENS, gaps
+    for gaps in engine(folder, str(file), EAGER, *(wish for wish in wishes if wish == SPARSE)):
+        assert is_near(gaps), gaps
