@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from thalweg.config.engine import EngineConfig
 from thalweg.config.machine import Machine, visible
 from thalweg.config.model import ModelFacts
-from thalweg.config.options import GRAPH_MODES, ParallelOptions
+from thalweg.config.options import GRAPH_MODES
 from thalweg.config.tree import options_of, settings
 from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.format import format_bytes
@@ -24,7 +24,7 @@ from thalweg.core.plan import PAGE
 from thalweg.core.report import AUTO, USER, Decision
 from thalweg.launch.decisions import Decisions
 from thalweg.launch.graphs import buckets, token_buckets
-from thalweg.launch.parallelism import check_dcp, unsupported_parallelism
+from thalweg.launch.parallelism import check_dcp
 from thalweg.launch.resolve import UNCHANGED, resolve
 from thalweg.launch.resolved import Plane, Sizes
 from thalweg.launch.resources import DEFAULTS, TYPICAL_TOKENS, Resources, resolve_resources
@@ -219,17 +219,19 @@ def test_pages_of_ranks_that_share_contexts() -> None:
     assert "use at least 128" in refusal(of, dcp_size=2, tp_size=2, max_total_tokens=100)
 
 
-@pytest.mark.parametrize(
-    ("wishes", "words"),
-    [
-        ({"mla": False}, ("dcp_size", "--disable-mla")),
-        ({"device": "cuda"}, ("dcp_size", "on CPUs alone so far", "--dcp-size 1")),
-    ],
-)
-def test_contexts_that_cannot_be_shared(wishes: dict[str, Any], words: tuple[str, ...]) -> None:
-    on = machine(gpus=("NVIDIA H200",) * 2, gpu_free=100 * GB) if "device" in wishes else machine()
-    error = refusal(facts(**LATENT), on, tp_size=2, dcp_size=2, **wishes)
-    assert all(word in error for word in words), error
+def test_contexts_that_cannot_be_shared() -> None:
+    error = refusal(facts(**LATENT), machine(), tp_size=2, dcp_size=2, mla=False)
+    assert error.startswith("dcp_size: ") and "--disable-mla" in error
+
+
+def test_contexts_that_kernels_cannot_share() -> None:
+    of, on = facts(**LATENT | {"kv_lora_rank": 512}), machine(gpus=("NVIDIA H200",) * 2, gpu_free=100 * GB)
+    wishes: dict[str, Any] = {"tp_size": 2, "dcp_size": 2, "device": "cuda"}
+    assert run(of, on, **wishes)[0].config.kernels.decode == "triton"
+    assert "deterministic kernels attend" in refusal(of, on, deterministic_inference=True, **wishes)
+    of = facts(num_key_value_heads=1, head_dim=128)
+    assert "kernels of keys and values attend" in refusal(of, on, **wishes)
+    assert run(of, on, attention_backend="reference", **wishes)[0].config.dcp_size == 2
 
 
 def test_a_drafter_that_caches_heads_shares_no_contexts() -> None:
@@ -247,10 +249,6 @@ def test_tensor_parallel_ranks_are_those_that_divide_no_tokens() -> None:
     both = run(tp_size=4, attn_cp_size=2, dp_size=2, enable_dp_attention=True, cp_strategy="zigzag")[0].config
     assert (both.attention_tp, both.attention_dp, both.cp_strategy) == (1, 2, "zigzag")
     assert "cp_strategy" not in run()[1] and run()[0].config.attn_cp_size == 1
-    wish = ParallelOptions(tp_size=2, attn_cp_size=2)
-    assert unsupported_parallelism(wish, "cuda").startswith("attn_cp_size: ") and not unsupported_parallelism(
-        wish, "cpu"
-    )
 
 
 def test_the_layers_of_stages_are_a_decision() -> None:

@@ -17,8 +17,6 @@ import torch
 
 from tests.gpu.shapes import SHAPES
 from tests.gpu.test_compose import SMALL
-from thalweg.config.tree import options_of
-from thalweg.launch.parallelism import unsupported_parallelism
 
 ROOT = Path(__file__).parents[2]
 TOKENS = 96
@@ -86,9 +84,13 @@ def engine(folder: Path, what: str, *wishes: str) -> list[Any]:
     return found
 
 
-def is_near(gaps: list[float]) -> bool:
-    """gaps: how much likelier one GPU's best token is than each token, in nats."""
-    return len(gaps) == TOKENS and max(gaps) < 2 and sum(gap < 0.1 for gap in gaps) > 0.9 * TOKENS
+def is_near(gaps: list[float], model: str) -> bool:
+    """gaps: how much likelier one GPU's best token is than each token, in nats. Tokens of one GPU's captured steps,
+    judged by its own prefill, are within 0.1 in 91 to 95 of 96 cases with V3; with V3.2, whose choice of context has
+    near ties as well, in 81 to 89.
+    """
+    most, least = (3, 0.7) if model == "v32" else (2, 0.9)
+    return len(gaps) == TOKENS and max(gaps) < most and sum(gap < 0.1 for gap in gaps) > least * TOKENS
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -97,9 +99,7 @@ def test_several_gpus_give_one_gpus_tokens(layout: str, tmp_path: Path, cuda: to
     asked = {name: json.loads(value) for name, _, value in (wish.partition("=") for wish in wishes)}
     if torch.cuda.device_count() < math.prod(asked.get(name, 1) for name in SIZES):
         pytest.skip("takes more GPUs")
-    if reason := unsupported_parallelism(options_of(**asked).parallel, "cuda"):
-        pytest.skip(reason)
     folder, file = small_model(tmp_path / "small", model), tmp_path / "generated.json"
     file.write_text(json.dumps(engine(folder, str(TOKENS), *wishes)))
     for gaps in engine(folder, str(file), EAGER, *(wish for wish in wishes if wish == SPARSE)):
-        assert is_near(gaps), gaps
+        assert is_near(gaps, model), gaps

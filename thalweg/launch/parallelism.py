@@ -12,30 +12,17 @@ from thalweg.config.machine import Machine
 from thalweg.config.model import ModelFacts
 from thalweg.config.options import ParallelOptions
 from thalweg.core.errors import UnsupportedConfig
+from thalweg.core.kernels import TORCH_ATTENTION
 from thalweg.core.report import AUTO, USER, Decision
 from thalweg.launch.decisions import Decisions
 from thalweg.launch.experts import resolve_experts
 from thalweg.models.stages import stage_borders
 
 
-def unsupported_parallelism(parallel: ParallelOptions, device: str) -> str:
-    """Why this version does not run such a layout; "" where it does."""
-    if device != "cuda":
-        return ""
-    if parallel.attn_cp_size > 1:
-        return "attn_cp_size: context parallelism has run on CPUs alone so far"
-    if parallel.dcp_size > 1:
-        return "dcp_size: decode context parallelism has run on CPUs alone so far"
-    return "pp_size: pipeline stages have run on CPUs alone so far" if parallel.pp_size > 1 else ""
-
-
 def resolve_parallelism(
     parallel: ParallelOptions, facts: ModelFacts, machine: Machine, device: str, decisions: Decisions
 ) -> None:
     """Raises UnsupportedConfig."""
-    if reason := unsupported_parallelism(parallel, device):
-        flag = reason.partition(":")[0].replace("_", "-")
-        raise UnsupportedConfig(f"{reason}; use --{flag} 1")
     has_nextn = decisions.fields.get("speculative_algorithm") == "NEXTN"
     stages = stage_borders(facts, parallel.pp_size, parallel.pp_layer_partition, has_nextn)
     if parallel.pp_size > 1:
@@ -150,6 +137,12 @@ def check_dcp(config: EngineConfig, facts: ModelFacts) -> None:
         raise UnsupportedConfig(
             f"dcp_size: each of the {facts.kv_heads} key heads is on {replicas} of {tp} ranks, which {dcp} does not"
             f" divide; use --dcp-size {_or(_divisors(replicas))}"
+        )
+    whole = "the kernels of keys and values" if facts.mla is None else "the deterministic kernels"
+    backend = config.kernels.decode
+    if dcp > 1 and backend not in TORCH_ATTENTION and (facts.mla is None or config.kernels.deterministic):
+        raise UnsupportedConfig(
+            f"dcp_size: {whole} attend to whole contexts; use --dcp-size 1, or --attention-backend reference"
         )
     if dcp > 1 and not config.mla:
         raise UnsupportedConfig(

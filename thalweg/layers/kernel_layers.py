@@ -101,11 +101,6 @@ class KernelLayers(LayerFactory):
             return made
         if not self.kernels.latent:
             return PagedMha(self, facts, layer, name)
-        if is_invariant and is_shared:
-            raise UnsupportedConfig(
-                "dcp_size: the deterministic kernels attend to whole contexts; use --dcp-size 1, or --attention-backend"
-                " reference"
-            )
         if is_invariant and facts.indexer is None:
             return InvariantMla(self, facts, layer, name)
         kernels = self._decoder(facts), load_entry(PREFILL[self.kernels.prefill].mla)
@@ -145,11 +140,6 @@ class KernelLayers(LayerFactory):
             table = rotary.table(facts.rope, facts.context, device)
             return AttentionMetadataBuilder(table, workspace, self.layout.dcp)
         if facts.mla is None:
-            if self.layout.dcp.size > 1:
-                raise UnsupportedConfig(
-                    "dcp_size: the kernels of keys and values attend to whole contexts; use --dcp-size 1, or"
-                    " --attention-backend reference"
-                )
             heads = len(share_of(facts.heads, self.layout.tp, "attention heads"))
             kv_heads = len(share_of(facts.kv_heads, self.layout.tp, "key heads", may_repeat=True))
             prepare = prepare_gqa(kernels, GqaShape(heads, kv_heads, facts.head_dim))

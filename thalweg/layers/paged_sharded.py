@@ -1,7 +1,6 @@
 """Latent attention on pages whose contexts are dealt out to several ranks (`attention.context_shard`).
 
-Kernels see a rank's part of a context as a whole one: positions and tree masks count the tokens that it stores. Not run
-on GPUs yet.
+Kernels see a rank's part of a context as a whole one: positions and tree masks count the tokens that it stores.
 """
 
 from __future__ import annotations

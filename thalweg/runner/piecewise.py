@@ -46,7 +46,9 @@ class PieceCapture:
         graph = self.pool.end()
         self.pieces.append(Piece(graph, attend, tuple(map(view_of, inputs))))
         if self.shared.out_TX is None:
-            for x in inputs:  # numbers, not what the memory held before; a replay would wait for what another stage sends
+            for (
+                x
+            ) in inputs:  # numbers, not what the memory held before; a replay would wait for what another stage sends
                 x.zero_()
             self.shared.make_out(attend(step, *inputs))
         self.pool.begin()

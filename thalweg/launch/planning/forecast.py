@@ -17,7 +17,6 @@ from thalweg.config.options import Options, ParallelOptions
 from thalweg.core.errors import InsufficientMemory, UnsupportedConfig
 from thalweg.core.format import format_bytes
 from thalweg.launch.hub import locate
-from thalweg.launch.parallelism import unsupported_parallelism
 from thalweg.launch.planning import processor, search
 from thalweg.launch.planning.collectives import collectives
 from thalweg.launch.planning.draft_cost import DrafterPlanner, drafter_planner, drafting
@@ -131,21 +130,12 @@ def forecast(options: Options, request: PlanRequest, folder: str) -> Forecast:
         "load": asdict(load),
         "layouts": [_outcome(outcome) for outcome in outcomes],
         "best": _advice(best, options, hardware),
-        "best_that_runs": _advice(
-            next((o for o in outcomes if o.fits and not not_yet(o.layout)), None), options, hardware
-        ),
     }
     if hardware is not None:
         report["machine"] |= asdict(hardware) | {"name": hardware.name, "network": NETWORK}
     requests = outcomes[0].requests if outcomes else load.concurrency
     report |= _step_bounds(PlannedLayout(planning, layout, load), request, drafter_planner(facts, resolved), requests)
     return Forecast(report, resolved if alone or room is None else with_pages(resolved, room, ONE), room)
-
-
-def not_yet(layout: ParallelLayout) -> str:
-    """Why this version does not run such a layout; "" where it does."""
-    sizes = ParallelOptions(pp_size=layout.pp, attn_cp_size=layout.cp, dcp_size=layout.dcp)
-    return unsupported_parallelism(sizes, "cuda")
 
 
 def _with_lengths(load: Workload, facts: ModelFacts) -> Workload:
@@ -217,7 +207,6 @@ def _outcome(outcome: LayoutForecast) -> dict[str, Any]:
     return {
         "name": layout.name,
         **asdict(layout),
-        "not_yet": not_yet(layout),
         "caches": layout.caches,
         "memory_of_a_gpu": outcome.room.as_json(),
         "kv_tokens_per_cache": outcome.room.tokens,
@@ -230,7 +219,7 @@ def _advice(outcome: LayoutForecast | None, options: Options, machine: Hardware 
         return None
     layout = outcome.layout
     words = command(options, layout, outcome.requests, machine.gpus_of_node)
-    return {"layout": layout.name, "not_yet": not_yet(layout), "command": words}
+    return {"layout": layout.name, "command": words}
 
 
 def _step_bounds(

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 
 from thalweg.core.format import format_bytes
 from thalweg.launch import report as resolver
@@ -76,7 +75,7 @@ LAYOUTS = {
     "TTFT ms": _if_served("{ttft:.1f}", 1e3),
     "out tok/s": _if_served("{output_throughput:,.0f}"),
     "sending": lambda layout: f"{layout['sending'] / layout['tpot']:.0%}" if layout["sending"] else "",
-    "": lambda layout: "; ".join(filter(None, (layout["trouble"], "not built yet" if layout["not_yet"] else ""))),
+    "": "{trouble}",
 }
 
 
@@ -149,22 +148,11 @@ def _load(load: Report) -> str:
 
 
 def _show_advice(report: Report, console: Console) -> None:
-    best, runs = report["best"], report["best_that_runs"]
+    best = report["best"]
     if best is None:
         console.print(f"\nNo layout of {report['machine']['name']} serves this: {report['layouts'][0]['trouble']}.")
         return
-    reason, trouble = best["not_yet"], report["layouts"][0]["trouble"]
+    trouble = report["layouts"][0]["trouble"]
     missed = f"; it misses a target: {trouble}" if trouble else ""
-    note = f". Not runnable yet ({escape(reason)}); it will be:" if reason else ""
-    console.print(f"\n[bold]Best:[/] {best['layout']}{missed}{note}")
-    comment = "# " if reason else ""
-    console.print(comment + best["command"].replace("\n", f"\n{comment}"), soft_wrap=True, markup=False)
-    if reason and runs is None:
-        console.print("Nothing that this version runs has the memory for this model and load.")
-    elif reason:
-        (layout,) = (layout for layout in report["layouts"] if layout["name"] == runs["layout"])
-        trouble = f"; {layout['trouble']}" if layout["trouble"] else ""
-        console.print(
-            f"\n[bold]Best of what runs today:[/] {layout['name']}, {layout['output_throughput']:,.0f} tok/s{trouble}"
-        )
-        console.print(runs["command"], soft_wrap=True, markup=False)
+    console.print(f"\n[bold]Best:[/] {best['layout']}{missed}")
+    console.print(best["command"], soft_wrap=True, markup=False)
