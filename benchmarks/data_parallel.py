@@ -377,7 +377,7 @@ def plans(config: Path) -> list[dict[str, Any]]:
         made = json.loads(
             subprocess.run([sys.executable, "-m", "thalweg", *words], check=True, capture_output=True).stdout
         )
-        fitting = [layout for layout in made["layouts"] if layout["requests"] and not layout["not_yet"]]
+        fitting = [layout for layout in made["layouts"] if layout["requests"]]
         names = ("name", "requests", "tpot", "ttft", "output_throughput", "sending", "trouble")
         spanning = [layout for layout in fitting if layout["tp"] * layout["pp"] > 8]
         for layout in [*fitting[:BEST], *spanning[:BEST]]:

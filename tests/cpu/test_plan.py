@@ -78,7 +78,6 @@ def test_a_model_of_eight_gpus(plan: Run, v3: str) -> None:
     assert found["TP8"]["memory_of_a_gpu"]["weights"] == pytest.approx(85.3e9, rel=0.01)
     best = made["best"]
     assert best["layout"] == made["layouts"][0]["name"] and "--tp-size 8" in best["command"]
-    assert made["best_that_runs"] is not None
 
 
 def test_copies_are_as_many_as_the_flag_says(plan: Run, lite: str) -> None:
