@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMON = "--load-format dummy --context-length 4096 --input-len 1024 --chunked-prefill-size 8192 --repeat 2"
+COMMON = "--load-format dummy --repeat 2"
 DP4 = "--tp-size 4 --dp-size 4 --enable-dp-attention --ep-size 4"
 FP8_CHANNEL = {  # compressed-tensors with a scale for each output channel, and activations quantized as they come
     "quantization_config": {
@@ -46,6 +46,9 @@ FP8_CHANNEL = {  # compressed-tensors with a scale for each output channel, and 
     }
 }
 LAYERS = 45  # of DeepSeek-V3: what four H200 hold in FP8
+FIRST = {"num_hidden_layers": 11}  # of DeepSeek-V3: what one H200 holds
+PROMPT = "--batch-size 1 --input-len 32768 131072 --output-len 2 --context-length 131200 --chunked-prefill-size 16384"
+LONG = "--batch-size 8 32 --input-len 32768 --output-len 64 --context-length 32896 --chunked-prefill-size 16384"
 
 
 class Goal(NamedTuple):
@@ -62,6 +65,7 @@ class Cell(NamedTuple):
     changes: Mapping[str, Any] = {}  # of config.json
     goals: tuple[Goal, ...] = ()
     command: str = "bench one-batch"
+    lengths: str = "--context-length 4096 --input-len 1024 --chunked-prefill-size 8192"
 
 
 def drafts(count: int) -> str:
@@ -83,13 +87,24 @@ CELLS = {
     "v3-dp4": Cell(V3, f"{DP4} --batch-size 256 --output-len 64", goals=(Goal(256, 0.80),)),
     "v3-tp4-nextn2": Cell(V3, f"--tp-size 4 --batch-size 1 --output-len 128 {drafts(2)}"),
     "v3-tp4-nextn3": Cell(V3, f"--tp-size 4 --batch-size 1 --output-len 128 {drafts(3)}"),
+    "v3-pp2-tp2": Cell(V3, "--pp-size 2 --tp-size 2 --batch-size 1 64 --output-len 64"),
+    "prompt-1": Cell(V3, "", FIRST, lengths=PROMPT),
+    "prompt-cp4": Cell(V3, "--tp-size 4 --attn-cp-size 4", FIRST, lengths=PROMPT),
+    "long-tp4": Cell(V3, "--tp-size 4", FIRST, lengths=LONG),
+    "long-dcp4": Cell(V3, "--tp-size 4 --dcp-size 4", FIRST, lengths=LONG),
+    # of two GPUs
+    "eleven-tp2": Cell(V3, "--tp-size 2 --batch-size 1 64 --output-len 64", FIRST),
+    "eleven-pp2": Cell(V3, "--pp-size 2 --batch-size 1 64 --output-len 64", FIRST),
+    "prompt-cp2": Cell(V3, "--tp-size 2 --attn-cp-size 2", FIRST, lengths=PROMPT),
+    "long-tp2": Cell(V3, "--tp-size 2", FIRST, lengths=LONG),
+    "long-dcp2": Cell(V3, "--tp-size 2 --dcp-size 2", FIRST, lengths=LONG),
 }
 
 
 def words(cell: Cell, folder: Path | None, result: Path, more: list[str]) -> list[str]:
     """The command of a cell."""
     made = [sys.executable, "-m", "thalweg", *cell.command.split(), *cell.flags.split(), "--output-file", str(result)]
-    return made if folder is None else [*made, "--model", str(folder), *COMMON.split(), *more]
+    return made if folder is None else [*made, "--model", str(folder), *COMMON.split(), *cell.lengths.split(), *more]
 
 
 def with_changes(folder: Path, changes: Mapping[str, Any], into: Path) -> Path:

@@ -53,8 +53,10 @@ def test_four_gpus_can_serve_every_cell(several: ModuleType, tmp_path: Path) -> 
         resolved = resolve(
             reserve(options, max(args.batch_size), *longest), hardware("h200x4").machine(), simulates=True
         )
-        assert resolved.engine.processes == resolved.engine.tp_size <= 4, name
-        assert resolved.pages > max(args.batch_size) // resolved.engine.attention_dp * (sum(longest) // 64), name
+        engine = resolved.engine
+        assert engine.processes == engine.tp_size * engine.pp_size <= 4, name
+        pages = sum(longest) // engine.page_size
+        assert resolved.pages > max(args.batch_size) // engine.attention_dp * pages, name
         assert resolved.engine.cuda_graph_bs, name
 
 
@@ -63,12 +65,13 @@ def test_a_cell_runs_once_and_its_failure_is_told(
 ) -> None:
     shutil.copytree(TINY, tmp_path / "models/tiny")
     small = "--tp-size 2 --batch-size 1 2 --output-len 4 --no-warmup"
+    short = "--context-length 400 --input-len 20"
     cells = {
-        "tiny": several.Cell("tiny", small, goals=(several.Goal(2, 0.9),)),
-        "broken": several.Cell("tiny", "--tp-size 3 --batch-size 1"),
+        "tiny": several.Cell("tiny", small, goals=(several.Goal(2, 0.9),), lengths=short),
+        "broken": several.Cell("tiny", "--tp-size 3 --batch-size 1", lengths=short),
     }
     monkeypatch.setattr(several, "CELLS", cells)
-    monkeypatch.setattr(several, "COMMON", "--load-format dummy --context-length 400 --input-len 20")
+    monkeypatch.setattr(several, "COMMON", "--load-format dummy")
     out = tmp_path / "out"
 
     def run(*more: str) -> int:

@@ -255,6 +255,25 @@ def test_kernels_under_graphs_are_the_eager_ones(
     assert agreement(tokens(captured, prompts, params), tokens(eager, prompts, params), 4) >= 0.5
 
 
+@pytest.mark.parametrize("graphs", ["none", "full_and_piecewise"])
+@pytest.mark.parametrize("cache", [None, "fp8_ds_mla"])
+def test_latents_in_host_memory_give_the_same_tokens(
+    cache: str | None, graphs: str, cuda: torch.device, tmp_path: Path
+) -> None:
+    """The hot sets are smaller than every context, so that entries are evicted."""
+    (tmp_path / "config.json").write_text(json.dumps(FP8 | {"index_topk": 256}))
+    rng = random.Random(3)
+    prompts = [tuple(rng.randrange(1024) for _ in range(n)) for n in (3000, 1100, 2040, 1500)]
+    params = [SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)] * 4
+    wishes = {"dsa_decode_backend": "triton", "kv_cache_dtype": cache, "cuda_graph_mode": graphs}
+    hot = {"enable_hisparse": True, "hisparse_device_buffer_size": 320, "hisparse_host_memory_gb": 2.0}
+    plain, small = engine(tmp_path, **wishes), engine(tmp_path, **wishes, **hot)
+    assert small.config.hisparse_device_buffer_size == 320 < min(map(len, prompts))
+    want = tokens(plain, prompts, params)
+    assert agreement(want, tokens(small, prompts, params), 24) >= 0.75
+    assert agreement(want, tokens(small, prompts, params), 4) >= 0.75, "by prefix hits"
+
+
 @pytest.mark.parametrize("kind", ["torch", "triton_sparse", "records"])
 def test_bits_depend_on_the_sequence_alone(kind: str, cuda: torch.device) -> None:
     def engine(**fields: Any) -> LocalEngine:
