@@ -17,6 +17,7 @@ from thalweg.config.options import Options, ParallelOptions
 from thalweg.core.errors import InsufficientMemory, UnsupportedConfig
 from thalweg.core.format import format_bytes
 from thalweg.launch.hub import locate
+from thalweg.launch.kernels import unsupported_heads
 from thalweg.launch.parallelism import unsupported_parallelism
 from thalweg.launch.planning import processor, search
 from thalweg.launch.planning.collectives import collectives
@@ -129,10 +130,10 @@ def forecast(options: Options, request: PlanRequest, folder: str) -> Forecast:
         "machine": {"name": name, "ceilings": planning.top and asdict(planning.top)},
         "flops_a_token": model.on(ONE).flops_a_token(),
         "load": asdict(load),
-        "layouts": [_outcome(outcome) for outcome in outcomes],
-        "best": _advice(best, options, hardware),
+        "layouts": [_outcome(outcome, model) for outcome in outcomes],
+        "best": _advice(best, model, options, hardware),
         "best_that_runs": _advice(
-            next((o for o in outcomes if o.fits and not not_yet(o.layout)), None), options, hardware
+            next((o for o in outcomes if o.fits and not not_yet(o.layout, model)), None), model, options, hardware
         ),
     }
     if hardware is not None:
@@ -142,10 +143,10 @@ def forecast(options: Options, request: PlanRequest, folder: str) -> Forecast:
     return Forecast(report, resolved if alone or room is None else with_pages(resolved, room, ONE), room)
 
 
-def not_yet(layout: ParallelLayout) -> str:
-    """Why this version does not run such a layout; "" where it does."""
+def not_yet(layout: ParallelLayout, model: PlannedModel) -> str:
+    """Why this version does not run the model on such a layout; "" where it does."""
     sizes = ParallelOptions(pp_size=layout.pp, attn_cp_size=layout.cp, dcp_size=layout.dcp)
-    return unsupported_parallelism(sizes, "cuda")
+    return unsupported_parallelism(sizes, "cuda") or unsupported_heads(model.kernels, model.facts, layout.attention)
 
 
 def _with_lengths(load: Workload, facts: ModelFacts) -> Workload:
@@ -211,13 +212,13 @@ def _cache(
     )
 
 
-def _outcome(outcome: LayoutForecast) -> dict[str, Any]:
+def _outcome(outcome: LayoutForecast, model: PlannedModel) -> dict[str, Any]:
     layout, values = outcome.layout, asdict(outcome)
     del values["layout"], values["room"]
     return {
         "name": layout.name,
         **asdict(layout),
-        "not_yet": not_yet(layout),
+        "not_yet": not_yet(layout, model),
         "caches": layout.caches,
         "memory_of_a_gpu": outcome.room.as_json(),
         "kv_tokens_per_cache": outcome.room.tokens,
@@ -225,12 +226,14 @@ def _outcome(outcome: LayoutForecast) -> dict[str, Any]:
     }
 
 
-def _advice(outcome: LayoutForecast | None, options: Options, machine: Hardware | None) -> dict[str, Any] | None:
+def _advice(
+    outcome: LayoutForecast | None, model: PlannedModel, options: Options, machine: Hardware | None
+) -> dict[str, Any] | None:
     if outcome is None or machine is None:
         return None
     layout = outcome.layout
     words = command(options, layout, outcome.requests, machine.gpus_of_node)
-    return {"layout": layout.name, "not_yet": not_yet(layout), "command": words}
+    return {"layout": layout.name, "not_yet": not_yet(layout, model), "command": words}
 
 
 def _step_bounds(
