@@ -1,7 +1,7 @@
 """A model with sparse attention on our kernels, in Triton's interpreter, beside plain torch: prompts, chunks, decode steps
-and trees of drafts, shorter and longer than the choice, with layers that share one; in FP8; and bit for bit the same in
-other batches in deterministic mode. A process of its own, since Triton looks once
-whether it interprets.
+and trees of drafts, shorter and longer than the choice, with layers that share one; in FP8; by what stands for FlashMLA;
+and bit for bit the same in other batches in deterministic mode. A process of its own, since Triton looks once whether
+it interprets.
 
     TRITON_INTERPRET=1 python -m tests.cpu.interpreted_sparse
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from copy import deepcopy
 from dataclasses import replace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,12 +24,14 @@ from tests.gpu import shapes
 from thalweg.attention.selection import Selection, select_top_k
 from thalweg.core.kernels import KernelConfig
 from thalweg.kernels.attend.args import ContextChunk
+from thalweg.kernels.dsa import flashmla
 from thalweg.kernels.dsa import triton as dsa
 from thalweg.layers.kernel_layers import KernelLayers
 from thalweg.layers.mla import Indexer
 from thalweg.layers.paged_sparse import gather_records
 from thalweg.layers.reference import ReferenceLayers
 from thalweg.memory.planes import Planes, record_plane
+from thalweg.memory.records import decode_record
 from thalweg.models import catalog
 from thalweg.models.catalog import read_config_facts
 
@@ -60,11 +63,13 @@ def scattered(scores_NS: torch.Tensor, topk: int) -> torch.Tensor:
     return select_top_k(torch.where(scores_NS == -torch.inf, -torch.inf, order.float()), topk)
 
 
-def pair(selection: Selection, **kinds: Any) -> tuple[Any, Any]:
+def pair(selection: Selection, layers: int = 3, **kinds: Any) -> tuple[Any, Any]:
     """Kernels and plain torch with the same weights."""
-    facts, device = read_config_facts(CONFIG, "sparse"), torch.device("cpu")
-    choice = KernelConfig(decode="triton_sparse", prefill="triton_sparse", **kinds)
-    kernels = catalog.assemble(facts, KernelLayers(torch.float32, device, choice))
+    config = CONFIG | {"num_hidden_layers": layers, "index_topk_pattern": "FFS"[:layers]}
+    facts, device = read_config_facts(config, "sparse"), torch.device("cpu")
+    by = {"decode": "triton_sparse", "prefill": "triton_sparse"} | kinds
+    kinds = {key: value for key, value in kinds.items() if key not in ("decode", "prefill")}
+    kernels = catalog.assemble(facts, KernelLayers(torch.float32, device, KernelConfig(**by)))
     reference = catalog.assemble(facts, ReferenceLayers(torch.float32, device, kernels=KernelConfig(**kinds)))
     for model in (kernels, reference):
         zoo.fill(model)
@@ -91,6 +96,82 @@ def beside_torch(selection: Selection, tolerance: float, **kinds: Any) -> None:
             for planes in (ours, theirs)
         ]
         assert float((same[0] - same[1]).norm() / same[1].norm()) < tolerance, spec
+
+
+class FlashMla(ModuleType):
+    """What the library documents, in plain torch. Refuses what it would read wrongly."""
+
+    def __init__(self) -> None:
+        super().__init__("flash_mla")
+        self.calls: list[tuple[str, int]] = []  # name of a function, tokens
+
+    def flash_mla_sparse_fwd(
+        self,
+        q: torch.Tensor,
+        kv: torch.Tensor,
+        indices: torch.Tensor,
+        sm_scale: float,
+        d_v: int = 512,
+        topk_length: torch.Tensor | None = None,
+        use_legacy: bool = False,
+    ) -> tuple[torch.Tensor, None, None]:
+        assert use_legacy and topk_length is not None and kv.shape[1] == 1 == indices.shape[1]
+        seen = torch.arange(indices.shape[2]) < topk_length.unsqueeze(1)
+        assert torch.equal(seen, indices[:, 0] >= 0), "as many as the length says come first"
+        self.calls.append(("flash_mla_sparse_fwd", len(q)))
+        return self._attend(q, kv[:, 0], indices[:, 0], sm_scale, d_v), None, None
+
+    def get_mla_metadata(self) -> tuple[SimpleNamespace, None]:
+        return SimpleNamespace(shape=None), None
+
+    def flash_mla_with_kvcache(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        block_table: None,
+        cache_seqlens: None,
+        head_dim_v: int,
+        schedule: SimpleNamespace,
+        *,
+        softmax_scale: float,
+        is_fp8_kvcache: bool,
+        indices: torch.Tensor,
+        use_legacy: bool,
+    ) -> tuple[torch.Tensor, None]:
+        assert use_legacy and is_fp8_kvcache and q.shape[1] == 1 == k_cache.shape[2]
+        assert schedule.shape in (None, (*q.shape, *indices.shape)), "a schedule is of one shape"
+        schedule.shape = *q.shape, *indices.shape
+        self.calls.append(("flash_mla_with_kvcache", len(q)))
+        records = k_cache[:, :, 0]
+        keys = decode_record(records.flatten(0, 1), head_dim_v, q.dtype)
+        return self._attend(q[:, 0], keys, indices[:, 0], softmax_scale, head_dim_v).unsqueeze(1), None
+
+    @staticmethod
+    def _attend(q: torch.Tensor, keys: torch.Tensor, indices: torch.Tensor, scale: float, rank: int) -> torch.Tensor:
+        assert indices.dtype == torch.int32 and indices.is_contiguous() and int(indices.max()) < len(keys)
+        parts = []
+        for query, places in zip(q, indices, strict=True):
+            seen = keys[places[places >= 0].long()]
+            parts.append((scale * query @ seen.T).softmax(-1) @ seen[:, :rank])
+        return torch.stack(parts)
+
+
+def by_flashmla() -> None:
+    """Each of its kernels beside itself and beside Triton's, in launches of few tokens."""
+    library = sys.modules["flash_mla"] = FlashMla()
+    vars(flashmla)["AT_ONCE"] = 16
+    own, fp8 = "triton_sparse", "flash_mla_with_kvcache"
+    for decode, prefill, kinds, selection, tolerance, call in (
+        ("flashmla_sparse", "flashmla_sparse", {}, select_top_k, 2e-3, "flash_mla_sparse_fwd"),
+        ("flashmla_kv", own, FP8, scattered, 0.1, fp8),
+        (own, "flashmla_kv", FP8, scattered, 0.1, fp8),
+    ):
+        library.calls.clear()
+        beside_torch(selection, tolerance, layers=1, decode=decode, prefill=prefill, **kinds)
+        assert {name for name, _ in library.calls} == {call}
+        tokens = [count for _, count in library.calls]
+        assert (max(tokens) == 16) == (prefill != own), "prompts fill a launch"
+        assert (min(tokens) < 8) == (decode != own), "decode rows are few"
 
 
 def exact_products() -> None:
@@ -160,6 +241,7 @@ def main() -> int:
     records_in_chunks()
     beside_torch(select_top_k, 2e-3)
     beside_torch(scattered, 0.1, **FP8)
+    by_flashmla()
     invariant()
     return 0
 

@@ -253,18 +253,21 @@ def test_the_report_names_the_compiler_and_what_failed_before() -> None:
     assert made.reason.endswith("failed: nvcc 12.4 (/bin/nvcc): older than 12.9")
 
 
-@pytest.mark.parametrize("is_fp8", [False, True])
+@pytest.mark.parametrize(
+    ("backend", "is_fp8"),
+    [("triton_sparse", False), ("triton_sparse", True), ("flashmla_sparse", False), ("flashmla_kv", True)],
+)
 def test_kernels_of_sparse_attention_are_compiled_ahead(
-    is_fp8: bool, guard: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    backend: str, is_fp8: bool, guard: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
     shape = shapes.SPARSE | {"index_topk": 64, "num_hidden_layers": 2, "first_k_dense_replace": 2}
     (tmp_path / "config.json").write_text(json.dumps(shape))
-    by = {"decode_attention_backend": "triton_sparse", "prefill_attention_backend": "triton_sparse"}
+    by = {"decode_attention_backend": backend, "prefill_attention_backend": backend}
     keys = {"kv_cache_dtype": "fp8_ds_mla", "fp8_index_keys": True} if is_fp8 else {}
     small = SMALL | by | keys | {"context_length": 512, "chunked_prefill_size": 96}
     messages = dry_run(guard, EngineConfig(model_path=str(tmp_path), **small), tmp_path / "claims")
     assert [message.error for message in messages if message.error] == []
     kernels = {message.kernel.rpartition(".")[2] for message in messages if "dsa" in message.kernel}
-    assert kernels == {"_write", "_scores", "_choose", "_attend"}
+    assert kernels == {"_write", "_scores", "_choose", "_attend" if backend == "triton_sparse" else "_places"}

@@ -153,6 +153,10 @@ SPARSE = KernelConfig(decode="triton_sparse", prefill="triton_sparse")
         ({"of": V3}, "no sparse attention"),
         ({"kernels": KernelConfig(latent=False)}, "--no-mla keeps no latents"),
         ({"device": "cuda", "kernels": KernelConfig(decode="torch")}, "use --attention-backend triton_sparse"),
+        (
+            {"device": "cuda", "kernels": KernelConfig(decode="triton_sparse", prefill="flashmla_sparse")},
+            "flashmla_sparse attention does not read host memory",
+        ),
         ({"device": "cuda", "kernels": KernelConfig(decode="triton_sparse", deterministic=True)}, "deterministic"),
         ({"kernels": KernelConfig(deterministic=True)}, "deterministic"),
         ({"drafts": 16}, "use --speculative-num-draft-tokens 16 or fewer drafts"),

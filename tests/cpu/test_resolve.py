@@ -355,39 +355,50 @@ EVERYTHING = dataclasses.replace(H100, libraries=frozenset({"triton", "flashmla"
 
 def test_attention_is_chosen_for_decode_and_prefill_each() -> None:
     few, many = facts(**LATENT), facts(**LATENT, num_attention_heads=128)
-    assert _attention(few, H100) == ("triton", "triton", ())
-    assert _attention(few, EVERYTHING) == ("triton", "fa3", ())
-    assert _attention(many, EVERYTHING) == ("triton+flashmla", "fa3", ())
-    assert _attention(many, H100)[0] == "triton"
-    assert _attention(many, EVERYTHING, attention_backend="triton+flashmla") == ("triton+flashmla", "fa3", ("decode",))
-    assert _attention(few, EVERYTHING, attention_backend="flashmla") == ("flashmla", "fa3", ("decode",))
-    assert _attention(few, EVERYTHING, attention_backend="fa3") == ("triton", "fa3", ("prefill",))
-    assert _attention(few, EVERYTHING, attention_backend="triton") == ("triton", "triton", ("decode", "prefill"))
-    assert _attention(many, EVERYTHING, attention_backend="reference") == ("reference",) * 2 + (("decode", "prefill"),)
-    assert _attention(many, EVERYTHING, deterministic_inference=True) == ("triton", "triton", ())
-    assert _attention(many, EVERYTHING, trees=True) == ("triton+flashmla", "fa3", ())
-    assert _attention(few, EVERYTHING, trees=True, attention_backend="triton+flashmla")[0] == "triton+flashmla"
-    assert _attention(many, EVERYTHING, mla=False) == ("triton", "triton", ())
-    assert _attention(many, EVERYTHING, kv_cache_dtype="fp8")[:2] == ("triton+flashmla", "fa3")
-    assert _attention(many, dataclasses.replace(EVERYTHING, capability="8.0"))[:2] == ("triton", "triton")
-    assert _attention(few, EVERYTHING, dtype="float32")[:2] == ("reference", "reference")
+    assert attention_of(few, H100) == ("triton", "triton", ())
+    assert attention_of(few, EVERYTHING) == ("triton", "fa3", ())
+    assert attention_of(many, EVERYTHING) == ("triton+flashmla", "fa3", ())
+    assert attention_of(many, H100)[0] == "triton"
+    assert attention_of(many, EVERYTHING, attention_backend="triton+flashmla") == (
+        "triton+flashmla",
+        "fa3",
+        ("decode",),
+    )
+    assert attention_of(few, EVERYTHING, attention_backend="flashmla") == ("flashmla", "fa3", ("decode",))
+    assert attention_of(few, EVERYTHING, attention_backend="fa3") == ("triton", "fa3", ("prefill",))
+    assert attention_of(few, EVERYTHING, attention_backend="triton") == ("triton", "triton", ("decode", "prefill"))
+    assert attention_of(many, EVERYTHING, attention_backend="reference") == ("reference",) * 2 + (
+        ("decode", "prefill"),
+    )
+    assert attention_of(many, EVERYTHING, deterministic_inference=True) == ("triton", "triton", ())
+    assert attention_of(many, EVERYTHING, trees=True) == ("triton+flashmla", "fa3", ())
+    assert attention_of(few, EVERYTHING, trees=True, attention_backend="triton+flashmla")[0] == "triton+flashmla"
+    assert attention_of(many, EVERYTHING, mla=False) == ("triton", "triton", ())
+    assert attention_of(many, EVERYTHING, kv_cache_dtype="fp8")[:2] == ("triton+flashmla", "fa3")
+    assert attention_of(many, dataclasses.replace(EVERYTHING, capability="8.0"))[:2] == ("triton", "triton")
+    assert attention_of(few, EVERYTHING, dtype="float32")[:2] == ("reference", "reference")
 
 
 def test_sparse_attention_is_torch_beside_kernels() -> None:
     indexed = {"q_lora_rank": 1536, "index_topk": 2048, "index_n_heads": 64, "index_head_dim": 128}
     sparse = facts(**LATENT | {"architectures": ["DeepseekV32ForCausalLM"]} | indexed)
-    assert _attention(sparse, EVERYTHING) == ("torch", "torch", ())
-    assert _attention(sparse, EVERYTHING, deterministic_inference=True) == ("torch", "torch", ())
-    assert _attention(sparse, EVERYTHING, kv_cache_dtype="fp8")[:2] == ("torch", "torch")
-    assert _attention(sparse, EVERYTHING, attention_backend="reference")[:2] == ("reference", "reference")
-    assert _attention(sparse, EVERYTHING, mla=False)[:2] == ("reference", "reference")
+    assert attention_of(sparse, EVERYTHING) == ("torch", "torch", ())
+    assert attention_of(sparse, EVERYTHING, deterministic_inference=True) == ("torch", "torch", ())
+    assert attention_of(sparse, EVERYTHING, kv_cache_dtype="fp8")[:2] == ("torch", "torch")
+    assert attention_of(sparse, EVERYTHING, attention_backend="reference")[:2] == ("reference", "reference")
+    assert attention_of(sparse, EVERYTHING, mla=False)[:2] == ("reference", "reference")
     assert (
         run(sparse, EVERYTHING)[0].config.kernels.moe != "reference" and graphs(run(sparse, EVERYTHING)[0]) == NO_GRAPHS
     )
-    assert _attention(sparse, dataclasses.replace(EVERYTHING, libraries=frozenset()))[:2] == ("reference", "reference")
+    assert attention_of(sparse, dataclasses.replace(EVERYTHING, libraries=frozenset()))[:2] == (
+        "reference",
+        "reference",
+    )
     assert "Use torch." in refusal(sparse, EVERYTHING, attention_backend="triton")
     for wishes in ({}, {"deterministic_inference": True}, {"trees": True}):
-        assert _attention(sparse, EVERYTHING, attention_backend="triton_sparse", **wishes)[:2] == ("triton_sparse",) * 2
+        assert (
+            attention_of(sparse, EVERYTHING, attention_backend="triton_sparse", **wishes)[:2] == ("triton_sparse",) * 2
+        )
 
 
 def test_index_keys_and_latents_of_sparse_kernels_are_fp8_together() -> None:
@@ -418,36 +429,38 @@ def test_backends_of_sparse_attention_have_names_of_their_own() -> None:
     sparse = facts(**LATENT | {"architectures": ["DeepseekV32ForCausalLM"]} | indexed)
     for flag in ("dsa_prefill_backend", "dsa_decode_backend"):
         for value, kept in (("triton", "triton_sparse"), ("torch", "torch"), ("auto", "torch")):
-            assert _attention(sparse, EVERYTHING, **{flag: value})[:2] == (kept, kept)
-        assert f"{flag}: flashmla_kv is no backend of sparse attention here; there is auto, triton, torch" in refusal(
-            sparse, EVERYTHING, **{flag: "flashmla_kv"}
+            assert attention_of(sparse, EVERYTHING, **{flag: value})[:2] == (kept, kept)
+        assert f"{flag}: fa3 is no backend of sparse attention here; there is auto, triton, torch, flashmla" in refusal(
+            sparse, EVERYTHING, **{flag: "fa3"}
         )
         assert "has no sparse attention" in refusal(facts(**LATENT), EVERYTHING, **{flag: "triton"})
         told = refusal(sparse, EVERYTHING, **{flag: "triton"}, attention_backend="torch")
         assert f"not --{flag.replace('_', '-')} triton and --attention-backend torch" in told
     both = {"dsa_prefill_backend": "triton", "dsa_decode_backend": "torch"}
-    assert "one backend computes all sparse attention" in refusal(sparse, EVERYTHING, **both)
+    assert "only kernels compute beside each other" in refusal(sparse, EVERYTHING, **both)
     for wishes, kept in (({}, "torch"), ({"dsa_decode_backend": "triton"}, "triton")):
         assert run(sparse, EVERYTHING, **wishes)[0].config.kernels.topk == kept
     chosen = run(sparse, EVERYTHING, dsa_decode_backend="triton", dsa_topk_backend="torch")[0].config.kernels
     assert (chosen.decode, chosen.topk) == ("triton_sparse", "torch")
     assert "use torch" in refusal(sparse, EVERYTHING, dsa_topk_backend="triton")
+    told = refusal(sparse, EVERYTHING, dsa_topk_backend="flashmla_kv")
+    assert told == "dsa_topk_backend: flashmla_kv is no backend of sparse attention here; there is auto, triton, torch"
     assert "only sparse. Use triton." in refusal(facts(**LATENT), EVERYTHING, attention_backend="torch")
 
 
 def test_a_dense_model_has_its_own_libraries() -> None:
     dense, every = facts(), dataclasses.replace(EVERYTHING, libraries=EVERYTHING.libraries | {"flashinfer"})
-    assert _attention(dense, every) == ("triton", "fa3", ())
-    assert _attention(dense, every, attention_backend="fa3") == ("triton", "fa3", ("prefill",))
-    assert _attention(dense, every, deterministic_inference=True)[:2] == ("triton", "triton")
-    assert _attention(dense, every, attention_backend="flashinfer") == ("flashinfer",) * 2 + (("decode", "prefill"),)
+    assert attention_of(dense, every) == ("triton", "fa3", ())
+    assert attention_of(dense, every, attention_backend="fa3") == ("triton", "fa3", ("prefill",))
+    assert attention_of(dense, every, deterministic_inference=True)[:2] == ("triton", "triton")
+    assert attention_of(dense, every, attention_backend="flashinfer") == ("flashinfer",) * 2 + (("decode", "prefill"),)
     assert graphs(run(dense, every, attention_backend="flashinfer")[0]) == NO_GRAPHS
-    assert _attention(facts(**LATENT), every, attention_backend="flashinfer") == ("flashinfer", "fa3", ("decode",))
+    assert attention_of(facts(**LATENT), every, attention_backend="flashinfer") == ("flashinfer", "fa3", ("decode",))
     assert "kv fp8_e4m3, not bfloat16" in refusal(dense, every, attention_backend="flashinfer", kv_cache_dtype="fp8")
     assert "heads gqa, not mla" in refusal(dense, every, attention_backend="flashmla")
 
 
-def _attention(of: ModelFacts, on: Machine, **wishes: Any) -> tuple[str, str, tuple[str, ...]]:
+def attention_of(of: ModelFacts, on: Machine, **wishes: Any) -> tuple[str, str, tuple[str, ...]]:
     found, why = run(of, on, **wishes)
     assert (
         why["decode_attention_backend"].value == found.config.kernels.decode

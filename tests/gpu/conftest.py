@@ -23,6 +23,7 @@ if importlib.util.find_spec("triton") is None:  # they import kernels; test_devi
         "test_paged_steps.py",
         "test_acceptance_rules.py",
         "test_sparse.py",
+        "test_sparse_libraries.py",
         "test_start.py",
         "test_sampling.py",
         "test_trees.py",

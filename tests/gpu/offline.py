@@ -240,6 +240,7 @@ def sparse() -> None:
                 asked = torch.empty(3, heads, 576, dtype=torch.bfloat16)
                 for chosen in (torch.zeros(3, 2048, dtype=torch.int32), None):
                     dsa.attend(asked, latents, chosen, rows, 2048, scale=1.0, rank=512)
+                    dsa.places(chosen, rows, 2048)
             for entries in (4096, 10240):
                 hot = Planes((replace(latent, hot=entries),), 4, slots=2, context=PAGE)
                 slots_T, real_T = positions, torch.ones(3, dtype=torch.bool)

@@ -96,12 +96,10 @@ def test_past_the_chosen_context_it_is_the_cpus(checkpoint: Path, cuda: torch.de
         )
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", [SPARSE, FP8], ids=["bf16", "fp8"])
-def test_beside_kernels_it_is_the_references(shape: dict[str, Any], kind: str, cuda: torch.device) -> None:
+def assert_beside_the_reference(shape: dict[str, Any], choice: KernelConfig, is_fp8: bool, cuda: torch.device) -> None:
     """The bounds of test_models.py, for the median token. What the indexer chooses is compared apart from what becomes
     of a choice: a near tie that rounding decides moves a tenth of what attention to 256 tokens of random weights
-    gives.
+    gives. is_fp8: the weights.
     """
 
     def scattered(scores_NS: torch.Tensor, topk: int) -> torch.Tensor:
@@ -109,8 +107,8 @@ def test_beside_kernels_it_is_the_references(shape: dict[str, Any], kind: str, c
         order = torch.arange(scores_NS.shape[1], device=cuda) * 7919 % 4093
         return select_top_k(torch.where(scores_NS == -torch.inf, -torch.inf, order.float()), topk)
 
-    of, is_fp8 = facts_of(shape | {"index_topk": 256}, "sparse"), shape is FP8 or KINDS[kind].fp8_index
-    reference, kernels = twins(of, cuda, KINDS[kind])
+    of, is_fp8 = facts_of(shape | {"index_topk": 256}, "sparse"), is_fp8 or choice.fp8_index
+    reference, kernels = twins(of, cuda, choice)
     for module in (*reference.modules(), *kernels.modules()):
         if isinstance(module, Indexer):
             module.selection = scattered
@@ -127,6 +125,12 @@ def test_beside_kernels_it_is_the_references(shape: dict[str, Any], kind: str, c
     for plane in ("index", "latent"):  # of the first layer, which no expert has touched
         kept, exact = (of.read(plane, 0, of.paged(plane, 0), torch.float32).double() for of in (here, there))
         assert float((kept - exact).norm() / exact.norm()) < (0.05 if is_fp8 else 0.01), plane
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [SPARSE, FP8], ids=["bf16", "fp8"])
+def test_beside_kernels_it_is_the_references(shape: dict[str, Any], kind: str, cuda: torch.device) -> None:
+    assert_beside_the_reference(shape, KINDS[kind], shape is FP8, cuda)
 
 
 @pytest.mark.parametrize("shape", [SPARSE, FP8], ids=["bf16", "fp8"])

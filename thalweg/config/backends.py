@@ -62,6 +62,8 @@ class AttentionCapabilities(Capabilities):
     deterministic: tuple[bool, ...]  # whether bits can be independent of the batch
     trees: tuple[bool, ...]  # whether draft tokens can form a tree
     unaligned_latents: tuple[bool, ...]  # deterministic mode, and latents of no whole tiles
+    other_shapes: tuple[bool, ...]  # sparse attention of other heads, latents or choices than FlashMLA's
+    divided: tuple[bool, ...]  # ranks divide a context (DCP) or its tokens (CP)
     graphs: tuple[bool, ...]  # whether CUDA graphs can capture it; never required
 
 
@@ -88,6 +90,7 @@ class KernelBackend(Generic[C]):
     libraries: tuple[Library, ...] = (TRITON,)
     mla: str = ""  # makes what attends to latents: a decode kernel of an `MlaShape`, or a prefill function
     mla_layer: str = ""  # a decode row: in place of kernels the layer, of (factory, facts, layer, name, is_indexed)
+    sparse: str = ""  # makes what attends to a choice, of a `SparseShape`; rows that have it share their planes
     gqa: str = ""  # makes a `GqaKernel` of a `GqaShape`; with `gathers_keys`, a prefill function
     check_mla: str = ""
     check_gqa: str = ""
@@ -112,6 +115,8 @@ _REFERENCE = AttentionCapabilities(
     deterministic=BOTH,
     trees=BOTH,
     unaligned_latents=BOTH,
+    other_shapes=BOTH,
+    divided=BOTH,
     graphs=NO,
 )
 _TORCH = replace(  # sparse attention
@@ -136,6 +141,7 @@ _TRITON = replace(
 _SPARSE = replace(_TRITON, heads=("mla",), sparse=YES, kv=("bfloat16", "fp8_ds_mla"))
 _HOPPER = replace(_TRITON, chip=("hopper",), deterministic=NO)
 _FLASHMLA = replace(_HOPPER, heads=("mla",), trees=NO)
+_SPARSE_FLASHMLA = replace(_SPARSE, chip=("hopper",), deterministic=NO, other_shapes=NO, divided=NO)
 _FLASHINFER = replace(  # compiles when first used and plans on the host, so it is never chosen automatically
     _HOPPER,
     heads=("mla", "gqa"),
@@ -145,9 +151,31 @@ _FLASHINFER = replace(  # compiles when first used and plans on the host, so it 
 )
 _CHECK_FLASHINFER = "kernels.gqa.flashinfer:check"
 _TRITON_GQA, _FLASHINFER_GQA = "kernels.gqa.backends:TritonGqa", "kernels.gqa.flashinfer:FlashInferGqa"
+_TRITON_MLA, _TRITON_PREFILL = "kernels.mla.backends:TritonMlaDecode", "kernels.mla.backends:triton_prefill"
+_TRITON_SPARSE = "kernels.dsa.backends:TritonSparse"
+
+
+def _sparse_flashmla(mla: str) -> dict[str, KernelBackend[AttentionCapabilities]]:
+    """Behind the reference, which fits everything, so never chosen automatically: not run on a GPU yet. mla: computes
+    contexts that are chosen whole.
+    """
+    return {
+        name: KernelBackend(
+            supports=replace(_SPARSE_FLASHMLA, kv=(kv,)),
+            libraries=(TRITON, FLASHMLA),
+            mla=mla,
+            sparse=f"kernels.dsa.flashmla:{kernel}",
+            check_mla="kernels.dsa.flashmla:check",
+        )
+        for name, kv, kernel in (
+            ("flashmla_sparse", "bfloat16", "FlashMlaSparse"),
+            ("flashmla_kv", "fp8_ds_mla", "FlashMlaRecords"),
+        )
+    }
+
 
 DECODE: dict[str, KernelBackend[AttentionCapabilities]] = {
-    "triton": KernelBackend(supports=_TRITON, mla="kernels.mla.backends:TritonMlaDecode", gqa=_TRITON_GQA),
+    "triton": KernelBackend(supports=_TRITON, mla=_TRITON_MLA, gqa=_TRITON_GQA),
     # FlashMLA for many rows, Triton for few rows and for trees. Faster than Triton where many heads make attention
     # bound by the tensor cores (H100, µs a layer, FlashMLA / Triton: 128 heads, 8 x 1,024 tokens 29 / 38, 128 x 1,024
     # 95 / 156, 64 x 4,096 135 / 270; 64 heads 23 / 29, 72 / 86, 133 / 173; in FP8 from 32 rows on), and no faster with
@@ -166,8 +194,9 @@ DECODE: dict[str, KernelBackend[AttentionCapabilities]] = {
         check_mla="kernels.mla.flashmla:check",
     ),
     "torch": KernelBackend(supports=_TORCH, mla_layer="layers.mla:Mla"),
-    "triton_sparse": KernelBackend(supports=_SPARSE, mla="kernels.mla.backends:TritonMlaDecode"),
+    "triton_sparse": KernelBackend(supports=_SPARSE, mla=_TRITON_MLA, sparse=_TRITON_SPARSE),
     "reference": KernelBackend(supports=_REFERENCE, libraries=()),
+    **_sparse_flashmla(_TRITON_MLA),
     "flashinfer": KernelBackend(
         supports=_FLASHINFER,
         libraries=(TRITON, FLASHINFER),
@@ -187,10 +216,11 @@ PREFILL: dict[str, KernelBackend[AttentionCapabilities]] = {
         check_gqa="kernels.gqa.fa3:check",
         gathers_keys=True,
     ),
-    "triton": KernelBackend(supports=_TRITON, mla="kernels.mla.backends:triton_prefill", gqa=_TRITON_GQA),
+    "triton": KernelBackend(supports=_TRITON, mla=_TRITON_PREFILL, gqa=_TRITON_GQA),
     "torch": KernelBackend(supports=_TORCH),
-    "triton_sparse": KernelBackend(supports=_SPARSE, mla="kernels.mla.backends:triton_prefill"),
+    "triton_sparse": KernelBackend(supports=_SPARSE, mla=_TRITON_PREFILL, sparse=_TRITON_SPARSE),
     "reference": KernelBackend(supports=_REFERENCE, libraries=()),
+    **_sparse_flashmla(_TRITON_PREFILL),
     "flashinfer": KernelBackend(
         supports=replace(_FLASHINFER, heads=("gqa",)),
         libraries=(TRITON, FLASHINFER),

@@ -44,6 +44,8 @@ BACKENDS = {
     "cublas": "cuBLAS with scales, on Hopper",
     "torch": "PyTorch on a GPU, for sparse attention",
     "triton_sparse": "Triton kernels for sparse attention, which have not run on a GPU yet",
+    "flashmla_sparse": "FlashMLA for sparse attention to bfloat16 latents on Hopper, not run on a GPU yet",
+    "flashmla_kv": "FlashMLA for sparse attention to FP8 records on Hopper, not run on a GPU yet",
     "reference": "plain PyTorch, on a CPU or to check others",
 }
 REASONING_PARSERS = {
@@ -63,7 +65,13 @@ TOOL_CALL_PARSERS = {
     "llama3": "Llama 3: JSON as the whole answer",
     "none": "calls stay in the text",
 }
-DSA_BACKENDS = {"triton": "Triton kernels, which have not run on a GPU yet", "torch": "PyTorch on a GPU"}
+TOPK_BACKENDS = {"triton": "Triton kernels, which have not run on a GPU yet", "torch": "PyTorch on a GPU"}
+DSA_BACKENDS = {
+    **TOPK_BACKENDS,
+    "flashmla_sparse": "FlashMLA on Hopper, of latents in bfloat16; not run on a GPU yet",
+    "flashmla_kv": "FlashMLA on Hopper, of FP8 records; not run on a GPU yet",
+    "flashmla_auto": "the one of the two that reads the KV cache",
+}
 LAUNCHERS = {
     "local": "you, or a scheduler such as SLURM or Kubernetes",
     "ray": "tasks of the Ray cluster that this machine belongs to",
@@ -188,22 +196,22 @@ class LoadOptions(Section):
     )
     dsa_prefill_backend: str | None = setting(
         None,
-        "what computes sparse attention (DSA) of prompts; decode rows are computed by the same",
+        "what computes sparse attention (DSA) of prompts",
         meanings=DSA_BACKENDS,
         foreign=("nsa-prefill-backend", "nsa-prefill"),
-        auto="by --attention-backend",
+        auto="by --attention-backend, or as decode rows",
     )
     dsa_decode_backend: str | None = setting(
         None,
-        "the same, of decode rows; prompts are computed by the same",
+        "the same, of decode rows; where one is torch, both are",
         meanings=DSA_BACKENDS,
         foreign=("nsa-decode-backend", "nsa-decode"),
-        auto="by --attention-backend",
+        auto="by --attention-backend, or as prompts",
     )
     dsa_topk_backend: str | None = setting(
         None,
         "what chooses the highest scores of an indexer (DSA)",
-        meanings=DSA_BACKENDS,
+        meanings=TOPK_BACKENDS,
         foreign=("nsa-topk-backend",),
         off="torch",
         on="triton",

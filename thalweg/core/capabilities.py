@@ -28,6 +28,9 @@ LACKS = {
     "deterministic": "no batch-invariant kernel",
     "trees": "no tree masks",
     "unaligned_latents": "its batch-invariant kernel needs a kv_lora_rank in whole tiles of 64",
+    "other_shapes": "it needs 64 or 128 attention heads on each device, latents of 512 + 64 dims and an index_topk in"
+    " whole tiles of 128",
+    "divided": "it has not run with --dcp-size or --attn-cp-size above 1",
     "unaligned_experts": "its grouped products need a hidden size in whole tiles of 128 and, on each rank, experts as"
     " as whole tiles of 64",
 }

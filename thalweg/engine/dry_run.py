@@ -167,6 +167,7 @@ def replace_libraries() -> None:
         get_mla_metadata=lambda: (ModuleType("schedule"), None),
         get_mla_decoding_metadata=lambda *args, **options: (None, None),
         flash_mla_with_kvcache=_flash_mla,
+        flash_mla_sparse_fwd=_flash_mla_sparse,
     )
     vars(deep_gemm)["__getattr__"] = report
     sys.modules.update(flash_mla=flash_mla, deep_gemm=deep_gemm)
@@ -174,10 +175,14 @@ def replace_libraries() -> None:
     vars(fa3)["_operation"] = lambda: _fa3
 
 
-def _flash_mla(query: Tensor, plane: Tensor, table: Tensor, lengths: Tensor, rank: int, *_: Any, **options: Any) -> Any:
+def _flash_mla(query: Tensor, plane: Tensor, table: Any, lengths: Any, rank: int, *_: Any, **options: Any) -> Any:
     tokens, row, heads, _dim = query.shape
     out = query.new_empty(tokens, row, heads, rank, dtype=torch.bfloat16)
     return out, query.new_empty(tokens, heads, row, dtype=torch.float32)
+
+
+def _flash_mla_sparse(query: Tensor, plane: Tensor, places: Tensor, scale: float, rank: int, **options: Any) -> Any:
+    return query.new_empty(*query.shape[:2], rank), None, None
 
 
 def _fa3(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Any:

@@ -74,8 +74,9 @@ def _why_not(facts: ModelFacts, device: str, kernels: KernelConfig, graph_mode: 
     if device == "cpu":
         is_reference = kernels.decode == "reference"
         return "" if is_reference else f"{kernels.decode} attention has no swap-in on a CPU; use reference"
-    if kernels.decode != SPARSE:
-        return f"{kernels.decode} attention does not read host memory; use --attention-backend {SPARSE}"
+    for backend in (kernels.decode, kernels.prefill):
+        if backend != SPARSE:
+            return f"{backend} attention does not read host memory; use --attention-backend {SPARSE}"
     if graph_mode == "full":
         return (
             "--cuda-graph-mode full computes tokens of a prompt as rows, which would share a hot set; use"

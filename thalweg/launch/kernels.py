@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TypeVar
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
 from thalweg.config import backends
-from thalweg.config.backends import KernelBackend
+from thalweg.config.backends import AttentionCapabilities, KernelBackend
 from thalweg.config.machine import Machine
 from thalweg.config.model import ModelFacts
 from thalweg.config.options import LoadOptions, Options, ParallelOptions
-from thalweg.core.capabilities import Capabilities, Required, Selected, select
+from thalweg.core.capabilities import LACKS, Capabilities, Required, Selected, select
 from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.kernels import DECISION_NAMES, LATENT_TILE, RECORD, RECORD_TILE, TORCH, KernelConfig
 from thalweg.launch.decisions import Decisions
@@ -22,8 +23,20 @@ C = TypeVar("C", bound=Capabilities)
 
 KV_NAMES = {"fp8": "fp8_e4m3"}  # other names of KV cache types
 FLAG, REFERENCE, SPARSE = "attention_backend", "reference", "triton_sparse"
+SPARSE_KERNELS = frozenset(name for name, row in backends.DECODE.items() if row.sparse)
+FLASHMLA = {False: "flashmla_sparse", True: "flashmla_kv"}  # by whether latents are FP8 records
+FLASHMLA_HEADS, FLASHMLA_DIMS, FLASHMLA_TILE = (64, 128), (512, 64), 128  # of a device; of latents; of a choice
 HIDDEN_TILE, WIDTH_TILE = 128, 64  # of an expert, for `kernels.experts.ext`
-DSA_BACKENDS = {"triton": SPARSE, "torch": TORCH}  # attention backends by the values of --dsa-*-backend
+# attention backends by the values of --dsa-*-backend; flashmla_auto is the one that reads the KV cache
+DSA_BACKENDS = {"triton": SPARSE, "torch": TORCH} | {name: name for name in FLASHMLA.values()}
+
+
+class Wish(NamedTuple):
+    """An attention backend that the user named."""
+
+    flag: str
+    value: str
+    backend: str
 
 
 def resolve_kernels(
@@ -42,9 +55,11 @@ def resolve_kernels(
     reason = "kernels may round differently in another batch, and are faster"
     is_deterministic = load.deterministic_inference
     decisions.record("deterministic_inference", is_deterministic, is_deterministic, reason)
-    wish = _attention_wish(load, facts)
-    if kv == "fp8_e4m3" and wish == SPARSE and facts.indexer is not None and load.mla:
-        kv = RECORD  # the only FP8 latents that its kernels read
+    wishes = _attention_wishes(load, facts, kv in ("fp8_e4m3", RECORD))
+    if facts.indexer is not None and load.mla:
+        if kv == "fp8_e4m3" and any(wish is not None and wish.backend in SPARSE_KERNELS for wish in wishes):
+            kv = RECORD  # the only FP8 latents that these kernels read
+        _check_sparse_cache(wishes, kv)
     if kv == RECORD:
         _check_records(facts, load.mla)
     required = {
@@ -60,9 +75,11 @@ def resolve_kernels(
         and load.mla
         and facts.mla is not None
         and facts.mla.kv_lora % LATENT_TILE > 0,
+        "other_shapes": not _fits_flashmla(facts, decisions.config().attention_tp),
+        "divided": options.parallel.dcp_size > 1 or options.parallel.attn_cp_size > 1,
         "installed": True,
     }
-    decode, prefill = _attention(wish, required, machine, facts.heads)
+    decode, prefill = _attention(wishes, required, machine, facts.heads)
     asked = load.attention_backend
     decisions.record(FLAG, asked or "auto", asked is not None, "the fastest that fits")
     topk, fp8_index = _resolve_index(load, facts, decode.name, kv, decisions)
@@ -78,24 +95,56 @@ def resolve_kernels(
     return msgspec.structs.replace(other, **chosen)
 
 
-def _attention_wish(load: LoadOptions, facts: ModelFacts) -> str | None:
-    """The attention backend that the user named, there or by --dsa-*-backend. Raises UnsupportedConfig."""
-    flags = {f"dsa_{role}_backend": getattr(load, f"dsa_{role}_backend") for role in ("prefill", "decode", "topk")}
-    asked = {flag: value for flag, value in flags.items() if value not in (None, "auto")}
-    for flag, value in asked.items():
+def _attention_wishes(load: LoadOptions, facts: ModelFacts, is_fp8: bool) -> tuple[Wish | None, Wish | None]:
+    """Backends that the user named for decode and prefill. A role that no flag names is that of the other one. is_fp8:
+    the KV cache. Raises UnsupportedConfig.
+    """
+    every = None if load.attention_backend is None else Wish(FLAG, load.attention_backend, load.attention_backend)
+    own = dict[str, Wish]()
+    kernels = (*DSA_BACKENDS, "flashmla_auto")
+    for role, known in (("prefill", kernels), ("decode", kernels), ("topk", ("triton", TORCH))):
+        flag = f"dsa_{role}_backend"
+        value = getattr(load, flag)
+        if value in (None, "auto"):
+            continue
         if facts.indexer is None:
             raise UnsupportedConfig(f"{flag}: {facts.architecture} has no sparse attention; leave it out")
-        if value not in DSA_BACKENDS:
-            known = ", ".join(("auto", *DSA_BACKENDS))
-            raise UnsupportedConfig(f"{flag}: {value} is no backend of sparse attention here; there is {known}")
-    asked.pop("dsa_topk_backend", None)
-    meant = {flag: DSA_BACKENDS[value] for flag, value in asked.items()}
-    if load.attention_backend is not None:
-        meant[FLAG] = load.attention_backend
-    if len({*meant.values()}) > 1:
-        told = " and ".join(f"--{flag.replace('_', '-')} {asked.get(flag, value)}" for flag, value in meant.items())
-        raise UnsupportedConfig(f"{next(iter(asked))}: one backend computes all sparse attention, not {told}")
-    return next(iter(meant.values()), None)
+        if value not in known:
+            there = ", ".join(("auto", *known))
+            raise UnsupportedConfig(f"{flag}: {value} is no backend of sparse attention here; there is {there}")
+        value = FLASHMLA[is_fp8] if value == "flashmla_auto" else value
+        own[role] = Wish(flag, value, DSA_BACKENDS[value])
+    own.pop("topk", None)
+    if not own:
+        return every, every
+    decode, prefill = (own.get(a) or every or own[b] for a, b in (("decode", "prefill"), ("prefill", "decode")))
+    if decode.backend != prefill.backend and not {decode.backend, prefill.backend} <= SPARSE_KERNELS:
+        wishes = sorted((prefill, decode), key=lambda wish: wish.flag == FLAG)
+        told = " and ".join(f"--{wish.flag.replace('_', '-')} {wish.value}" for wish in wishes)
+        raise UnsupportedConfig(
+            f"{wishes[0].flag}: of sparse attention only kernels compute beside each other, not {told}; use triton,"
+            " flashmla_sparse or flashmla_kv for both, or one backend"
+        )
+    if every is not None and every.backend not in (decode.backend, prefill.backend):
+        raise UnsupportedConfig(
+            f"{FLAG}: {every.value} has no part beside --{decode.flag.replace('_', '-')} and"
+            f" --{prefill.flag.replace('_', '-')}; leave it out"
+        )
+    return decode, prefill
+
+
+def _check_sparse_cache(wishes: Iterable[Wish | None], kv: str) -> None:
+    """FlashMLA's kernels read one type of latents each. Raises UnsupportedConfig."""
+    for wish in wishes:
+        if wish is not None and wish.backend == FLASHMLA[True] and kv != RECORD:
+            raise UnsupportedConfig(
+                f"{wish.flag}: {wish.value} reads FP8 records; add --kv-cache-dtype {RECORD}, or use {FLASHMLA[False]}"
+            )
+        if wish is not None and wish.backend == FLASHMLA[False] and kv == RECORD:
+            raise UnsupportedConfig(
+                f"{wish.flag}: {wish.value} reads latents in bfloat16; use {FLASHMLA[True]}, which reads records, or"
+                " leave --kv-cache-dtype out"
+            )
 
 
 def _resolve_index(
@@ -104,16 +153,39 @@ def _resolve_index(
     """What chooses by an indexer's scores, and whether its keys are e4m3. Raises UnsupportedConfig."""
     if facts.indexer is None:
         return "triton", False
-    own, asked = "triton" if decode == SPARSE else TORCH, load.dsa_topk_backend
+    own, asked = "triton" if decode in SPARSE_KERNELS else TORCH, load.dsa_topk_backend
     asked = None if asked == "auto" else asked
     if asked == "triton" and own == TORCH:
         raise UnsupportedConfig(f"dsa_topk_backend: triton does not choose beside {decode} attention; use torch")
     topk = decisions.choose("dsa_topk_backend", asked, own, "that which computes the scores")
     is_fp8 = any(scheme.operation == "fp8_gemm" for scheme in quantized(facts.quantization_config))
-    fp8_index = kv == RECORD or (decode == SPARSE and not kv and is_fp8)
+    fp8_index = kv == RECORD or (decode in SPARSE_KERNELS and not kv and is_fp8)
     reason = "as the cache is, or as the code of a checkpoint in FP8 has them, where kernels multiply them so"
     decisions.record("fp8_index_keys", fp8_index, False, reason)
     return topk, fp8_index
+
+
+def _fits_flashmla(facts: ModelFacts, ranks: int) -> bool:
+    """Whether its sparse kernels take the heads of each of so many devices, the latents and the choice."""
+    mla, indexer = facts.mla, facts.indexer
+    return (
+        mla is not None
+        and indexer is not None
+        and facts.heads // ranks in FLASHMLA_HEADS
+        and (mla.kv_lora, mla.rope) == FLASHMLA_DIMS
+        and indexer.topk % FLASHMLA_TILE == 0
+    )
+
+
+def unsupported_heads(kernels: KernelConfig, facts: ModelFacts, ranks: int) -> str:
+    """Why these backends do not attend with the heads of each of so many devices; "" where they do."""
+    for backend, row in (
+        (kernels.decode, backends.DECODE[kernels.decode]),
+        (kernels.prefill, backends.PREFILL[kernels.prefill]),
+    ):
+        if True not in row.supports.other_shapes and not _fits_flashmla(facts, ranks):
+            return f"attention backend {backend}: {LACKS['other_shapes']}; use triton_sparse"
+    return ""
 
 
 def _check_records(facts: ModelFacts, is_latent: bool) -> None:
@@ -183,24 +255,40 @@ def _on(catalog: Mapping[str, KernelBackend[C]], machine: Machine, heads: int = 
     return {name: catalog[name].on(machine.libraries) for name in names}
 
 
-def _attention(asked: str | None, required: Required, machine: Machine, heads: int) -> tuple[Selected, Selected]:
+def _attention(
+    wishes: tuple[Wish | None, Wish | None], required: Required, machine: Machine, heads: int
+) -> tuple[Selected, Selected]:
     """The backends of decode and prefill. A named backend does what it can of the two, and the rest is chosen. The
     reference does both: it has its own layers.
     """
     catalogs = _on(backends.DECODE, machine, heads), _on(backends.PREFILL, machine)
-    known = list(dict.fromkeys((*catalogs[0], *catalogs[1])))
-    if asked is not None and asked not in known:
-        raise UnsupportedConfig(f"{FLAG}: unknown backend {asked!r}; there is {', '.join(known)}")
-    wishes = ["auto", "auto"]
-    if asked is not None:
-        serving = [asked in catalog and required["heads"] in catalog[asked].heads for catalog in catalogs]
-        # a backend that serves neither is passed on, for `select` to say why
-        meant = serving if any(serving) else [asked in catalog for catalog in catalogs]
-        wishes = [asked if is_meant else "auto" for is_meant in meant]
-    decode, prefill = (select(FLAG, required, *of) for of in zip(catalogs, wishes, strict=True))
-    for chosen, role in ((decode, "decode"), (prefill, "prefill")):
-        if chosen.name == REFERENCE and asked not in (None, REFERENCE):
-            raise UnsupportedConfig(f"{FLAG} {asked}: no kernel that fits computes {role} beside it. Use {REFERENCE}.")
+    known, pairs = list(dict.fromkeys((*catalogs[0], *catalogs[1]))), list(zip(wishes, catalogs, strict=True))
+    for wish in wishes:
+        if wish is not None and wish.backend not in known:
+            raise UnsupportedConfig(f"{FLAG}: unknown backend {wish.value!r}; there is {', '.join(known)}")
+    offered = [wish is not None and wish.backend in catalog for wish, catalog in pairs]
+    serving = [
+        wish is not None and wish.backend in catalog and required["heads"] in catalog[wish.backend].heads
+        for wish, catalog in pairs
+    ]
+    # a backend that serves neither is passed on, for `select` to say why
+    meant = serving if any(serving) else offered
+    decode, prefill = (
+        _select(wish if is_meant else None, required, catalog)
+        for is_meant, (wish, catalog) in zip(meant, pairs, strict=True)
+    )
+    for chosen, wish, role in ((decode, wishes[0], "decode"), (prefill, wishes[1], "prefill")):
+        if chosen.name == REFERENCE and wish is not None and wish.backend != REFERENCE:
+            raise UnsupportedConfig(
+                f"{wish.flag} {wish.value}: no kernel that fits computes {role} beside it. Use {REFERENCE}."
+            )
         if chosen.name == REFERENCE:
             return chosen, chosen
     return decode, prefill
+
+
+def _select(wish: Wish | None, required: Required, catalog: Mapping[str, AttentionCapabilities]) -> Selected:
+    if wish is None or wish.flag == FLAG:
+        return select(FLAG, required, catalog, "auto" if wish is None else wish.backend)
+    values = {value: catalog[name] for value, name in DSA_BACKENDS.items()}
+    return dataclasses.replace(select(wish.flag, required, values, wish.value), name=wish.backend)

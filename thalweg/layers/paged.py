@@ -67,6 +67,7 @@ class PagedStep:
     chooses: bool = False
     query_rows: QueryRows | None = None
     chosen_TK: list[Tensor] = field(default_factory=list)
+    schedules: dict[int, Any] = field(default_factory=dict)  # see `kernels.dsa.backends.SparseKernel`
 
     def kv_write(self, tokens: slice) -> KvWrite:
         """Rotary tables and KV slots of these tokens."""

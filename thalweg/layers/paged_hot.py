@@ -7,8 +7,6 @@ from torch import Tensor
 
 from thalweg.core.plan import PAGE
 from thalweg.kernels.attend.args import ContextChunk, LatentPlane, QueryRows
-from thalweg.kernels.dsa import triton as dsa
-from thalweg.kernels.mla.backends import values_of_splits
 from thalweg.kernels.swap_in import triton as swap
 from thalweg.layers.paged import PagedStep, Rest
 from thalweg.layers.paged_mla import LatentMla
@@ -78,9 +76,7 @@ class HotSparseMla(SparseMla):
         return self._attend_to(query_THD, latents_PSD, chosen_TK, own)
 
     def _attend_to(self, query_THD: Tensor, latents_PSD: Tensor, chosen_TK: Tensor | None, rows: QueryRows) -> Tensor:
-        latents, topk = LatentPlane(latents_PSD), self.topk
-        states = dsa.attend(query_THD, latents, chosen_TK, rows, topk, scale=self.scale, rank=self.rank)
-        return values_of_splits(*states, self.uv)
+        return self.sparse_decoder.attend(query_THD, LatentPlane(latents_PSD), chosen_TK, rows, self.uv, {})
 
     def _decode(self, query_THD: Tensor, step: PagedStep) -> Tensor:
         """Of contexts that are chosen whole."""

@@ -13,13 +13,16 @@ from torch import Tensor
 
 from thalweg.attention.exchange import exchange_stored
 from thalweg.attention.selection import SelectedContexts, Selection, select_top_k
+from thalweg.config.backends import DECODE, PREFILL
+from thalweg.config.entry_point import load_entry
 from thalweg.config.model import ModelFacts
 from thalweg.core.kernels import RECORD
 from thalweg.kernels.attend.args import ContextChunk, QueryRows
 from thalweg.kernels.attend.triton import merge
 from thalweg.kernels.dsa import triton as dsa
+from thalweg.kernels.dsa.backends import SparseKernel, SparseShape
 from thalweg.kernels.mla import triton as mla
-from thalweg.kernels.mla.backends import MlaDecodeKernel, MlaPrefillKernel, values_of_splits
+from thalweg.kernels.mla.backends import MlaDecodeKernel, MlaPrefillKernel
 from thalweg.kernels.norm.triton import rows_of
 from thalweg.layers.factory import LayerFactory
 from thalweg.layers.interface import Activation, ResidualStream
@@ -54,6 +57,9 @@ class SparseMla(LatentMla):
         assert facts.indexer is not None
         self.indexer, self.topk = Indexer(layers, facts, layer, name) if is_indexed else None, facts.indexer.topk
         self.has_records, self.choose = layers.kernels.kv == RECORD, layers.kernels.topk
+        shape = SparseShape(self.rank, self.topk, self.scale)
+        self.sparse_decoder: SparseKernel = load_entry(DECODE[layers.kernels.decode].sparse)(shape)
+        self.sparse_prefill: SparseKernel = load_entry(PREFILL[layers.kernels.prefill].sparse)(shape)
         if not is_indexed:
             self.weights.skips.append(unused_indexer(name))
 
@@ -106,7 +112,13 @@ class SparseMla(LatentMla):
 
     def _values(self, query_THD: Tensor, step: PagedStep, chosen_TK: Tensor | None, rows: QueryRows) -> Tensor:
         """Attention of the step's first tokens to their choice. chosen_TK: None is all that they see. → [T, H * v]."""
-        return values_of_splits(*self._of_chosen(query_THD, step, chosen_TK, rows), self.uv)
+        tokens, parts = len(query_THD), list[Tensor]()
+        border = tokens if self.sparse_decoder == self.sparse_prefill else min(step.decode, tokens)
+        for kernel, some in (self.sparse_decoder, slice(0, border)), (self.sparse_prefill, slice(border, tokens)):
+            if some.start < some.stop:
+                of = query_THD[some], step.latents(self.layer), None if chosen_TK is None else chosen_TK[some]
+                parts.append(kernel.attend(*of, rows.some(some), self.uv, step.schedules))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _of_chosen(
         self, query_THD: Tensor, step: PagedStep, chosen_TK: Tensor | None, rows: QueryRows, splits: int = 0

@@ -9,6 +9,7 @@ from functools import cached_property
 
 from thalweg.config.machines import A_NODE, Hardware
 from thalweg.core.errors import UnsupportedConfig
+from thalweg.launch.kernels import unsupported_heads
 from thalweg.launch.planning.collectives import Collective, collectives
 from thalweg.launch.planning.gpu_memory import GpuMemory
 from thalweg.launch.planning.layouts import ParallelLayout, layouts
@@ -80,6 +81,8 @@ class PlannedLayout:
     def __init__(self, planning: PlanningInput, layout: ParallelLayout, load: Workload) -> None:
         self.planning, self.layout, self.load = planning, layout, load
         self.facts, self.model = planning.model.facts, planning.model.on(layout)
+        if reason := unsupported_heads(planning.model.kernels, self.facts, layout.attention):
+            raise UnsupportedConfig(reason)
 
     def shape(self, requests: int, new: int, context: int, cohorts: int = 1) -> StepShape:
         """See `divided`."""
