@@ -253,7 +253,7 @@ def test_the_report_names_the_compiler_and_what_failed_before() -> None:
     assert made.reason.endswith("failed: nvcc 12.4 (/bin/nvcc): older than 12.9")
 
 
-@pytest.mark.parametrize("is_fp8", [False, True])
+@pytest.mark.parametrize("is_fp8", [pytest.param(False, marks=pytest.mark.soak), True])
 def test_kernels_of_sparse_attention_are_compiled_ahead(
     is_fp8: bool, guard: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
