@@ -36,8 +36,8 @@ COLUMNS: dict[str, list[Any]] = {
     "drafts": ["none", "nextn-tree", "adaptive"],
 }
 CASES = covering(COLUMNS, SEED)
-SCHEMA = {"type": "array", "items": {"enum": ["aye", "nay", 7]}, "minItems": 20, "maxItems": 26}
-WORDS = r"([a-d]{2,4} ){20,30}\."
+SCHEMA = {"type": "array", "items": {"enum": ["aye", "nay", 7]}, "minItems": 10, "maxItems": 13}
+WORDS = r"([a-d]{2,4} ){10,15}\."
 TRIGGER = Tokenizer(Path(MODEL)).encode(",", False)[0]
 GRAMMARS = {
     "triggered": Grammar("regex", r"[a-d]{2,4}!", trigger_id=TRIGGER),

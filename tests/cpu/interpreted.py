@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
+from tests.cpu.interpreter import prepare
 from tests.gpu import growing
 from thalweg.batch.slots import Slots
 from thalweg.config.model import MoeFacts
@@ -78,17 +79,6 @@ DRAWS: list[dict[str, Any]] = [
     {"temperature": 1.0, "top_k": 2000, "top_p": 0.9},
     {"temperature": 1.3, "min_p": 0.01},
 ]
-
-
-def convert_scalars() -> None:
-    """Triton 3.6 passes scalars as arrays of one element to `int`, which new numpy refuses."""
-    patch = interpreter._patch_lang_tensor
-
-    def patch_index(tensor: Any, scope: Any) -> None:
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    interpreter._patch_lang_tensor = patch_index
 
 
 @triton.jit
@@ -382,7 +372,7 @@ def rounded_alike() -> None:
 
 
 def main() -> int:
-    convert_scalars()
+    prepare()
     round_as_a_gpu()
     weight_only()
     ragged_inputs()

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import interpreter
 
+from tests.cpu.interpreter import prepare
 from thalweg.batch.batch import TreeMask
 from thalweg.kernels.attend import triton as attend
 from thalweg.kernels.attend.args import (
@@ -41,17 +42,6 @@ from thalweg.memory.records import quantize
 States = tuple[Tensor, Tensor]
 HEADS, RANK, ROPE, SCALE = 3, 32, 16, 0.1
 CUTS = ((0, 1, 9), (0, 2, 3, 9), (0, 9, 12))  # pages at which contexts are cut; of the last, the last part is empty
-
-
-def interpret_scalars() -> None:
-    """Lets the interpreter loop over tensor bounds, which numpy 2.4 no longer converts to a number."""
-    patch: Any = vars(interpreter)["_patch_lang_tensor"]
-
-    def patched(tensor: Any, scope: Any) -> None:
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    vars(interpreter)["_patch_lang_tensor"] = patched
 
 
 def exact_casts() -> None:
@@ -284,7 +274,7 @@ def weights_of_heads() -> None:
 
 
 def main() -> int:
-    interpret_scalars()
+    prepare()
     exact_casts()
     for is_fp8 in (False, True):
         for has_trees in (False, True):

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from tests.cpu import zoo
-from tests.cpu.interpreted_attention import exact_casts, interpret_scalars
+from tests.cpu.interpreted_attention import exact_casts
 from tests.cpu.interpreted_sparse import CONFIG, FP8, exact_products
+from tests.cpu.interpreter import prepare
 from tests.cpu.ranks import ThreadAxis, layouts, on_ranks
 from tests.gpu import shapes
 from thalweg.batch.batch import Batch
@@ -114,7 +115,7 @@ def check(name: str, strategy: str) -> None:
 
 
 def main() -> int:
-    interpret_scalars()
+    prepare()
     exact_casts()
     exact_products()
     for name in KINDS:

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from tests.cpu import zoo
-from tests.cpu.interpreted_attention import exact_casts, interpret_scalars
+from tests.cpu.interpreted_attention import exact_casts
 from tests.cpu.interpreted_sparse import CONFIG, TOPK
+from tests.cpu.interpreter import prepare
 from tests.gpu import shapes
 from thalweg.batch.padding import pad_batch
 from thalweg.core.kernels import KernelConfig
@@ -117,7 +118,7 @@ def beside_the_device(kv: str) -> None:
 
 
 def main() -> int:
-    interpret_scalars()
+    prepare()
     exact_casts()
     for query, entries, dtype in ((1, 2 * K, torch.float32), (1, K, torch.bfloat16), (3, 4 * K, torch.float32)):
         state_of_both(query, entries, 0, dtype)

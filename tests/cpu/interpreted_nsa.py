@@ -13,7 +13,7 @@ import torch
 from triton.runtime import interpreter
 
 from tests.cpu import nsa_model
-from tests.cpu.interpreted_attention import interpret_scalars
+from tests.cpu.interpreter import prepare
 from thalweg.kernels.nsa import case
 from thalweg.kernels.nsa import triton as nsa
 
@@ -28,7 +28,7 @@ def reverse_programs() -> None:
 
 
 def main() -> int:
-    interpret_scalars()
+    prepare()
     reverse_programs()
     cases = list(case.cases(torch.Generator().manual_seed(1)))[::2]  # the interpreter multiplies no bf16
     for one in cases:

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.cpu.interpreted_attention import exact_casts, interpret_scalars
+from tests.cpu.interpreted_attention import exact_casts
 from tests.cpu.interpreted_sparse import CONFIG
+from tests.cpu.interpreter import prepare
 from tests.cpu.ranks import Rendezvous, ThreadAxis, on_ranks
 from tests.gpu import shapes
 from thalweg.attention.context_shard import ContextShard
@@ -137,7 +138,7 @@ def masks_of_parts() -> None:
 
 
 def main() -> int:
-    interpret_scalars()
+    prepare()
     exact_casts()
     masks_of_parts()
     beside_one_rank(DENSE, "triton", 2e-3)

@@ -19,7 +19,8 @@ import torch
 from triton.runtime import interpreter
 
 from tests.cpu import zoo
-from tests.cpu.interpreted_attention import exact_casts, interpret_scalars
+from tests.cpu.interpreted_attention import exact_casts
+from tests.cpu.interpreter import prepare
 from tests.gpu import shapes
 from thalweg.attention.selection import Selection, select_top_k
 from thalweg.core.kernels import KernelConfig
@@ -236,7 +237,7 @@ def records_in_chunks() -> None:
 
 
 def main() -> int:
-    interpret_scalars()
+    prepare()
     exact_casts()
     records_in_chunks()
     beside_torch(select_top_k, 2e-3)

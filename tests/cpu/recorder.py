@@ -36,6 +36,11 @@ class Recording(TorchDispatchMode):
 
     replays = 0  # of all recordings
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Without torch.compile there is nothing to keep away, and loading it takes most of a second of every process."""
+        return False
+
     def __init__(self) -> None:
         super().__init__()
         self.operations: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []

@@ -255,7 +255,12 @@ def test_the_report_names_the_compiler_and_what_failed_before() -> None:
 
 @pytest.mark.parametrize(
     ("backend", "is_fp8"),
-    [("triton_sparse", False), ("triton_sparse", True), ("flashmla_sparse", False), ("flashmla_kv", True)],
+    [
+        pytest.param("triton_sparse", False, marks=pytest.mark.soak),
+        ("triton_sparse", True),
+        ("flashmla_sparse", False),
+        pytest.param("flashmla_kv", True, marks=pytest.mark.soak),
+    ],
 )
 def test_kernels_of_sparse_attention_are_compiled_ahead(
     backend: str, is_fp8: bool, guard: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -24,6 +24,11 @@ from thalweg.weights.loader import load
 pytestmark = pytest.mark.skipif(not SCRIPTABLE, reason="TorchScript does not support this Python")
 
 
+@pytest.fixture(autouse=True, scope="module")
+def one_traced_row() -> None:
+    """Here steps of all rows are traced."""
+
+
 @pytest.fixture(scope="module", params=["v2-lite", "v3", "v32", "glm-5", "llama", "qwen2", "qwen3"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp(request.param)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -49,16 +50,25 @@ SCRIPT: Script = tuple(
 )
 
 
-def answers(group: ProcessGroup, layout: str, *scripts: Script, **fields: Any) -> tuple[list[Answer], list[Served]]:
-    """Of each script in an engine of its own."""
+def answers(
+    group: ProcessGroup, layout: str, is_dealt: bool = True, **fields: Any
+) -> tuple[list[Answer], list[Served]]:
+    """is_dealt: to all data-parallel ranks; otherwise to the first."""
     config = engine_config(layout, kernels=KernelConfig(deterministic=True), **fields)
-    served = [rank for script in scripts for rank in group.serve(config, dealt(script, config.dp_size))]
+    scripts = dealt(SCRIPT, config.dp_size) if is_dealt else [SCRIPT, *[()] * (config.dp_size - 1)]
+    served = group.serve(config, scripts)
     found = answers_of(served)
     return [found[uid] for uid in range(REQUESTS)], served
 
 
-def alone(group: ProcessGroup, layout: str, **fields: Any) -> list[Answer]:
-    return answers(group, layout, *((one,) for one in SCRIPT), **PLAIN, **fields)[0]
+@cache
+def alone(group: ProcessGroup, layout: str, has_eplb: bool = False) -> list[Answer]:
+    """One request after the other, without a prefix cache; experts rest."""
+    resting = EPLB | {"eplb_rebalance_num_iterations": 1_000_000} if has_eplb else {}
+    found, served = answers(group, layout, is_dealt=False, **PLAIN | {"max_running_requests": 1} | resting)
+    steps = sum(ask.params.max_tokens for ask in asks())
+    assert not served[0].cached and served[0].steps >= steps, "no two requests share a step"
+    return found
 
 
 @pytest.mark.parametrize(
@@ -69,16 +79,15 @@ def test_bits_depend_on_the_sequence_alone(
     layout: str, experts: dict[str, Any], groups: dict[int, ProcessGroup]
 ) -> None:
     group = groups[engine_config(layout).processes]
-    crowd, served = answers(group, layout, SCRIPT, **CROWD, **experts)
-    resting = experts | ({"eplb_rebalance_num_iterations": 1_000_000} if experts else {})
-    assert_equal_bits(alone(group, layout, **resting), crowd)
+    crowd, served = answers(group, layout, **CROWD, **experts)
+    assert_equal_bits(alone(group, layout, bool(experts)), crowd)
     assert not experts or all(rank.expert_moves for rank in served)
     assert layout not in ("tp2", "cp2") or (served[0].preemptions and served[0].cached), "one rank has all requests"
 
 
 def test_trees_over_ranks_that_share_contexts(groups: dict[int, ProcessGroup]) -> None:
     """Entries of a tree's nodes move between the ranks, and drafts change no bit."""
-    crowd, served = answers(groups[2], "tp2-dcp2", SCRIPT, **CROWD, **DRAFTING["nextn-tree"])
+    crowd, served = answers(groups[2], "tp2-dcp2", **CROWD, **DRAFTING["nextn-tree"])
     assert served[0].accepted
     assert_equal_bits(alone(groups[2], "tp2-dcp2"), crowd)
 
