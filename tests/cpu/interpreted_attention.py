@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import interpreter
 
+from thalweg.attention.tree_paths import paths_of_tree
 from thalweg.batch.batch import TreeMask
 from thalweg.kernels.attend import triton as attend
 from thalweg.kernels.attend.args import (
@@ -34,7 +35,6 @@ from thalweg.kernels.dsa import triton as dsa
 from thalweg.kernels.gqa import triton as gqa
 from thalweg.kernels.mla import triton as mla
 from thalweg.kernels.mla.backends import MlaShape, TritonMlaDecode
-from thalweg.layers.paged import paths_of_tree
 from thalweg.memory.planes import Planes, index_plane, record_plane, vector_plane
 from thalweg.memory.records import quantize
 

@@ -21,6 +21,7 @@ from tests.cpu import zoo
 from tests.cpu.interpreted_attention import exact_casts, interpret_scalars
 from tests.gpu import shapes
 from thalweg.attention.selection import Selection, select_top_k
+from thalweg.batch.batch import DraftSelection
 from thalweg.core.kernels import KernelConfig
 from thalweg.kernels.attend.args import ContextChunk
 from thalweg.kernels.dsa import triton as dsa
@@ -60,9 +61,9 @@ def scattered(scores_NS: torch.Tensor, topk: int) -> torch.Tensor:
     return select_top_k(torch.where(scores_NS == -torch.inf, -torch.inf, order.float()), topk)
 
 
-def pair(selection: Selection, **kinds: Any) -> tuple[Any, Any]:
+def pair(selection: Selection, pattern: str = "FFS", **kinds: Any) -> tuple[Any, Any]:
     """Kernels and plain torch with the same weights."""
-    facts, device = read_config_facts(CONFIG, "sparse"), torch.device("cpu")
+    facts, device = read_config_facts(CONFIG | {"index_topk_pattern": pattern}, "sparse"), torch.device("cpu")
     choice = KernelConfig(decode="triton_sparse", prefill="triton_sparse", **kinds)
     kernels = catalog.assemble(facts, KernelLayers(torch.float32, device, choice))
     reference = catalog.assemble(facts, ReferenceLayers(torch.float32, device, kernels=KernelConfig(**kinds)))
@@ -91,6 +92,36 @@ def beside_torch(selection: Selection, tolerance: float, **kinds: Any) -> None:
             for planes in (ours, theirs)
         ]
         assert float((same[0] - same[1]).norm() / same[1].norm()) < tolerance, spec
+
+
+def drafts_beside_torch(tolerance: float, **kinds: Any) -> None:
+    """The steps of a draft that share one selection, of a row shorter than it and a longer one: a chain, then a tree."""
+    kernels, reference = pair(scattered, pattern="FSS", **kinds)
+    ours, theirs = (Planes(model.planes(), 16) for model in (kernels, reference))
+    generator, cpu = torch.Generator().manual_seed(2), torch.device("cpu")
+    for rows in (
+        [(1, 0, 29), (3, 0, 84)],
+        [(1, 29, 1), (3, 84, 1)],
+        [(1, 30, 1), (3, 85, 1)],
+        [(1, 31, 6), (3, 86, 6)],
+    ):
+        plain, paged = shapes.batches(rows, cpu, generator, 64)
+        nodes = rows[0][2]
+        if nodes == 1 and rows[0][1] == 29:
+            room = (torch.zeros(2, TOPK, dtype=torch.int32), torch.zeros(2, dtype=torch.int64))
+            shared = [DraftSelection(*(x.clone() for x in room), True) for _ in range(2)]
+            plain, paged = (replace(x, draft_selection=one) for x, one in zip((plain, paged), shared, strict=True))
+        elif nodes <= 6:
+            later = [one.later(nodes) for one in shared]
+            plain, paged = (replace(x, draft_selection=one) for x, one in zip((plain, paged), later, strict=True))
+        if nodes == 6:
+            plain, paged = (shapes.branched(batch, rows, 2)[0] for batch in (plain, paged))
+        want, got = reference.forward(plain, theirs), kernels.forward(paged, ours)
+        error = (got - want).norm(dim=1) / want.norm(dim=1)
+        assert float(error.max()) < tolerance, f"{rows}: {error}"
+    assert all(torch.equal(*pair) for pair in zip(*(one[:2] for one in shared), strict=True))
+    fresh = replace(paged, draft_selection=None)
+    assert float((kernels.forward(fresh, ours) - got).norm() / got.norm()) > 10 * tolerance, "another selection"
 
 
 def exact_products() -> None:
@@ -160,6 +191,8 @@ def main() -> int:
     records_in_chunks()
     beside_torch(select_top_k, 2e-3)
     beside_torch(scattered, 0.1, **FP8)
+    drafts_beside_torch(2e-3)
+    drafts_beside_torch(2e-3, deterministic=True)
     invariant()
     return 0
 

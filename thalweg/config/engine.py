@@ -169,6 +169,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the number of drafts of each step is chosen from step times and measured acceptance."""
     speculative_step_times: tuple[tuple[int, int, tuple[float, ...]], ...] = ()
     """(rows, context, seconds by number of drafts); empty: start-up measures them for `speculative_adaptive`."""
+    index_share_for_mtp_iteration: bool = False
+    """Whether the steps of a NEXTN draft share the first one's selection of context (DSA)."""
     speculative_acceptance: str = "gumbel-max"
     """The rule that accepts drafts, see `sampling.catalog`."""
     speculative_relaxed_topk: int = 10

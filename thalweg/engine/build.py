@@ -267,7 +267,14 @@ def assemble(
     model = catalog.assemble(facts, factory, stages[pipe.stage])
     draft_sampling = draft_sampling_for(config.speculative_acceptance, config.num_drafts, facts.vocab, device)
     algorithm = config.speculative_algorithm if pipe.is_last else NO_DRAFTER
-    drafter = build_drafter(algorithm, model, config.speculative_draft_model_path, draft_sampling, config.tree)
+    drafter = build_drafter(
+        algorithm,
+        model,
+        config.speculative_draft_model_path,
+        draft_sampling,
+        config.tree,
+        config.index_share_for_mtp_iteration,
+    )
     model.watch(pipe.of_last_stage(model.watched, facts.layers + 1, device))
     return factory, model, drafter
 

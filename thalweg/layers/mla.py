@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from thalweg.attention.context import AttentionGroup, AttentionMetadata, QueryTile, concat_groups
+from thalweg.attention.draft_selection import shared_contexts, store_contexts
 from thalweg.attention.exchange import exchange_stored
 from thalweg.attention.selection import SelectedContext, SelectedContexts, Selection, select_top_k
 from thalweg.config.model import ModelFacts
@@ -323,6 +324,9 @@ class Indexer(Module):
         """
         if metadata.max_kv_len <= self.topk:
             return (None,) * len(metadata.groups)
+        shared = metadata.batch.draft_selection
+        if shared is not None and not shared.is_first:
+            return shared_contexts(shared, metadata)
         rotate_(query_TX, metadata.cos_sin_T1c, 0, self.heads, self.dim)
         query_THD = query_TX.view(-1, self.heads, self.dim)
         weights_TH = torch.mm(x_TH if x_TH.dtype == torch.float32 else x_TH.float(), self._transposed)
@@ -330,7 +334,10 @@ class Indexer(Module):
             turned = hadamard(query_THD) if self.turns else query_THD
             codes_TX, scale_TH = quantize(turned.flatten(1), self.dim)
             query_THD, weights_TH = codes_TX.to(query_TX.dtype).view_as(query_THD), weights_TH * scale_TH
-        return tuple(self._select(group, query_THD, weights_TH, metadata) for group in metadata.groups)
+        selected = tuple(self._select(group, query_THD, weights_TH, metadata) for group in metadata.groups)
+        if shared is not None:
+            store_contexts(shared, metadata, selected)
+        return selected
 
     def _select(
         self, group: AttentionGroup, query_THD: Tensor, weights_TH: Tensor, metadata: AttentionMetadata
