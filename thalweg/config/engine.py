@@ -94,6 +94,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     enable_dp_attention: bool = False
     dcp_size: int = 1
     """Processes of an attention among which the KV of each sequence is dealt out, `PAGE` tokens at a time."""
+    shard_indexer: bool = False
+    """Whether the ranks of an attention share the heads of its indexer (DSA), and add up their scores."""
     attn_cp_size: int = 1
     """Groups of processes that the tokens of a data-parallel rank's steps are divided over."""
     cp_strategy: str = INTERLEAVE

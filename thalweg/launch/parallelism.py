@@ -26,6 +26,8 @@ def unsupported_parallelism(parallel: ParallelOptions, device: str) -> str:
         return "attn_cp_size: context parallelism has run on CPUs alone so far"
     if parallel.dcp_size > 1:
         return "dcp_size: decode context parallelism has run on CPUs alone so far"
+    if parallel.shard_indexer:
+        return "shard_indexer: index heads that ranks share have run on CPUs alone so far"
     return "pp_size: pipeline stages have run on CPUs alone so far" if parallel.pp_size > 1 else ""
 
 
@@ -35,7 +37,8 @@ def resolve_parallelism(
     """Raises UnsupportedConfig."""
     if reason := unsupported_parallelism(parallel, device):
         flag = reason.partition(":")[0].replace("_", "-")
-        raise UnsupportedConfig(f"{reason}; use --{flag} 1")
+        instead = f"use --{flag} 1" if flag.endswith("size") else f"leave out --{flag}"
+        raise UnsupportedConfig(f"{reason}; {instead}")
     has_nextn = decisions.fields.get("speculative_algorithm") == "NEXTN"
     stages = stage_borders(facts, parallel.pp_size, parallel.pp_layer_partition, has_nextn)
     if parallel.pp_size > 1:
@@ -43,7 +46,7 @@ def resolve_parallelism(
         reason = "the largest stage has as few parameters as it can"
         decisions.record("pp_layer_partition", ",".join(map(str, layers)), is_users, reason)
         decisions.fields["pp_layer_partition"] = layers
-    for name in ("tp_size", "pp_size", "dp_size", "dcp_size", "enable_dp_attention"):
+    for name in ("tp_size", "pp_size", "dp_size", "dcp_size", "enable_dp_attention", "shard_indexer"):
         decisions.fields[name] = getattr(parallel, name)
     tp, dp = parallel.tp_size, parallel.dp_size
     if parallel.enable_dp_attention:
@@ -53,6 +56,7 @@ def resolve_parallelism(
     _resolve_nodes(parallel, decisions)
     config = decisions.config()
     _check_heads(facts, config.attention_tp, config.attention_dp * config.attn_cp_size)
+    _resolve_indexer(config, facts, decisions)
     _resolve_widths(parallel, facts, config.attention_tp, decisions)
     resolve_experts(parallel, facts, device, decisions)
     gpus = len(machine.gpus) * config.nnodes
@@ -136,6 +140,32 @@ def _check_heads(facts: ModelFacts, tp: int, groups: int) -> None:
             f"tp_size: {facts.heads} attention heads cannot be shared by {tp} ranks; use --tp-size"
             f" {_or(size * groups for size in legal)}"
         )
+
+
+def _resolve_indexer(config: EngineConfig, facts: ModelFacts, decisions: Decisions) -> None:
+    """Ranks of an attention can share the heads of its indexer, unless they share contexts."""
+    tp, groups = config.attention_tp, config.attention_dp * config.attn_cp_size
+    if not config.shard_indexer:
+        return
+    if facts.indexer is None:
+        raise UnsupportedConfig(
+            f"shard_indexer: {facts.architecture} has no indexer (index_topk in config.json); leave it out"
+        )
+    heads = facts.indexer.heads
+    legal = [size * groups for size in _tensor_parallel_sizes(facts) if size > 1 and heads % size == 0]
+    if tp == 1 or heads % tp:
+        why = (
+            "is for several ranks of an attention" if tp == 1 else f"{heads} index heads cannot be shared by {tp} ranks"
+        )
+        use = f"use --tp-size {_or(legal)}, or leave it out" if legal else "leave it out"
+        raise UnsupportedConfig(f"shard_indexer: {why}; {use}")
+    if config.dcp_size > 1:
+        raise UnsupportedConfig(
+            f"shard_indexer: with --dcp-size {config.dcp_size} each rank scores its own part of a context by all heads;"
+            " leave one of them out"
+        )
+    reason = f"{heads // tp} of {heads} index heads on each rank, and one sum of scores for each layer that selects"
+    decisions.entries.append(Decision("shard_indexer", True, USER, reason))
 
 
 def check_dcp(config: EngineConfig, facts: ModelFacts) -> None:

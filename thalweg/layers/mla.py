@@ -108,7 +108,7 @@ class Mla(MlaProjections):
         is_indexed: bool,
         selection: Selection = select_top_k,
     ) -> None:
-        super().__init__(layers, facts, layer, name, *index_shards(facts, name, is_indexed))
+        super().__init__(layers, facts, layer, name, *index_shards(layers, facts, name, is_indexed))
         index = facts.indexer
         self.indexer = self.make_indexer(layers, facts, layer, name, selection) if is_indexed else None
         if not is_indexed and index is not None:
@@ -289,9 +289,10 @@ class Indexer(Module):
     """DSA's lightning indexer (DeepSeek-V3.2 report §2.1): cheap scores of the whole past select what attention reads.
 
     Its query and key projections are rows of the attention's fused GEMMs; head weights are float32 (in bf16 they lose
-    recall). Only the first dims of a head rotate. Where queries and keys are rounded to e4m3, each with a scale, the
-    published code of V3.2 turns both by a Hadamard matrix first; elsewhere that would change nothing. Here it meets
-    dims in another order (`indexer_order`), which products do not see.
+    recall). Ranks may share the heads; their scores are added up, to the same bits on each. Only the first dims of a
+    head rotate. Where queries and keys are rounded to e4m3, each with a scale, the published code of V3.2 turns both by
+    a Hadamard matrix first; elsewhere that would change nothing. Here it meets dims in another order (`indexer_order`),
+    which products do not see.
     """
 
     def __init__(
@@ -301,12 +302,14 @@ class Indexer(Module):
         super().__init__()
         index, hidden, name, turn = facts.indexer, facts.hidden, f"{name}.indexer", indexer_order(facts)
         assert index is not None
-        self.heads, self.dim, self.topk, self.layer = index.heads, index.dim, index.topk, layer
+        self.axis, own_heads = layers.layout.indexer, index_heads(layers, facts)
+        self.heads, self.dim, self.topk, self.layer = len(own_heads), index.dim, index.topk, layer
         self.selection, self.is_fp8 = selection, layers.kernels.fp8_index
         self.turns = self.is_fp8 and index.hadamard and index.dim & (index.dim - 1) == 0
         self.key_norm = LayerNorm(layers, f"{name}.k_norm", index.dim, KEY_NORM_EPS, turn)
-        self.head_weights = parameter(index.heads, hidden, dtype=torch.float32, device=layers.device)
-        self.loads("head_weights", f"{name}.weights_proj.weight", (index.heads, hidden), layers.published)
+        self.head_weights = parameter(self.heads, hidden, dtype=torch.float32, device=layers.device)
+        weight, shape, take = f"{name}.weights_proj.weight", (index.heads, hidden), taken(own_heads)
+        self.loads("head_weights", weight, shape, layers.published, take=take if self.heads < index.heads else ())
         self._transposed = self.head_weights.data.t()
         self.scale = (index.heads * index.dim) ** -0.5
 
@@ -355,7 +358,7 @@ class Indexer(Module):
         paged = metadata.planes.paged("index", self.layer)
         # past each query's own position -inf, not 0: scores may be negative
         keys = metadata.planes.read("index", self.layer, group.gather(paged, tile.pages), query.dtype)
-        return self._choose(index_scores(query, weights, keys, bias, self.scale), bias)
+        return self._choose(self.axis.all_reduce(index_scores(query, weights, keys, bias, self.scale)), bias)
 
     def _choose(self, scores_NS: Tensor, bias_NS: Tensor) -> tuple[Tensor, Tensor]:
         """Positions int64 and bias [N, K] of the choice."""
@@ -363,15 +366,24 @@ class Indexer(Module):
         return index_NK, bias_NS.gather(1, index_NK)
 
 
-def index_shards(facts: ModelFacts, name: str, is_indexed: bool) -> tuple[list[PackedShard], list[PackedShard]]:
+def index_heads(layers: LayerFactory, facts: ModelFacts) -> range:
+    """The heads of an indexer by which this rank scores. Raises UnsupportedConfig where ranks cannot share them."""
+    assert facts.indexer is not None
+    return share_of(facts.indexer.heads, layers.layout.indexer, "index heads")
+
+
+def index_shards(
+    layers: LayerFactory, facts: ModelFacts, name: str, is_indexed: bool
+) -> tuple[list[PackedShard], list[PackedShard]]:
     """What an indexer projects beside the attention `name`: its key, of the hidden state; its queries, of the query
     latent.
     """
     if not is_indexed:
         return [], []
-    index, turn = facts.indexer, indexer_order(facts)
+    index, turn, heads = facts.indexer, indexer_order(facts), index_heads(layers, facts)
     assert index is not None
-    queries = PackedShard(f"{name}.indexer.wq_b", index.heads * index.dim, None, turn)
+    own = range(heads.start * index.dim, heads.stop * index.dim) if len(heads) < index.heads else None
+    queries = PackedShard(f"{name}.indexer.wq_b", index.heads * index.dim, own, turn)
     return [PackedShard(f"{name}.indexer.wk", index.dim, None, turn)], [queries]
 
 

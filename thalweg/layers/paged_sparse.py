@@ -52,7 +52,7 @@ class SparseMla(LatentMla):
         decoder: MlaDecodeKernel,
         prefill: MlaPrefillKernel,
     ) -> None:
-        super().__init__(layers, facts, layer, name, decoder, prefill, index_shards(facts, name, is_indexed))
+        super().__init__(layers, facts, layer, name, decoder, prefill, index_shards(layers, facts, name, is_indexed))
         assert facts.indexer is not None
         self.indexer, self.topk = Indexer(layers, facts, layer, name) if is_indexed else None, facts.indexer.topk
         self.has_records, self.choose = layers.kernels.kv == RECORD, layers.kernels.topk
@@ -151,7 +151,8 @@ class SparseMla(LatentMla):
         (query_TX, weights_TH), parts = index, list[Tensor]()
         longest, keys = max(group.max_kv_len for group in step.batch.groups), step.planes.paged("index", self.layer)
         longest = self._stored_len(longest)
-        at_once, by_kernel = max(SCORES_AT_ONCE // (4 * longest), 1), self.indexer.selection is select_top_k
+        axis, by_kernel = self.indexer.axis, self.indexer.selection is select_top_k
+        at_once = max(SCORES_AT_ONCE // (4 * longest * axis.size), 1)  # each rank gets the scores of all
         choose: Choose = (
             dsa.choose if by_kernel and self.choose == "triton" else partial(choose_by, self.indexer.selection)
         )
@@ -159,7 +160,7 @@ class SparseMla(LatentMla):
             some = slice(first, first + at_once)
             own = rows.some(some)
             scores_TS = dsa.scores(query_TX[some], weights_TH[some], keys, own, longest, self.indexer.scale)
-            parts.append(self._choose(choose, scores_TS, own))
+            parts.append(self._choose(choose, axis.all_reduce(scores_TS), own))
         step.chosen_TK[:] = parts if len(parts) == 1 else [torch.cat(parts)]
         if shared is not None:
             shared.store(step.chosen_TK[0], step.batch.positions_T)

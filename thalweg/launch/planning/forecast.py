@@ -144,8 +144,10 @@ def forecast(options: Options, request: PlanRequest, folder: str) -> Forecast:
 
 def not_yet(layout: ParallelLayout) -> str:
     """Why this version does not run such a layout; "" where it does."""
-    sizes = ParallelOptions(pp_size=layout.pp, attn_cp_size=layout.cp, dcp_size=layout.dcp)
-    return unsupported_parallelism(sizes, "cuda")
+    parallel = ParallelOptions(
+        pp_size=layout.pp, attn_cp_size=layout.cp, dcp_size=layout.dcp, shard_indexer=layout.shards_indexer
+    )
+    return unsupported_parallelism(parallel, "cuda")
 
 
 def _with_lengths(load: Workload, facts: ModelFacts) -> Workload:
