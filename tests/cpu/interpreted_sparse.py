@@ -21,7 +21,7 @@ from tests.cpu import zoo
 from tests.cpu.interpreted_attention import exact_casts, interpret_scalars
 from tests.gpu import shapes
 from thalweg.attention.selection import Selection, select_top_k
-from thalweg.batch.batch import DraftSelection
+from thalweg.batch.draft_selection import DraftSelection
 from thalweg.core.kernels import KernelConfig
 from thalweg.kernels.attend.args import ContextChunk
 from thalweg.kernels.dsa import triton as dsa

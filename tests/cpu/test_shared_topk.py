@@ -16,7 +16,7 @@ from tests.cpu.test_speculation import engine, prompts, run, unrecorded
 from thalweg.attention.context import AttentionGroup, AttentionMetadata
 from thalweg.attention.draft_selection import shared_positions
 from thalweg.attention.selection import SelectedContext
-from thalweg.batch.batch import DraftSelection
+from thalweg.batch.draft_selection import DraftSelection
 from thalweg.core.kernels import KernelConfig
 from thalweg.core.sampling import SamplingParams
 from thalweg.core.tree import CHAIN, TreeShape

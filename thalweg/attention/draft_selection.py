@@ -12,7 +12,8 @@ from torch import Tensor
 from thalweg.attention.context import TIE, AttentionMetadata
 from thalweg.attention.selection import SelectedContext, SelectedContexts
 from thalweg.attention.tree_paths import path_columns, paths_of_tree
-from thalweg.batch.batch import Batch, DraftSelection
+from thalweg.batch.batch import Batch
+from thalweg.batch.draft_selection import DraftSelection
 
 NONE = (1 << 31) - 1  # a position after all others
 

@@ -21,14 +21,14 @@ from thalweg.config.model import ModelFacts
 from thalweg.kernels.attend.ref import attend, expand_latents, hadamard, index_scores, rotate_
 from thalweg.kernels.gemm.prefetch import Prefetch, no_prefetch, prefetch_for
 from thalweg.layers.factory import LayerFactory
+from thalweg.layers.index_shards import index_heads, index_shards, indexer_order, unused_indexer
 from thalweg.layers.interface import Activation, ResidualStream
 from thalweg.layers.linear import LayerNorm, Linear, PackedShard, place_together, taken
 from thalweg.layers.module import Module, parameter
 from thalweg.layers.residual import rows_of
-from thalweg.layers.rotary import pairs_from_halves, softmax_scale
+from thalweg.layers.rotary import softmax_scale
 from thalweg.memory.records import quantize
 from thalweg.parallel.axis import share_of
-from thalweg.weights.table import Transform, unchanged
 
 LATENT_NORM_EPS = 1e-6  # the class default in the published code, not rms_norm_eps
 KEY_NORM_EPS = 1e-6  # of the indexer: nn.LayerNorm with this eps in the published code
@@ -364,41 +364,6 @@ class Indexer(Module):
         """Positions int64 and bias [N, K] of the choice."""
         index_NK = self.selection(scores_NS, min(self.topk, scores_NS.shape[1]))
         return index_NK, bias_NS.gather(1, index_NK)
-
-
-def index_heads(layers: LayerFactory, facts: ModelFacts) -> range:
-    """The heads of an indexer by which this rank scores. Raises UnsupportedConfig where ranks cannot share them."""
-    assert facts.indexer is not None
-    return share_of(facts.indexer.heads, layers.layout.indexer, "index heads")
-
-
-def index_shards(
-    layers: LayerFactory, facts: ModelFacts, name: str, is_indexed: bool
-) -> tuple[list[PackedShard], list[PackedShard]]:
-    """What an indexer projects beside the attention `name`: its key, of the hidden state; its queries, of the query
-    latent.
-    """
-    if not is_indexed:
-        return [], []
-    index, turn, heads = facts.indexer, indexer_order(facts), index_heads(layers, facts)
-    assert index is not None
-    own = range(heads.start * index.dim, heads.stop * index.dim) if len(heads) < index.heads else None
-    queries = PackedShard(f"{name}.indexer.wq_b", index.heads * index.dim, own, turn)
-    return [PackedShard(f"{name}.indexer.wk", index.dim, None, turn)], [queries]
-
-
-def unused_indexer(name: str) -> str:
-    """Tensors of a layer that uses the selection of an earlier one; its own indexer may be published, too."""
-    return re.escape(f"{name}.indexer.") + ".*"
-
-
-def indexer_order(facts: ModelFacts) -> Transform:
-    """The order of the rows of the indexer's projections and norms: from halves to pairs, unless they are published
-    in pairs.
-    """
-    indexer, mla = facts.indexer, facts.mla
-    assert indexer is not None and mla is not None
-    return unchanged if indexer.interleaved else partial(pairs_from_halves, head_dim=indexer.dim, dim=mla.rope)
 
 
 def _key_half(kv_b: Tensor, nope: int, v: int) -> Tensor:

@@ -16,7 +16,8 @@ from torch import Tensor
 from thalweg.attention.context_shard import ContextShard, pack_state
 from thalweg.attention.draft_selection import NONE, shared_columns
 from thalweg.attention.tree_paths import path_columns
-from thalweg.batch.batch import Batch, DraftSelection, TreeMask
+from thalweg.batch.batch import Batch, TreeMask
+from thalweg.batch.draft_selection import DraftSelection
 from thalweg.core.plan import PAGE
 from thalweg.kernels.attend.args import ContextChunk, QueryRows, SharedChunk
 from thalweg.kernels.attend.triton import merge_with_lse

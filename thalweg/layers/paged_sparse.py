@@ -14,7 +14,8 @@ from torch import Tensor
 from thalweg.attention.draft_selection import shared_positions
 from thalweg.attention.exchange import exchange_stored
 from thalweg.attention.selection import SelectedContexts, Selection, select_top_k
-from thalweg.batch.batch import Batch, DraftSelection
+from thalweg.batch.batch import Batch
+from thalweg.batch.draft_selection import DraftSelection
 from thalweg.config.model import ModelFacts
 from thalweg.core.kernels import RECORD
 from thalweg.kernels.attend.args import ContextChunk, QueryRows
@@ -24,8 +25,9 @@ from thalweg.kernels.mla import triton as mla
 from thalweg.kernels.mla.backends import MlaDecodeKernel, MlaPrefillKernel, values_of_splits
 from thalweg.kernels.norm.triton import rows_of
 from thalweg.layers.factory import LayerFactory
+from thalweg.layers.index_shards import index_shards, unused_indexer
 from thalweg.layers.interface import Activation, ResidualStream
-from thalweg.layers.mla import KEY_NORM_EPS, Indexer, index_shards, unused_indexer
+from thalweg.layers.mla import KEY_NORM_EPS, Indexer
 from thalweg.layers.paged import PagedStep, Rest
 from thalweg.layers.paged_mla import LatentMla
 from thalweg.memory.records import decode_record

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.cuda import CUDAGraph
 
-from thalweg.batch.batch import DraftSelection
+from thalweg.batch.draft_selection import DraftSelection
 from thalweg.batch.slots import refill
 from thalweg.core.plan import SamplingNeeds
 from thalweg.kernels.build_tree.ref import BuiltTree

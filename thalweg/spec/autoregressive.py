@@ -17,7 +17,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from thalweg.batch.batch import Batch, DraftSelection, Group, RowExtent
+from thalweg.batch.batch import Batch, Group, RowExtent
+from thalweg.batch.draft_selection import DraftSelection
 from thalweg.batch.slots import Field, Slots, upload
 from thalweg.core.plan import PAGE, Bind, SamplingNeeds
 from thalweg.kernels.draft_state.ref import DraftChain, DraftedTokens, DraftRows, TokenPlaces, shift_hidden_states

@@ -21,7 +21,8 @@ from typing import NamedTuple, Sequence
 import torch
 from torch import Tensor
 
-from thalweg.batch.batch import Batch, DraftSelection, Group, RowExtent, TreeMask
+from thalweg.batch.batch import Batch, Group, RowExtent, TreeMask
+from thalweg.batch.draft_selection import DraftSelection
 from thalweg.batch.inputs import gather
 from thalweg.batch.slots import Slots, upload
 from thalweg.core.plan import SamplingNeeds
