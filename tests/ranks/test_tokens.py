@@ -263,6 +263,7 @@ SHARED_INDEXERS = [
     Case("tp2-dp2-ep4", "seeded", "nextn-3", kv="fp8_e4m3", fields=SHARED_INDEXER),
     Case("cp2-tp2-ep4", "greedy", "nextn-tree", fields=SHARED_INDEXER),
     Case("pp2-tp2", "seeded", "nextn-3", fields=SHARED_INDEXER),
+    Case("tp2-dcp2", "seeded", "nextn-tree", fields={"index_share_for_mtp_iteration": True}),
 ]
 
 
@@ -271,7 +272,9 @@ SHARED_INDEXERS = [
     [pytest.param(case, marks=[pytest.mark.soak] * (i > 0), id=case.layout) for i, case in enumerate(SHARED_INDEXERS)],
 )
 def test_ranks_share_the_heads_of_an_indexer(case: Case, groups: dict[int, ProcessGroup]) -> None:
-    """And the steps of a draft share a selection: all ranks select alike, or they would draft and answer otherwise."""
+    """And the steps of a draft share a selection: all ranks select alike, or they would draft and answer otherwise. Of
+    ranks that share contexts only the latter.
+    """
     served, jumped = run_case(groups[engine_config(case.layout).processes], case)
     assert jumped <= MOST_JUMPS[case.kv] and sum(rank.accepted for rank in served) > 10
     assert len({rank.checksum for rank in served}) == 1
