@@ -17,6 +17,7 @@ from torch import Tensor
 from triton.runtime import interpreter
 
 from tests.cpu.interpreter import prepare
+from thalweg.attention.tree_paths import paths_of_tree
 from thalweg.batch.batch import TreeMask
 from thalweg.kernels.attend import triton as attend
 from thalweg.kernels.attend.args import (
@@ -35,7 +36,6 @@ from thalweg.kernels.dsa import triton as dsa
 from thalweg.kernels.gqa import triton as gqa
 from thalweg.kernels.mla import triton as mla
 from thalweg.kernels.mla.backends import MlaShape, TritonMlaDecode
-from thalweg.layers.paged import paths_of_tree
 from thalweg.memory.planes import Planes, index_plane, record_plane, vector_plane
 from thalweg.memory.records import quantize
 

@@ -1,5 +1,5 @@
-"""Kernels of latent attention, with and without a choice of context, on ranks that share each context, in Triton's
-interpreter beside plain torch on one rank: prompts, chunks, decode steps and trees of drafts, within a rank's tokens and
+"""Kernels of latent attention, with and without a choice of context, on ranks that share each context, or the heads of
+the indexer, in Triton's interpreter beside plain torch on one rank: prompts, chunks, decode steps and trees of drafts, within a rank's tokens and
 over the border to the next rank's. A process of its own, since Triton looks once whether it interprets.
 
     TRITON_INTERPRET=1 python -m tests.cpu.interpreted_sharded
@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import sys
 import threading
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -70,13 +71,14 @@ class Turns(Rendezvous):
 
 @dataclass(frozen=True)
 class Ranks:
-    """tp = dcp = moe_tp."""
+    """tp = moe_tp = shared. shared: the axis of `Layout` that is under test."""
 
     turns: Turns
+    shared: str = "dcp"
 
     def layout(self, rank: int) -> Layout:
         axis = ThreadAxis(self.turns, rank)
-        return Layout(tp=axis, dense=axis, moe_tp=axis, dcp=axis)
+        return replace(Layout(tp=axis, dense=axis, moe_tp=axis), **{self.shared: axis})
 
 
 def written(folder: Path, config: dict[str, Any]) -> Path:
@@ -94,10 +96,11 @@ def loaded(folder: Path, factory: LayerFactory) -> Any:
     return model
 
 
-def outputs(model: Any, page_size: int, is_paged: bool) -> list[Tensor]:
-    """Hidden states of all steps."""
+def outputs(model: Any, page_size: int, is_paged: bool, steps: Collection[str]) -> list[Tensor]:
+    """Hidden states of these steps."""
     planes, generator, found = Planes(model.planes(), 16), torch.Generator().manual_seed(1), list[Tensor]()
-    for name, rows in STEPS.items():
+    for name in steps:
+        rows = STEPS[name]
         batch = shapes.batches(rows, torch.device("cpu"), generator, VOCAB, page_size)[is_paged]
         if name == "trees":
             batch = shapes.branched(batch, rows, len(rows))[0]
@@ -105,21 +108,38 @@ def outputs(model: Any, page_size: int, is_paged: bool) -> list[Tensor]:
     return found
 
 
-def beside_one_rank(config: dict[str, Any], backend: str, tolerance: float, **kinds: Any) -> None:
+def beside_one_rank(
+    config: dict[str, Any],
+    backend: str,
+    tolerance: float,
+    shared: str = "dcp",
+    steps: Collection[str] = STEPS,
+    **kinds: Any,
+) -> list[list[Tensor]]:
+    """The hidden states of all ranks."""
     with TemporaryDirectory() as path:
         folder, cpu = written(Path(path), config), torch.device("cpu")
-        want = outputs(loaded(folder, ReferenceLayers(torch.float32, cpu, KernelConfig(**kinds))), PAGE, False)
-        ranks, choice = Ranks(Turns(RANKS)), KernelConfig(decode=backend, prefill=backend, **kinds)
+        want = outputs(loaded(folder, ReferenceLayers(torch.float32, cpu, KernelConfig(**kinds))), PAGE, False, steps)
+        ranks, choice = Ranks(Turns(RANKS), shared), KernelConfig(decode=backend, prefill=backend, **kinds)
 
         def run(rank: int) -> list[Tensor]:
             with BATON:
                 factory = KernelLayers(torch.float32, cpu, choice, ranks.layout(rank))
-                return outputs(loaded(folder, factory), PAGE * RANKS, True)
+                return outputs(loaded(folder, factory), PAGE * factory.layout.dcp.size, True, steps)
 
-        for got in on_ranks(RANKS, run):
-            for name, own, exact in zip(STEPS, got, want, strict=True):
+        found = on_ranks(RANKS, run)
+        for got in found:
+            for name, own, exact in zip(steps, got, want, strict=True):
                 error = (own - exact).norm(dim=1) / exact.norm(dim=1)
                 assert float(error.max()) < tolerance, f"{backend}, {name}: {error}"
+        return found
+
+
+def shared_heads(**kinds: Any) -> None:
+    """Ranks that score by their share of the index heads choose alike: their bits are the same."""
+    steps = ("prompts", "decode rows", "trees")  # what is between them is zeros in all caches
+    first, second = beside_one_rank(SPARSE, "triton_sparse", 2e-3, "indexer", steps, **kinds)
+    assert all(torch.equal(*states) for states in zip(first, second, strict=True))
 
 
 def masks_of_parts() -> None:
@@ -143,6 +163,8 @@ def main() -> int:
     masks_of_parts()
     beside_one_rank(DENSE, "triton", 2e-3)
     beside_one_rank(SPARSE, "triton_sparse", 2e-3)
+    shared_heads()
+    shared_heads(deterministic=True)
     beside_one_rank(SPARSE | {"index_topk": 256}, "triton_sparse", 0.1, kv="fp8_ds_mla", fp8_index=True)
     return 0
 

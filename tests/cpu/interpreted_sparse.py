@@ -23,6 +23,7 @@ from tests.cpu.interpreted_attention import exact_casts
 from tests.cpu.interpreter import prepare
 from tests.gpu import shapes
 from thalweg.attention.selection import Selection, select_top_k
+from thalweg.batch.draft_selection import DraftSelection
 from thalweg.core.kernels import KernelConfig
 from thalweg.kernels.attend.args import ContextChunk
 from thalweg.kernels.dsa import flashmla
@@ -64,9 +65,9 @@ def scattered(scores_NS: torch.Tensor, topk: int) -> torch.Tensor:
     return select_top_k(torch.where(scores_NS == -torch.inf, -torch.inf, order.float()), topk)
 
 
-def pair(selection: Selection, layers: int = 3, **kinds: Any) -> tuple[Any, Any]:
-    """Kernels and plain torch with the same weights."""
-    config = CONFIG | {"num_hidden_layers": layers, "index_topk_pattern": "FFS"[:layers]}
+def pair(selection: Selection, pattern: str = "FFS", **kinds: Any) -> tuple[Any, Any]:
+    """Kernels and plain torch with the same weights, a layer for each letter of the pattern."""
+    config = CONFIG | {"num_hidden_layers": len(pattern), "index_topk_pattern": pattern}
     facts, device = read_config_facts(config, "sparse"), torch.device("cpu")
     by = {"decode": "triton_sparse", "prefill": "triton_sparse"} | kinds
     kinds = {key: value for key, value in kinds.items() if key not in ("decode", "prefill")}
@@ -168,11 +169,41 @@ def by_flashmla() -> None:
         (own, "flashmla_kv", FP8, scattered, 0.1, fp8),
     ):
         library.calls.clear()
-        beside_torch(selection, tolerance, layers=1, decode=decode, prefill=prefill, **kinds)
+        beside_torch(selection, tolerance, pattern="F", decode=decode, prefill=prefill, **kinds)
         assert {name for name, _ in library.calls} == {call}
         tokens = [count for _, count in library.calls]
         assert (max(tokens) == 16) == (prefill != own), "prompts fill a launch"
         assert (min(tokens) < 8) == (decode != own), "decode rows are few"
+
+
+def drafts_beside_torch(tolerance: float, **kinds: Any) -> None:
+    """The steps of a draft that share one selection, of a row shorter than it and a longer one: a chain, then a tree."""
+    kernels, reference = pair(scattered, pattern="FSS", **kinds)
+    ours, theirs = (Planes(model.planes(), 16) for model in (kernels, reference))
+    generator, cpu = torch.Generator().manual_seed(2), torch.device("cpu")
+    for rows in (
+        [(1, 0, 29), (3, 0, 84)],
+        [(1, 29, 1), (3, 84, 1)],
+        [(1, 30, 1), (3, 85, 1)],
+        [(1, 31, 6), (3, 86, 6)],
+    ):
+        plain, paged = shapes.batches(rows, cpu, generator, 64)
+        nodes = rows[0][2]
+        if nodes == 1 and rows[0][1] == 29:
+            room = (torch.zeros(2, TOPK, dtype=torch.int32), torch.zeros(2, dtype=torch.int64))
+            shared = [DraftSelection(*(x.clone() for x in room), True) for _ in range(2)]
+            plain, paged = (replace(x, draft_selection=one) for x, one in zip((plain, paged), shared, strict=True))
+        elif nodes <= 6:
+            later = [one.later(nodes) for one in shared]
+            plain, paged = (replace(x, draft_selection=one) for x, one in zip((plain, paged), later, strict=True))
+        if nodes == 6:
+            plain, paged = (shapes.branched(batch, rows, 2)[0] for batch in (plain, paged))
+        want, got = reference.forward(plain, theirs), kernels.forward(paged, ours)
+        error = (got - want).norm(dim=1) / want.norm(dim=1)
+        assert float(error.max()) < tolerance, f"{rows}: {error}"
+    assert all(torch.equal(*pair) for pair in zip(*(one[:2] for one in shared), strict=True))
+    fresh = replace(paged, draft_selection=None)
+    assert float((kernels.forward(fresh, ours) - got).norm() / got.norm()) > 10 * tolerance, "another selection"
 
 
 def exact_products() -> None:
@@ -243,6 +274,8 @@ def main() -> int:
     beside_torch(select_top_k, 2e-3)
     beside_torch(scattered, 0.1, **FP8)
     by_flashmla()
+    drafts_beside_torch(2e-3)
+    drafts_beside_torch(2e-3, deterministic=True)
     invariant()
     return 0
 

@@ -104,11 +104,12 @@ def layouts(
     cp: int = 1,
     strategy: str = INTERLEAVE,
     dcp: int = 1,
+    shards_indexer: bool = False,
 ) -> list[Layout]:
     """The layout of each of tp x cp x dp ranks, data-parallel groups first.
 
     ep: groups that the experts are divided over. dense: ranks that share dense MLPs. strategy: of the cp ranks. dcp:
-    ranks that share contexts.
+    ranks that share contexts. shards_indexer: the tp ranks share index heads.
     """
     requests, dp = dp, dp * cp  # the axis `dp` has all that have other tokens
     world = tp * dp
@@ -136,6 +137,7 @@ def layouts(
                 dcp=axis(dcps[rank // dcp], rank % dcp),
                 cp=axis(cps[of_dp // cp][of_tp], of_dp % cp),
                 cp_strategy=strategy,
+                indexer=own if shards_indexer else SINGLE,
             )
         )
     return made

@@ -128,9 +128,13 @@ def at_work(
     return list(answers.values()), steps
 
 
-@pytest.mark.parametrize(("depth", "acceptance"), [(2, "gumbel-max"), (1, "rejection-sampling")])
-def test_recorded_steps_publish_what_eager_ones_do(graphs: Any, depth: int, acceptance: str) -> None:
+@pytest.mark.parametrize(
+    ("depth", "acceptance", "shares"),
+    [(2, "gumbel-max", False), (1, "rejection-sampling", False), (2, "gumbel-max", True)],
+)
+def test_recorded_steps_publish_what_eager_ones_do(graphs: Any, depth: int, acceptance: str, shares: bool) -> None:
     fields = {"max_steps_in_flight": depth, "speculative_acceptance": acceptance, "chunked_prefill_size": 96}
+    fields["index_share_for_mtp_iteration"] = shares
     whole = made_of(graphs, True, **fields)
     counts = counted(whole)
     tokens, steps = at_work(whole, 3)
@@ -192,9 +196,9 @@ def test_only_drafter_errors_switch_the_drafter_off(
             )
 
 
-@pytest.fixture(scope="module")
-def recorded(graphs: Any) -> Any:
-    return made_of(graphs, True).runner
+@pytest.fixture(scope="module", params=[False, True], ids=["", "shared top-k"])
+def recorded(graphs: Any, request: pytest.FixtureRequest) -> Any:
+    return made_of(graphs, True, index_share_for_mtp_iteration=request.param).runner
 
 
 def test_no_graph_reads_memory_that_another_may_overwrite(recorded: Any) -> None:
@@ -211,7 +215,7 @@ def test_no_graph_reads_memory_that_another_may_overwrite(recorded: Any) -> None
         assert one.read & pool <= (set() if one is a else left), one.block
         shared += bool(one is not a and one.read & left)
     assert shared > 30 and {"4 rows", "drafts of 4 rows"} <= set(first)
-    chains = [proposing.chain for proposing in recorded.graphs.drafts.proposes]
+    chains = [(*proposing.chain, *(proposing.selection or ())[:2]) for proposing in recorded.graphs.drafts.proposes]
     published = [tensor for verified in of_kind(recorded, "verify") for tensor in verified.out if tensor is not None]
     published += [tensor for chain in chains for tensor in chain]
     for step in of_kind(recorded, "tokens"):

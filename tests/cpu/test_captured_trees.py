@@ -40,11 +40,12 @@ DRAFTS, LENGTHS = (0, 1, 3, SHAPE.num_drafts, SHAPE.num_drafts, SHAPE.num_drafts
 COUNTS = ("get", "sample", "extend", "propose")
 
 
-def made_of(graphs: Any, recorded: bool, pool: GraphPool) -> tuple[LocalEngine, dict[str, int]]:
+def made_of(
+    graphs: Any, recorded: bool, pool: GraphPool, shares_topk: bool = False
+) -> tuple[LocalEngine, dict[str, int]]:
     """An engine whose A is recorded, and B, too, or not; how often each is replayed."""
-    made = engine(
-        SHAPE.num_drafts, tree=SHAPE, max_running_requests=SLOTS + 1, max_steps_in_flight=2, chunked_prefill_size=96
-    )
+    fields = {"max_running_requests": SLOTS + 1, "max_steps_in_flight": 2, "chunked_prefill_size": 96}
+    made = engine(SHAPE.num_drafts, tree=SHAPE, index_share_for_mtp_iteration=shares_topk, **fields)
     made.loop.scheduler.kv_cache.free_slots.remove(SLOTS)  # nobody's: what fills recordings up
     runner, counts = made.runner, dict.fromkeys(COUNTS, 0)
     assert isinstance(runner.drafting.drafter, TreeDrafter)
@@ -79,11 +80,14 @@ def whole(graphs: Any) -> tuple[LocalEngine, dict[str, int]]:
     return made_of(graphs, True, TAPE)
 
 
-def test_recorded_steps_publish_what_eager_ones_do(graphs: Any, whole: tuple[LocalEngine, dict[str, int]]) -> None:
+@pytest.mark.parametrize("shares_topk", [False, True])
+def test_recorded_steps_publish_what_eager_ones_do(
+    graphs: Any, whole: tuple[LocalEngine, dict[str, int]], shares_topk: bool
+) -> None:
     """With penalties and masks ahead of what is recorded, and log-probabilities behind it."""
-    made, counts = whole
+    made, counts = made_of(graphs, True, GraphPool(), True) if shares_topk else whole
     tokens, steps = at_work(made, 3, DRAFTS, LENGTHS)
-    eager, none = made_of(graphs, False, GraphPool())
+    eager, none = made_of(graphs, False, GraphPool(), shares_topk)
     wanted, published = at_work(eager, 3, DRAFTS, LENGTHS)
     assert tokens == wanted and steps == published
     stats = made.loop.stats()

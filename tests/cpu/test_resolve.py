@@ -234,6 +234,35 @@ def test_contexts_that_kernels_cannot_share() -> None:
     assert run(of, on, attention_backend="reference", **wishes)[0].config.dcp_size == 2
 
 
+INDEXED = LATENT | {
+    "architectures": ["DeepseekV32ForCausalLM"], "q_lora_rank": 32, "index_topk": 64, "index_n_heads": 6, "index_head_dim": 32,
+}  # fmt: skip
+
+
+def test_index_heads_that_ranks_share() -> None:
+    made = run(facts(**INDEXED), tp_size=2, shard_indexer=True)[0]
+    assert made.config.shard_indexer
+    assert "3 of 6 index heads on each rank" in str(made.config.report.as_tree()["shard_indexer"])
+
+
+@pytest.mark.parametrize(
+    ("config", "wishes", "words"),
+    [
+        (LATENT, {"tp_size": 2}, ("DeepseekV3ForCausalLM has no indexer",)),
+        (INDEXED, {}, ("is for several ranks", "use --tp-size 2")),
+        (INDEXED, {"tp_size": 4}, ("6 index heads cannot be shared by 4 ranks", "use --tp-size 2,")),
+        (INDEXED, {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True}, ("several ranks", "use --tp-size 4")),
+        (INDEXED, {"tp_size": 2, "dcp_size": 2}, ("--dcp-size 2", "leave one of them out")),
+    ],
+)
+def test_index_heads_that_cannot_be_shared(
+    config: dict[str, Any], wishes: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    on = machine(gpus=("NVIDIA H200",) * 2, gpu_free=100 * GB) if "device" in wishes else machine()
+    error = refusal(facts(**config), on, shard_indexer=True, **wishes)
+    assert error.startswith("shard_indexer") and all(word in error for word in words), error
+
+
 def test_a_drafter_that_caches_heads_shares_no_contexts() -> None:
     for algorithm, is_refused in (("EAGLE3", True), ("STANDALONE", True), ("NEXTN", False), ("NGRAM", False)):
         config = EngineConfig(model_path="", tp_size=2, dcp_size=2, speculative_algorithm=algorithm)

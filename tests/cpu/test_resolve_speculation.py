@@ -16,10 +16,12 @@ from thalweg.config.drafters import DRAFTERS
 from thalweg.config.eagle import read_eagle
 from thalweg.config.engine import EngineConfig
 from thalweg.config.speculative import SpeculativeOptions
+from thalweg.config.tree import options_of
 from thalweg.core.errors import CheckpointError, UnsupportedConfig
 from thalweg.core.tree import CHAIN, TreeShape
 from thalweg.launch.decisions import Decisions
 from thalweg.launch.drafter_checks import check_vocabularies
+from thalweg.launch.resolve import resolve
 from thalweg.launch.speculation import resolve_drafting
 from thalweg.models.catalog import read_facts
 
@@ -27,6 +29,8 @@ from thalweg.models.catalog import read_facts
 @dataclass
 class Facts:
     nextn: int = 1
+    indexer: None = None
+    architecture: str = "DeepseekV3ForCausalLM"
 
 
 def decided(nextn: int = 1, **wishes: Any) -> tuple[EngineConfig, Decisions]:
@@ -375,3 +379,16 @@ def test_every_drafter_that_cannot_branch_refuses_a_tree() -> None:
     for name in chains:
         with pytest.raises(UnsupportedConfig, match=f"{name} proposes a chain"):
             decided(speculative_algorithm=name, speculative_eagle_topk=2)
+
+
+def test_a_shared_selection_of_context_needs_one() -> None:
+    """The steps of a NextN draft share it where the model has an indexer; it is refused elsewhere."""
+    wish = {"index_share_for_mtp_iteration": True, "speculative_num_steps": 2}
+    tiny = resolve(options_of(model="models/tiny", device="cpu", **wish), progress=False).engine
+    assert tiny.index_share_for_mtp_iteration and tiny.speculative_algorithm == "NEXTN"
+    with pytest.raises(UnsupportedConfig, match="index_share_.*V3ForCausalLM attends to all context.*NEXTN with a"):
+        decided(speculative_algorithm="NEXTN", **wish)
+    with pytest.raises(UnsupportedConfig, match="index_share_.*NGRAM is another drafter.*NEXTN with a model"):
+        resolve(options_of(model="models/tiny", device="cpu", speculative_algorithm="NGRAM", **wish), progress=False)
+    told = decided(speculative_algorithm="NONE", index_share_for_mtp_iteration=True)[1].entries[-1]
+    assert told.name == "index_share_for_mtp_iteration" and "nothing drafts" in told.reason

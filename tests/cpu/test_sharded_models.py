@@ -132,6 +132,29 @@ def test_tensor_parallel_ranks_give_one_ranks_logits(checkpoint: Path, name: str
     assert torch.equal(got[0], got[1])  # reductions are bit-equal on all ranks
 
 
+@pytest.mark.parametrize(
+    ("shape", "sizes"),
+    [("v3.2", {"tp": 2}), ("v3.2", {"tp": 4}), ("v3.2-fp8", {"tp": 2, "dp": 2, "ep": 4}), ("v3.2", {"tp": 2, "cp": 2})],
+    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else value,
+)
+def test_ranks_share_the_heads_of_an_indexer(shape: str, sizes: dict[str, int], tmp_path: Path) -> None:
+    """Each scores by some, of contexts longer than it selects; all select the same."""
+    config = (
+        SHAPES["v3.2"]
+        | {"num_hidden_layers": 2}
+        | ({"quantization_config": FP8, "index_head_dim": 128} if "fp8" in shape else {})
+    )
+    folder, ranks = written(tmp_path, config), layouts(**sizes, shards_indexer=True)
+    want, whole = run(loaded(folder), IDS), loaded(folder, ranks[0]).layers[0].attention.indexer
+    assert whole.heads == 64 // sizes["tp"] == len(whole.head_weights)
+    got = on_ranks(len(ranks), lambda rank: run(loaded(folder, ranks[rank]), IDS))
+    same(got[0], want)
+    for first in range(0, len(got), sizes["tp"]):
+        assert all(torch.equal(got[first], one) for one in got[first : first + sizes["tp"]])
+    rendezvous = ranks[0].indexer.rendezvous  # type: ignore[attr-defined]
+    assert rendezvous.calls.count("all_reduce") > 0
+
+
 @pytest.mark.parametrize("shape", ["v3", "v2-lite", "qwen2.5"])
 def test_partial_sums_of_a_bf16_model_are_one_ranks(shape: str, tmp_path: Path) -> None:
     """Those of routed experts are float32, those of shared experts and other products bf16."""

@@ -250,6 +250,31 @@ def test_layouts_whose_pairs_are_left_to_soak(case: Case, groups: dict[int, Proc
     assert jumped <= 1 and all(rank.accepted for rank in served)
 
 
+SHARED_INDEXER = {"shard_indexer": True, "index_share_for_mtp_iteration": True}
+SHARED_INDEXERS = [
+    Case("tp2", "seeded", "nextn-tree", fields=SHARED_INDEXER),
+    Case("tp2-ep2", "greedy", "nextn-3", fields=SHARED_INDEXER | GRAPHS["decode"]),
+    Case("tp4", "greedy", "adaptive", "json_schema", fields=SHARED_INDEXER | {"max_steps_in_flight": 2}),
+    Case("tp2-dp2-ep4", "seeded", "nextn-3", kv="fp8_e4m3", fields=SHARED_INDEXER),
+    Case("cp2-tp2-ep4", "greedy", "nextn-tree", fields=SHARED_INDEXER),
+    Case("pp2-tp2", "seeded", "nextn-3", fields=SHARED_INDEXER),
+    Case("tp2-dcp2", "seeded", "nextn-tree", fields={"index_share_for_mtp_iteration": True}),
+]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[pytest.mark.soak] * (i > 0), id=case.layout) for i, case in enumerate(SHARED_INDEXERS)],
+)
+def test_ranks_share_the_heads_of_an_indexer(case: Case, groups: dict[int, ProcessGroup]) -> None:
+    """And the steps of a draft share a selection: all ranks select alike, or they would draft and answer otherwise. Of
+    ranks that share contexts only the latter.
+    """
+    served, jumped = run_case(groups[engine_config(case.layout).processes], case)
+    assert jumped <= MOST_JUMPS[case.kv] and sum(rank.accepted for rank in served) > 10
+    assert len({rank.checksum for rank in served}) == 1
+
+
 def test_the_cases_cover_every_legal_pair() -> None:
     free = {name: levels[0] for name, levels in COLUMNS.items()}
     ruled = ("layout", "is_uneven", "kv", "grammar", "moe_a2a_backend", "experts", "nnodes")  # what `is_legal` looks at

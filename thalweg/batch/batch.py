@@ -12,6 +12,8 @@ from typing import Any, Callable, NamedTuple, Protocol
 
 from torch import Tensor
 
+from thalweg.batch.draft_selection import DraftSelection
+
 
 @dataclass(frozen=True, slots=True)
 class Group:
@@ -127,6 +129,7 @@ class Batch:
     # reads host memory
     slot_R: Tensor | None = None
     share: TokenShare | None = None  # None: all tokens of the forward are here
+    draft_selection: DraftSelection | None = None  # None: every layer with an indexer selects for itself
 
     @property
     def columns_T(self) -> Tensor:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, groupby
 
 import torch
@@ -97,6 +98,12 @@ class Divided:
         """[S, ...]: this rank's tokens of a tensor of all tokens [T, ...]; padding is 0."""
         return x_TX if self.own_S is None else _taken(x_TX, self.own_S, 0)
 
+    def store_selection(self, batch: Batch) -> None:
+        """Stores what the ranks have selected in the first step of a draft into the selection of the whole batch."""
+        whole, own = batch.draft_selection, self.batch.draft_selection
+        if self.ranks is not None and whole is not None and own is not None and whole.is_first:
+            whole.store(self.whole(own.positions_TK), self.whole(own.root_T))
+
     def whole(self, x_SX: Tensor) -> Tensor:
         """[T, ...] of the tokens of all ranks [S, ...]: the same bits on each. All ranks call it together."""
         if self.ranks is None or self.place_T is None:
@@ -125,6 +132,7 @@ def divided(batch: Batch, ranks: ContextRanks, strategy: str) -> Divided:
         row_R = upload(rows, torch.int64, order_CS.device)
     share = TokenShare(ranks, _taken(batch.write_T, order_CS.flatten(), 0))
     own_S, table_RP = order_CS[ranks.rank], _taken(batch.table_RP, row_R, 0)
+    selection = batch.draft_selection
     tokens = replace(
         batch,
         ids_T=_taken(batch.ids_T, own_S, 0),
@@ -135,6 +143,7 @@ def divided(batch: Batch, ranks: ContextRanks, strategy: str) -> Divided:
         slot_R=None,
         shares_slots=True,
         share=share,
+        draft_selection=selection and selection.map(partial(_taken, index_S=own_S, fill=0)),
     )
     return Divided(_in_rows(tokens, segments[ranks.rank], extents, leading, own_S), ranks, own_S, place_T)
 

@@ -94,6 +94,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     enable_dp_attention: bool = False
     dcp_size: int = 1
     """Processes of an attention among which the KV of each sequence is dealt out, `PAGE` tokens at a time."""
+    shard_indexer: bool = False
+    """Whether the ranks of an attention share the heads of its indexer (DSA), and add up their scores."""
     attn_cp_size: int = 1
     """Groups of processes that the tokens of a data-parallel rank's steps are divided over."""
     cp_strategy: str = INTERLEAVE
@@ -169,6 +171,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the number of drafts of each step is chosen from step times and measured acceptance."""
     speculative_step_times: tuple[tuple[int, int, tuple[float, ...]], ...] = ()
     """(rows, context, seconds by number of drafts); empty: start-up measures them for `speculative_adaptive`."""
+    index_share_for_mtp_iteration: bool = False
+    """Whether the steps of a NEXTN draft share the first one's selection of context (DSA)."""
     speculative_acceptance: str = "gumbel-max"
     """The rule that accepts drafts, see `sampling.catalog`."""
     speculative_relaxed_topk: int = 10

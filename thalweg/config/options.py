@@ -450,6 +450,11 @@ class ParallelOptions(Section):
         foreign=("decode-context-parallel-size",),
         **_DEVICES,
     )
+    shard_indexer: bool = setting(
+        False,
+        "for sparse attention (DSA): each tensor-parallel rank scores context by its share of the index heads, and the"
+        " scores are added up; off: each by all heads",
+    )
     ep_size: int = setting(
         1,
         "groups of devices that the experts are divided over; 1 cuts each expert instead",

@@ -67,6 +67,11 @@ class SpeculativeOptions(Section):
         choices={"dynamic": "it grows where drafts are likely (EAGLE-2)", "static": "the same in every step"},
         auto="dynamic",
     )
+    index_share_for_mtp_iteration: bool = setting(
+        False,
+        "for NEXTN with sparse attention (DSA): all steps of a draft attend to the context that the first one selects,"
+        " and to the drafts since",
+    )
     speculative_acceptance: str | None = setting(
         None,
         "which drafts are accepted",

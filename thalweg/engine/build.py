@@ -228,10 +228,11 @@ def expert_sizes(config: EngineConfig, facts: ModelFacts) -> ExpertSizes:
 
 
 def complete_layout(layout: Layout, config: EngineConfig, facts: ModelFacts) -> Layout:
-    """The layout with the places of experts, and how tokens are divided. Raises UnsupportedConfig for a file that does
-    not fit.
+    """The layout with the places of experts, and how tokens and index heads are divided. Raises UnsupportedConfig for a
+    file that does not fit.
     """
-    layout = replace(layout, cp_strategy=config.cp_strategy)
+    indexer = layout.tp if config.shard_indexer else layout.indexer
+    layout = replace(layout, cp_strategy=config.cp_strategy, indexer=indexer)
     if config.ep_size == 1 or facts.moe is None:
         return layout
     by_slot = read_expert_location(config.init_expert_location, expert_sizes(config, facts))
@@ -267,7 +268,14 @@ def assemble(
     model = catalog.assemble(facts, factory, stages[pipe.stage])
     draft_sampling = draft_sampling_for(config.speculative_acceptance, config.num_drafts, facts.vocab, device)
     algorithm = config.speculative_algorithm if pipe.is_last else NO_DRAFTER
-    drafter = build_drafter(algorithm, model, config.speculative_draft_model_path, draft_sampling, config.tree)
+    drafter = build_drafter(
+        algorithm,
+        model,
+        config.speculative_draft_model_path,
+        draft_sampling,
+        config.tree,
+        config.index_share_for_mtp_iteration,
+    )
     model.watch(pipe.of_last_stage(model.watched, facts.layers + 1, device))
     return factory, model, drafter
 

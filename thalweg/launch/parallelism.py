@@ -30,7 +30,7 @@ def resolve_parallelism(
         reason = "the largest stage has as few parameters as it can"
         decisions.record("pp_layer_partition", ",".join(map(str, layers)), is_users, reason)
         decisions.fields["pp_layer_partition"] = layers
-    for name in ("tp_size", "pp_size", "dp_size", "dcp_size", "enable_dp_attention"):
+    for name in ("tp_size", "pp_size", "dp_size", "dcp_size", "enable_dp_attention", "shard_indexer"):
         decisions.fields[name] = getattr(parallel, name)
     tp, dp = parallel.tp_size, parallel.dp_size
     if parallel.enable_dp_attention:
@@ -40,6 +40,7 @@ def resolve_parallelism(
     _resolve_nodes(parallel, decisions)
     config = decisions.config()
     _check_heads(facts, config.attention_tp, config.attention_dp * config.attn_cp_size)
+    _resolve_indexer(config, facts, decisions)
     _resolve_widths(parallel, facts, config.attention_tp, decisions)
     resolve_experts(parallel, facts, device, decisions)
     gpus = len(machine.gpus) * config.nnodes
@@ -123,6 +124,32 @@ def _check_heads(facts: ModelFacts, tp: int, groups: int) -> None:
             f"tp_size: {facts.heads} attention heads cannot be shared by {tp} ranks; use --tp-size"
             f" {_or(size * groups for size in legal)}"
         )
+
+
+def _resolve_indexer(config: EngineConfig, facts: ModelFacts, decisions: Decisions) -> None:
+    """Ranks of an attention can share the heads of its indexer, unless they share contexts."""
+    tp, groups = config.attention_tp, config.attention_dp * config.attn_cp_size
+    if not config.shard_indexer:
+        return
+    if facts.indexer is None:
+        raise UnsupportedConfig(
+            f"shard_indexer: {facts.architecture} has no indexer (index_topk in config.json); leave it out"
+        )
+    heads = facts.indexer.heads
+    legal = [size * groups for size in _tensor_parallel_sizes(facts) if size > 1 and heads % size == 0]
+    if tp == 1 or heads % tp:
+        why = (
+            "is for several ranks of an attention" if tp == 1 else f"{heads} index heads cannot be shared by {tp} ranks"
+        )
+        use = f"use --tp-size {_or(legal)}, or leave it out" if legal else "leave it out"
+        raise UnsupportedConfig(f"shard_indexer: {why}; {use}")
+    if config.dcp_size > 1:
+        raise UnsupportedConfig(
+            f"shard_indexer: with --dcp-size {config.dcp_size} each rank scores its own part of a context by all heads;"
+            " leave one of them out"
+        )
+    reason = f"{heads // tp} of {heads} index heads on each rank, and one sum of scores for each layer that selects"
+    decisions.entries.append(Decision("shard_indexer", True, USER, reason))
 
 
 def check_dcp(config: EngineConfig, facts: ModelFacts) -> None:

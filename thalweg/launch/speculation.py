@@ -58,6 +58,7 @@ def resolve_drafting(
     adaptive = options.speculative_adaptive
     reason = "by measured step times and recent acceptance"
     decisions.record("speculative_adaptive", adaptive, not adaptive, reason)
+    _resolve_shared_topk(options, name or algorithm, facts, decisions)
     _resolve_acceptance(options, drafter, depth, decisions)
     _resolve_tree(options, algorithm, depth, decisions)
 
@@ -139,6 +140,7 @@ def _without_drafter(options: SpeculativeOptions, steps: int | None, reason: str
         "speculative_draft_model_path": options.speculative_draft_model_path,
         "speculative_adaptive": None if options.speculative_adaptive else False,
         "speculative_acceptance": options.speculative_acceptance,
+        "index_share_for_mtp_iteration": options.index_share_for_mtp_iteration or None,
         "speculative_simulate_accept_length": options.speculative_simulate_accept_length,
     }
     for name, value in unused.items():
@@ -166,6 +168,21 @@ def _inspect(name: str, algorithm: str, folder: Path | None, facts: ModelFacts, 
         )
     notes: list[Decision] = load_entry(drafter.inspect)(algorithm, folder, facts, model) if drafter.inspect else []
     return notes
+
+
+def _resolve_shared_topk(options: SpeculativeOptions, name: str, facts: ModelFacts, decisions: Decisions) -> None:
+    if not options.index_share_for_mtp_iteration:
+        return
+    if facts.indexer is None or name != "NEXTN":
+        without = (
+            f"{facts.architecture} attends to all context" if facts.indexer is None else f"{name} is another drafter"
+        )
+        raise UnsupportedConfig(
+            f"index_share_for_mtp_iteration: the steps of a NEXTN draft share a selection of context, and {without};"
+            " leave it out, or use --speculative-algorithm NEXTN with a model that has an indexer, such as V3.2"
+        )
+    reason = "later drafts attend to the context that the first one selected"
+    decisions.add("index_share_for_mtp_iteration", True, USER, reason)
 
 
 def _check_mtp(options: SpeculativeOptions, algorithm: str, drafter: DrafterEntry) -> None:

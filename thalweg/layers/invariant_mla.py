@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from thalweg.attention.exchange import exchange_stored
+from thalweg.attention.tree_paths import paths_of_tree
 from thalweg.batch.batch import Batch
 from thalweg.kernels.attend.args import DecodeRows
 from thalweg.kernels.attend.triton import DETERMINISTIC_SPLITS, merge
 from thalweg.kernels.mla import triton as mla
-from thalweg.layers.paged import PagedStep, paths_of_tree, rows_of
+from thalweg.layers.paged import PagedStep, rows_of
 from thalweg.layers.paged_mla import PagedMla
 
 PARTS = 1 << 27  # elements of partial sums at a time: 256 MiB

@@ -14,20 +14,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from thalweg.attention.context import AttentionGroup, AttentionMetadata, QueryTile, concat_groups
+from thalweg.attention.draft_selection import shared_contexts, store_contexts
 from thalweg.attention.exchange import exchange_stored
 from thalweg.attention.selection import SelectedContext, SelectedContexts, Selection, select_top_k
 from thalweg.config.model import ModelFacts
 from thalweg.kernels.attend.ref import attend, expand_latents, hadamard, index_scores, rotate_
 from thalweg.kernels.gemm.prefetch import Prefetch, no_prefetch, prefetch_for
 from thalweg.layers.factory import LayerFactory
+from thalweg.layers.index_shards import index_heads, index_shards, indexer_order, unused_indexer
 from thalweg.layers.interface import Activation, ResidualStream
 from thalweg.layers.linear import LayerNorm, Linear, PackedShard, place_together, taken
 from thalweg.layers.module import Module, parameter
 from thalweg.layers.residual import rows_of
-from thalweg.layers.rotary import pairs_from_halves, softmax_scale
+from thalweg.layers.rotary import softmax_scale
 from thalweg.memory.records import quantize
 from thalweg.parallel.axis import share_of
-from thalweg.weights.table import Transform, unchanged
 
 LATENT_NORM_EPS = 1e-6  # the class default in the published code, not rms_norm_eps
 KEY_NORM_EPS = 1e-6  # of the indexer: nn.LayerNorm with this eps in the published code
@@ -107,7 +108,7 @@ class Mla(MlaProjections):
         is_indexed: bool,
         selection: Selection = select_top_k,
     ) -> None:
-        super().__init__(layers, facts, layer, name, *index_shards(facts, name, is_indexed))
+        super().__init__(layers, facts, layer, name, *index_shards(layers, facts, name, is_indexed))
         index = facts.indexer
         self.indexer = self.make_indexer(layers, facts, layer, name, selection) if is_indexed else None
         if not is_indexed and index is not None:
@@ -288,9 +289,10 @@ class Indexer(Module):
     """DSA's lightning indexer (DeepSeek-V3.2 report §2.1): cheap scores of the whole past select what attention reads.
 
     Its query and key projections are rows of the attention's fused GEMMs; head weights are float32 (in bf16 they lose
-    recall). Only the first dims of a head rotate. Where queries and keys are rounded to e4m3, each with a scale, the
-    published code of V3.2 turns both by a Hadamard matrix first; elsewhere that would change nothing. Here it meets
-    dims in another order (`indexer_order`), which products do not see.
+    recall). Ranks may share the heads; their scores are added up, to the same bits on each. Only the first dims of a
+    head rotate. Where queries and keys are rounded to e4m3, each with a scale, the published code of V3.2 turns both by
+    a Hadamard matrix first; elsewhere that would change nothing. Here it meets dims in another order (`indexer_order`),
+    which products do not see.
     """
 
     def __init__(
@@ -300,12 +302,14 @@ class Indexer(Module):
         super().__init__()
         index, hidden, name, turn = facts.indexer, facts.hidden, f"{name}.indexer", indexer_order(facts)
         assert index is not None
-        self.heads, self.dim, self.topk, self.layer = index.heads, index.dim, index.topk, layer
+        self.axis, own_heads = layers.layout.indexer, index_heads(layers, facts)
+        self.heads, self.dim, self.topk, self.layer = len(own_heads), index.dim, index.topk, layer
         self.selection, self.is_fp8 = selection, layers.kernels.fp8_index
         self.turns = self.is_fp8 and index.hadamard and index.dim & (index.dim - 1) == 0
         self.key_norm = LayerNorm(layers, f"{name}.k_norm", index.dim, KEY_NORM_EPS, turn)
-        self.head_weights = parameter(index.heads, hidden, dtype=torch.float32, device=layers.device)
-        self.loads("head_weights", f"{name}.weights_proj.weight", (index.heads, hidden), layers.published)
+        self.head_weights = parameter(self.heads, hidden, dtype=torch.float32, device=layers.device)
+        weight, shape, take = f"{name}.weights_proj.weight", (index.heads, hidden), taken(own_heads)
+        self.loads("head_weights", weight, shape, layers.published, take=take if self.heads < index.heads else ())
         self._transposed = self.head_weights.data.t()
         self.scale = (index.heads * index.dim) ** -0.5
 
@@ -323,6 +327,9 @@ class Indexer(Module):
         """
         if metadata.max_kv_len <= self.topk:
             return (None,) * len(metadata.groups)
+        shared = metadata.batch.draft_selection
+        if shared is not None and not shared.is_first:
+            return shared_contexts(shared, metadata)
         rotate_(query_TX, metadata.cos_sin_T1c, 0, self.heads, self.dim)
         query_THD = query_TX.view(-1, self.heads, self.dim)
         weights_TH = torch.mm(x_TH if x_TH.dtype == torch.float32 else x_TH.float(), self._transposed)
@@ -330,7 +337,10 @@ class Indexer(Module):
             turned = hadamard(query_THD) if self.turns else query_THD
             codes_TX, scale_TH = quantize(turned.flatten(1), self.dim)
             query_THD, weights_TH = codes_TX.to(query_TX.dtype).view_as(query_THD), weights_TH * scale_TH
-        return tuple(self._select(group, query_THD, weights_TH, metadata) for group in metadata.groups)
+        selected = tuple(self._select(group, query_THD, weights_TH, metadata) for group in metadata.groups)
+        if shared is not None:
+            store_contexts(shared, metadata, selected)
+        return selected
 
     def _select(
         self, group: AttentionGroup, query_THD: Tensor, weights_TH: Tensor, metadata: AttentionMetadata
@@ -348,38 +358,12 @@ class Indexer(Module):
         paged = metadata.planes.paged("index", self.layer)
         # past each query's own position -inf, not 0: scores may be negative
         keys = metadata.planes.read("index", self.layer, group.gather(paged, tile.pages), query.dtype)
-        return self._choose(index_scores(query, weights, keys, bias, self.scale), bias)
+        return self._choose(self.axis.all_reduce(index_scores(query, weights, keys, bias, self.scale)), bias)
 
     def _choose(self, scores_NS: Tensor, bias_NS: Tensor) -> tuple[Tensor, Tensor]:
         """Positions int64 and bias [N, K] of the choice."""
         index_NK = self.selection(scores_NS, min(self.topk, scores_NS.shape[1]))
         return index_NK, bias_NS.gather(1, index_NK)
-
-
-def index_shards(facts: ModelFacts, name: str, is_indexed: bool) -> tuple[list[PackedShard], list[PackedShard]]:
-    """What an indexer projects beside the attention `name`: its key, of the hidden state; its queries, of the query
-    latent.
-    """
-    if not is_indexed:
-        return [], []
-    index, turn = facts.indexer, indexer_order(facts)
-    assert index is not None
-    queries = PackedShard(f"{name}.indexer.wq_b", index.heads * index.dim, None, turn)
-    return [PackedShard(f"{name}.indexer.wk", index.dim, None, turn)], [queries]
-
-
-def unused_indexer(name: str) -> str:
-    """Tensors of a layer that uses the selection of an earlier one; its own indexer may be published, too."""
-    return re.escape(f"{name}.indexer.") + ".*"
-
-
-def indexer_order(facts: ModelFacts) -> Transform:
-    """The order of the rows of the indexer's projections and norms: from halves to pairs, unless they are published
-    in pairs.
-    """
-    indexer, mla = facts.indexer, facts.mla
-    assert indexer is not None and mla is not None
-    return unchanged if indexer.interleaved else partial(pairs_from_halves, head_dim=indexer.dim, dim=mla.rope)
 
 
 def _key_half(kv_b: Tensor, nope: int, v: int) -> Tensor:

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from thalweg.attention.context import AttentionGroup
-from thalweg.batch.batch import Batch, PromptRows, TreeMask
+from thalweg.attention.tree_paths import paths_of_tree
+from thalweg.batch.batch import Batch, PromptRows
 from thalweg.batch.slots import upload
 from thalweg.config.model import ModelFacts
 from thalweg.core.plan import PAGE
-from thalweg.core.tree import MAX_TREE_NODES
 from thalweg.kernels.attend.args import (
     ContextChunk,
     DecodeRows,
@@ -69,6 +69,12 @@ class PagedStep:
     chosen_TK: list[Tensor] = field(default_factory=list)
     schedules: dict[int, Any] = field(default_factory=dict)  # see `kernels.dsa.backends.SparseKernel`
 
+    @property
+    def selects(self) -> bool:
+        """Whether layers with an indexer select context, or the first step of a draft has done so for this one."""
+        shared = self.batch.draft_selection
+        return shared is None or shared.is_first
+
     def kv_write(self, tokens: slice) -> KvWrite:
         """Rotary tables and KV slots of these tokens."""
         return KvWrite(self.cos_SC, self.sin_SC, self.batch.positions_T[tokens], self.batch.write_T[tokens])
@@ -103,21 +109,6 @@ def ragged(batch: Batch, tokens: int, rows: DecodeRows) -> PagedRows:
     else:
         starts_R1 = torch.arange(0, tokens + 1, longest, dtype=torch.int32, device=device)
     return PagedRows(batch.table_RP[: len(lengths)], batch.positions_T[:tokens], starts_R1, longest, paths_TD)
-
-
-def paths_of_tree(tree: TreeMask, tokens: int) -> Tensor:
-    """Columns of the last D positions of each of the step's first `tokens` tokens: int32 [tokens, D], own column first.
-
-    D is the number of bits of a tree mask; at earlier positions column and position are equal. Does not synchronize.
-    """
-    column_T1, tree_mask_T1 = (x[:tokens].unsqueeze(1) for x in tree[:2])
-    before_D = torch.arange(MAX_TREE_NODES + 1, device=column_T1.device)
-    is_seen_TD = (tree_mask_T1 >> before_D) & 1
-    seen_TD = is_seen_TD.cumsum(1)  # how many columns each token sees up to this one, going back
-    # where no column of the mask is left all before are seen
-    path_TD = column_T1 + seen_TD[:, -1:] - torch.nn.functional.pad(before_D + len(before_D), (0, 1))
-    path_TD.scatter_(1, torch.where(is_seen_TD == 0, len(before_D), seen_TD - 1), column_T1 - before_D)
-    return path_TD[:, :-1].to(torch.int32)
 
 
 def rows_of(batch: Batch) -> Tensor:

@@ -90,7 +90,7 @@ class LatentMla(PagedMla):
         prefill: MlaPrefillKernel,
         index: tuple[Sequence[PackedShard], Sequence[PackedShard]] = ((), ()),
     ) -> None:
-        """index: see `mla.index_shards`."""
+        """index: see `layers.index_shards`."""
         super().__init__(layers, facts, layer, name, *index)
         self.decoder, self.prefill = decoder, prefill
 

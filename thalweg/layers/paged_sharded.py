@@ -13,7 +13,10 @@ import torch
 from torch import Tensor
 
 from thalweg.attention.context_shard import ContextShard, pack_state
+from thalweg.attention.draft_selection import NONE, shared_columns
+from thalweg.attention.tree_paths import path_columns
 from thalweg.batch.batch import Batch, TreeMask
+from thalweg.batch.draft_selection import DraftSelection
 from thalweg.core.plan import PAGE
 from thalweg.kernels.attend.args import ContextChunk, QueryRows, SharedChunk
 from thalweg.kernels.attend.triton import merge_with_lse
@@ -22,8 +25,6 @@ from thalweg.layers.factory import LayerFactory
 from thalweg.layers.paged import PagedMetadataBuilder, PagedStep, Rest, context_chunk
 from thalweg.layers.paged_mla import LatentMla
 from thalweg.layers.paged_sparse import Choose, SparseMla
-
-NONE = (1 << 31) - 1  # a column behind all others
 
 
 class ShardedMetadataBuilder(PagedMetadataBuilder):
@@ -109,13 +110,17 @@ class ShardedSparseMla(ShardedLatentMla, SparseMla):
     def _choose(self, choose: Choose, scores_TS: Tensor, rows: QueryRows) -> Tensor:
         own_TK = choose(scores_TS, rows.positions_T, self.topk).to(torch.int64)
         scores_TK = scores_TS.gather(1, own_TK.clamp(min=0))
-        columns_TK = self.shard.positions(_stored_columns(own_TK.clamp(min=0), rows)).masked_fill(own_TK < 0, NONE)
+        stored_TK = path_columns(own_TK.clamp(min=0), rows.positions_T, rows.paths_TD)
+        columns_TK = self.shard.positions(stored_TK).masked_fill(own_TK < 0, NONE)
         pairs = torch.stack((scores_TK.view(torch.int32), columns_TK.to(torch.int32)))
         scores_TC, columns_TC = self.shard.axis.all_gather(pairs).permute(1, 2, 0, 3).flatten(2).unbind()
         columns_TC, order_TC = columns_TC.sort(1)  # so that the first of equal scores is chosen
         last_T = (columns_TC < NONE).sum(1) - 1
         index_TK = choose(scores_TC.gather(1, order_TC).view(torch.float32), last_T, self.topk).to(torch.int64)
         return columns_TC.gather(1, index_TK.clamp(min=0)).masked_fill(index_TK < 0, -1)
+
+    def _shared(self, shared: DraftSelection, batch: Batch) -> Tensor:
+        return shared_columns(shared, batch)
 
     def _values(self, query_THD: Tensor, step: PagedStep, chosen_TK: Tensor | None, rows: QueryRows) -> Tensor:
         if chosen_TK is not None:
@@ -124,13 +129,3 @@ class ShardedSparseMla(ShardedLatentMla, SparseMla):
             rows = QueryRows(rows.rows_T, rows.table_RL, is_own_TK.sum(1) - 1)
         states = self._of_chosen(self.shard.gather_heads(query_THD), step, chosen_TK, rows)
         return self._merged(*merge_with_lse(*states, query_THD.dtype))
-
-
-def _stored_columns(positions_TK: Tensor, rows: QueryRows) -> Tensor:
-    """Columns of positions of each token's path, both among the tokens of this rank."""
-    if rows.paths_TD is None:
-        return positions_TK
-    back_TK = rows.positions_T.unsqueeze(1) - positions_TK
-    last = rows.paths_TD.shape[1] - 1
-    listed_TK = rows.paths_TD.to(torch.int64).gather(1, back_TK.clamp(0, last))
-    return torch.where((back_TK >= 0) & (back_TK <= last), listed_TK, positions_TK)

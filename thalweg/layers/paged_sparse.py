@@ -11,8 +11,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from thalweg.attention.draft_selection import shared_positions
 from thalweg.attention.exchange import exchange_stored
 from thalweg.attention.selection import SelectedContexts, Selection, select_top_k
+from thalweg.batch.batch import Batch
+from thalweg.batch.draft_selection import DraftSelection
 from thalweg.config.backends import DECODE, PREFILL
 from thalweg.config.entry_point import load_entry
 from thalweg.config.model import ModelFacts
@@ -25,8 +28,9 @@ from thalweg.kernels.mla import triton as mla
 from thalweg.kernels.mla.backends import MlaDecodeKernel, MlaPrefillKernel
 from thalweg.kernels.norm.triton import rows_of
 from thalweg.layers.factory import LayerFactory
+from thalweg.layers.index_shards import index_shards, unused_indexer
 from thalweg.layers.interface import Activation, ResidualStream
-from thalweg.layers.mla import KEY_NORM_EPS, Indexer, index_shards, unused_indexer
+from thalweg.layers.mla import KEY_NORM_EPS, Indexer
 from thalweg.layers.paged import PagedStep, Rest
 from thalweg.layers.paged_mla import LatentMla
 from thalweg.memory.records import decode_record
@@ -53,7 +57,7 @@ class SparseMla(LatentMla):
         decoder: MlaDecodeKernel,
         prefill: MlaPrefillKernel,
     ) -> None:
-        super().__init__(layers, facts, layer, name, decoder, prefill, index_shards(facts, name, is_indexed))
+        super().__init__(layers, facts, layer, name, decoder, prefill, index_shards(layers, facts, name, is_indexed))
         assert facts.indexer is not None
         self.indexer, self.topk = Indexer(layers, facts, layer, name) if is_indexed else None, facts.indexer.topk
         self.has_records, self.choose = layers.kernels.kv == RECORD, layers.kernels.topk
@@ -69,9 +73,11 @@ class SparseMla(LatentMla):
         assert self.query_norm is not None and self.up is not None, "models with an indexer have a query latent"
         query_TX, *index = self.up.split(self.query_norm.lazy(query_TX))
         self._store(query_TX, latent_TD, step)
-        if self.indexer is not None:
+        if self.indexer is not None and step.selects:
             weights_TH = self._head_weights(self.indexer, rows_of(x))
             index = [self._store_index(self.indexer, index_key[0], index[0], weights_TH, step), weights_TH]
+        elif self.indexer is not None:
+            index = self._store_key(self.indexer, index_key[0], step)
         self._exchange(step)
         h.add(self.out, step.batch.graph_break(self._of_all_stored, step, query_TX, latent_TD, *index))
         return earlier
@@ -82,7 +88,7 @@ class SparseMla(LatentMla):
         nothing = latent_TD.new_empty(len(latent_TD), 0, self.rope)
         self.write(nothing, nothing, latent_TD, step, slice(None), False)
         if self.indexer is not None:
-            self._store_index(self.indexer, index_key[0], index_key[0][:, :0], None, step)
+            self._store_key(self.indexer, index_key[0], step)
         self._exchange(step)
 
     def _exchange(self, step: PagedStep) -> None:
@@ -98,6 +104,11 @@ class SparseMla(LatentMla):
         norm = dsa.KeyNorm(indexer.key_norm.weight, indexer.key_norm.bias, KEY_NORM_EPS)
         write, keys = step.kv_write(slice(None)), step.planes.paged("index", self.layer)
         return dsa.write(key_Td, query_TX, weights_TH, norm, write, keys, indexer.turns)
+
+    def _store_key(self, indexer: Indexer, key_Td: Tensor, step: PagedStep) -> list[Tensor]:
+        """Of a step that does not select: → nothing to select with."""
+        self._store_index(indexer, key_Td, key_Td[:, :0], None, step)
+        return []
 
     def _of_all_stored(self, step: PagedStep, query_TX: Tensor, latent_TD: Tensor, *index: Tensor) -> Tensor:
         """Attention of tokens that are stored. index: index queries and the weights of their heads. → [T, H * v]."""
@@ -143,14 +154,19 @@ class SparseMla(LatentMla):
 
     def _chosen(self, step: PagedStep, rows: QueryRows, *index: Tensor) -> Tensor:
         """The positions that each token attends to: by this layer's indexer, of as many tokens at a time as scores have
-        room for, or by an earlier one's.
+        room for, or by an earlier one's; or that the first step of their draft has chosen, and the drafts since.
         """
+        shared = step.batch.draft_selection
         if self.indexer is None:
+            return step.chosen_TK[0]
+        if shared is not None and not shared.is_first:
+            step.chosen_TK[:] = [self._shared(shared, step.batch)]
             return step.chosen_TK[0]
         (query_TX, weights_TH), parts = index, list[Tensor]()
         longest, keys = max(group.max_kv_len for group in step.batch.groups), step.planes.paged("index", self.layer)
         longest = self._stored_len(longest)
-        at_once, by_kernel = max(SCORES_AT_ONCE // (4 * longest), 1), self.indexer.selection is select_top_k
+        axis, by_kernel = self.indexer.axis, self.indexer.selection is select_top_k
+        at_once = max(SCORES_AT_ONCE // (4 * longest * axis.size), 1)  # each rank gets the scores of all
         choose: Choose = (
             dsa.choose if by_kernel and self.choose == "triton" else partial(choose_by, self.indexer.selection)
         )
@@ -158,9 +174,15 @@ class SparseMla(LatentMla):
             some = slice(first, first + at_once)
             own = rows.some(some)
             scores_TS = dsa.scores(query_TX[some], weights_TH[some], keys, own, longest, self.indexer.scale)
-            parts.append(self._choose(choose, scores_TS, own))
+            parts.append(self._choose(choose, axis.all_reduce(scores_TS), own))
         step.chosen_TK[:] = parts if len(parts) == 1 else [torch.cat(parts)]
+        if shared is not None:
+            shared.store(step.chosen_TK[0], step.batch.positions_T)
         return step.chosen_TK[0]
+
+    def _shared(self, shared: DraftSelection, batch: Batch) -> Tensor:
+        """What the steps of a draft share, as `_choose` has it."""
+        return shared_positions(shared, batch.positions_T)
 
     def _stored_len(self, max_kv_len: int) -> int:
         """How much of a context of so many tokens this rank stores at most."""

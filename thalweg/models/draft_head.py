@@ -34,6 +34,7 @@ class DraftHead(Module, ABC):
         self.index = main.facts.layers  # of its first layer among the planes' layers
         self.width, self.dtype = facts.hidden, factory.dtype  # of a state
         self.ids_D: Tensor | None = None  # int64 [D]: the token of each of its logits; None: the target's vocabulary
+        self.shared_topk = 0  # positions of the selection that the steps of a draft share; 0: each step selects
         self.attends = False  # whether `write_kv` attends to earlier entries, as a head of several layers must
 
     @abstractmethod
@@ -57,7 +58,9 @@ class DraftHead(Module, ABC):
         context before them.
         """
         own = self._divided(batch)
-        return own.whole(self.own_states(own.take(ids_T), own.take(state_TW), own.batch, planes))
+        whole_TW = own.whole(self.own_states(own.take(ids_T), own.take(state_TW), own.batch, planes))
+        own.store_selection(batch)
+        return whole_TW
 
     def write_kv(self, ids_T: Tensor, state_TW: Tensor, batch: Batch, planes: Planes) -> None:
         """Writes the KV that `forward` would write, and computes nothing else where that is possible."""

@@ -82,7 +82,7 @@ def traced_kinds(facts: ModelFacts) -> Iterator[tuple[Kind, Batch]]:
 def kind_of(facts: ModelFacts, batch: Batch) -> Kind | None:
     """None: such steps are not traced."""
     group, indexer = batch.groups[0], facts.indexer
-    if batch.tree is not None or len(batch.groups) > 1 or group.query > 1:
+    if batch.tree is not None or batch.draft_selection is not None or len(batch.groups) > 1 or group.query > 1:
         return None
     return group.rows, indexer is not None and group.max_kv_len > indexer.topk
 

@@ -41,6 +41,7 @@ class Layout:
     experts: ExpertLayout = ExpertLayout()
     dcp: Axis = SINGLE  # neighbours among `tp` that share the KV of each sequence
     cp: Axis = SINGLE  # those of `dp` that divide the tokens of one step
+    indexer: Axis = SINGLE  # shares the heads of indexers: `tp`, or SINGLE, where each rank scores by all of them
     cp_strategy: str = INTERLEAVE  # a name in `config.context_parallel`
     is_single: bool = field(init=False)  # one rank computes each layer
 

@@ -2,19 +2,22 @@
 
 A graph reads slots, planes and what the captured step left; it writes slots, planes and buffers outside the pool. Only
 drafters of one head are captured: all that they do is on the device and depends on shapes alone. A draft knows by
-itself how many are before it, so one graph is for all lengths.
+itself how many are before it, so one graph is for all lengths; where drafts share a selection of context, one is for
+the first draft and one for all others.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
 
 import torch
 from torch import Tensor
+from torch.cuda import CUDAGraph
 
+from thalweg.batch.draft_selection import DraftSelection
 from thalweg.batch.slots import refill
 from thalweg.core.plan import SamplingNeeds
 from thalweg.kernels.build_tree.ref import BuiltTree
@@ -75,12 +78,14 @@ class DraftGraph(ABC):
         self.begun_2R = torch.tensor([context.spare] * rows + [0] * rows, device=context.planes.device)  # padding
         self.rows_2R = self.begun_2R.clone()
         self.slot_R, self.ahead_R = self.rows_2R.view(2, rows)
-        self.graphs: dict[SamplingNeeds, torch.cuda.CUDAGraph] = {}
+        self.graphs: dict[SamplingNeeds, CUDAGraph] = {}
 
     def capture(self, pool: GraphPool) -> None:
+        self.graphs = self._captured(pool, self._draft)
+
+    def _captured(self, pool: GraphPool, work: Callable[[SamplingNeeds], None]) -> dict[SamplingNeeds, CUDAGraph]:
         begin = partial(self._begin, self.begun_2R[: self.rows])
-        for needs in NEEDS:
-            self.graphs[needs], _ = capture(pool, partial(self._draft, needs), begin)
+        return {needs: capture(pool, partial(work, needs), begin)[0] for needs in NEEDS}
 
     def _begin(self, slot_E: Tensor) -> None:
         torch.cat((slot_E, self.begun_2R[len(slot_E) :]), out=self.rows_2R)
@@ -97,14 +102,14 @@ class DraftGraph(ABC):
     def replay(self, request: DraftRequest, num_drafts: int) -> DraftOutput:
         """As `Drafter.propose`."""
 
-    def _graph(self, request: DraftRequest) -> torch.cuda.CUDAGraph:
-        """The graph of this request, whose slots are written."""
+    def _needs(self, request: DraftRequest) -> SamplingNeeds:
+        """The key of this request's graphs, whose slots are written."""
         self._begin(request.slot_E)
-        return self.graphs[SamplingNeeds(request.needs.random, request.needs.truncated)]
+        return SamplingNeeds(request.needs.random, request.needs.truncated)
 
 
 class DraftStepGraph(DraftGraph):
-    """One more draft of each row."""
+    """One more draft of each row: the first one, and one after others, which may share its selection of context."""
 
     def __init__(self, drafter: AutoregressiveDrafter, context: CaptureContext, rows: int, num_drafts: int) -> None:
         super().__init__(context, rows, num_drafts)
@@ -113,22 +118,37 @@ class DraftStepGraph(DraftGraph):
         drafts_RK = torch.zeros(rows, num_drafts, dtype=torch.int64, device=device)
         is_valid_R = torch.ones(rows, dtype=torch.bool, device=device)
         self.chain = DraftChain(self.slot_R, self.ahead_R, state_RW, drafts_RK, is_valid_R)
+        # outside the pool: the first draft writes it, and other graphs read it
+        self.selection = drafter.first_selection(rows, context.max_kv_len, device)
+        self.later_graphs: dict[SamplingNeeds, CUDAGraph] = {}
         self.num_drafts_KR = torch.arange(num_drafts + 1, device=device).unsqueeze(1).repeat(1, rows)
 
     def _begin(self, slot_E: Tensor) -> None:
         super()._begin(slot_E)
         torch.index_select(self.kept_SW, 0, self.slot_R, out=self.chain.state_EW)
 
+    def capture(self, pool: GraphPool) -> None:
+        super().capture(pool)
+        self.later_graphs = self.graphs if self.selection is None else self._captured(pool, self._draft_later)
+
     def _draft(self, needs: SamplingNeeds) -> None:
-        self.drafter.draft(self.chain, needs, self.context.max_kv_len, self.context.slots, self.context.planes)
+        self._draft_with(needs, self.selection)
+
+    def _draft_later(self, needs: SamplingNeeds) -> None:
+        self._draft_with(needs, self.selection and self.selection.later())
+
+    def _draft_with(self, needs: SamplingNeeds, selection: DraftSelection | None) -> None:
+        context = self.context
+        self.drafter.draft(self.chain, needs, context.max_kv_len, context.slots, context.planes, selection)
 
     def fits(self, rows: int, num_drafts: int) -> bool:
         return rows <= self.rows and 0 < num_drafts <= self.num_drafts
 
     def replay(self, request: DraftRequest, num_drafts: int) -> DraftOutput:
-        rows, graph, chain = len(request.slot_E), self._graph(request), self.chain
-        for _ in range(num_drafts):
-            graph.replay()
+        rows, needs, chain = len(request.slot_E), self._needs(request), self.chain
+        self.graphs[needs].replay()
+        for _ in range(num_drafts - 1):
+            self.later_graphs[needs].replay()
         return DraftOutput(
             chain.drafts_EK[:rows, :num_drafts], self.num_drafts_KR[num_drafts, :rows], chain.is_valid_E[:rows]
         )
@@ -154,7 +174,7 @@ class TreeBuildGraph(DraftGraph):
         return rows <= self.rows and num_drafts == self.num_drafts
 
     def replay(self, request: DraftRequest, num_drafts: int) -> DraftOutput:
-        self._graph(request).replay()
+        self.graphs[self._needs(request)].replay()
         out = self.out
         return DraftOutput(out.token_EK, self.num_drafts_R, out.is_valid_E, out.parent_EK).first(len(request.slot_E))
 

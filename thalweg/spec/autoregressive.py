@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from thalweg.batch.batch import Batch, Group, RowExtent
+from thalweg.batch.draft_selection import DraftSelection
 from thalweg.batch.slots import Field, Slots, upload
 from thalweg.core.plan import PAGE, Bind, SamplingNeeds
 from thalweg.kernels.draft_state.ref import DraftChain, DraftedTokens, DraftRows, TokenPlaces, shift_hidden_states
@@ -101,20 +102,41 @@ class AutoregressiveDrafter:
         is_valid_E = torch.empty(len(slot_E), dtype=torch.bool, device=device)
         state_EW = slots.extra[HIDDEN].index_select(0, slot_E)
         chain = DraftChain(slot_E, torch.zeros_like(slot_E), state_EW, drafts_EK, is_valid_E)
+        max_kv_len = min(request.max_kv_len + num_drafts, slots.context)
+        selection = self.first_selection(len(slot_E), max_kv_len, device)
         for _ in range(num_drafts):
-            self.draft(chain, request.needs, request.max_kv_len + num_drafts, slots, planes)
+            self.draft(chain, request.needs, max_kv_len, slots, planes, selection)
+            selection = selection and selection.later()
         return DraftOutput(drafts_EK, chain.ahead_E, is_valid_E)
 
-    def draft(self, chain: DraftChain, needs: SamplingNeeds, max_kv_len: int, slots: Slots, planes: Planes) -> None:
-        """One more draft of each row. max_kv_len: upper bound of the tokens before the next one. Nothing in it depends
-        on how many drafts there are.
+    def first_selection(self, rows: int, max_kv_len: int, device: torch.device) -> DraftSelection | None:
+        """Of the first step for so many rows, with room for what it selects. None: each step selects for itself, or
+        attends to all. max_kv_len: upper bound of the contexts in all steps.
         """
-        slot_E, rows, max_kv_len = chain.slot_E, len(chain.slot_E), min(max_kv_len, slots.context)
+        topk = self.head.shared_topk
+        if not topk or max_kv_len <= topk:
+            return None
+        positions_EK = torch.zeros(rows, topk, dtype=torch.int32, device=device)
+        return DraftSelection(positions_EK, torch.zeros(rows, dtype=torch.int64, device=device), is_first=True)
+
+    def draft(
+        self,
+        chain: DraftChain,
+        needs: SamplingNeeds,
+        max_kv_len: int,
+        slots: Slots,
+        planes: Planes,
+        selection: DraftSelection | None = None,
+    ) -> None:
+        """One more draft of each row. max_kv_len: upper bound of the tokens before the next one. Nothing in it depends
+        on how many drafts there are, but `selection` on whether there are any.
+        """
+        slot_E, rows = chain.slot_E, len(chain.slot_E)
         pages, page = slots.num_pages(max_kv_len), slots.page_size
         step = self.kernels.build_inputs(slot_E, chain.ahead_E, slots.tensors(is_tree=False), pages, page)
         there_EI = step.ints_TI
         groups, extents = (Group(0, rows, 0, 1, max_kv_len),), (RowExtent(1, max_kv_len),) * rows
-        batch = Batch(*step[:3], step.table_RP, step.real_T, slot_E, groups, extents)
+        batch = Batch(*step[:3], step.table_RP, step.real_T, slot_E, groups, extents, draft_selection=selection)
         state_EW = self.steps.forward(step.ids_T, chain.state_EW, batch, planes)
         logits_ED, ids_D = self.head.logits(state_EW), self.head.ids_D
         if needs.random:

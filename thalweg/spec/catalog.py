@@ -16,14 +16,22 @@ from thalweg.spec.tree import TreeDrafter
 
 
 def build_drafter(
-    name: str, target: Target, folder: str = "", draft_sampling: DraftSampling = COUPLED, tree: TreeShape = CHAIN
+    name: str,
+    target: Target,
+    folder: str = "",
+    draft_sampling: DraftSampling = COUPLED,
+    tree: TreeShape = CHAIN,
+    shares_topk: bool = False,
 ) -> Drafter:
-    """The empty drafter behind this model; a loader fills it. folder: of its own weights. Raises CheckpointError where
-    the checkpoint or the folder lacks what it needs.
+    """The empty drafter behind this model; a loader fills it. folder: of its own weights. shares_topk: whether the
+    steps of a draft share one selection of context, of a model with an indexer. Raises CheckpointError where the
+    checkpoint or the folder lacks what it needs.
     """
     if name == NO_DRAFTER:
         return drafter.NO_DRAFTER
     built: Drafter = load_entry(DRAFTERS[name].build)(target, Path(folder), draft_sampling)
+    if shares_topk and isinstance(built, AutoregressiveDrafter) and target.facts.indexer is not None:
+        built.head.shared_topk = target.facts.indexer.topk
     if tree.is_tree and isinstance(built, AutoregressiveDrafter):
         return TreeDrafter(built.head, draft_sampling, tree, built.has_own_weights)
     return built

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from thalweg.batch.batch import Batch, Group, RowExtent, TreeMask
+from thalweg.batch.draft_selection import DraftSelection
 from thalweg.batch.inputs import gather
 from thalweg.batch.slots import Slots, upload
 from thalweg.core.plan import SamplingNeeds
@@ -70,7 +71,9 @@ class StaticTreeLevel(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Rows to build trees for. ints_EI: integers of their slots; state_EW: hidden state before the last known token."""
+    """Rows to build trees for. ints_EI: integers of their slots; state_EW: hidden state before the last known token.
+    max_kv_len: upper bound of their contexts with all nodes.
+    """
 
     slot_E: Tensor
     ints_EI: Tensor
@@ -123,7 +126,9 @@ class TreeDrafter(AutoregressiveDrafter):
             len(request.slot_E),
         )
         ints_EI, state_EW = slots.ints_SI.index_select(0, slot_E), slots.extra[HIDDEN].index_select(0, slot_E)
-        rows = Rows(slot_E, ints_EI, state_EW, request.max_kv_len, request.needs)
+        max_kv_len = self._max_kv_len(request, slots)
+        rows = Rows(slot_E, ints_EI, state_EW, max_kv_len, request.needs)
+        selection = self.first_selection(many, max_kv_len, device)
         forms = [node.parent for node in order], [node.depth for node in order]
         parent_1K, depth_1K = upload(forms, torch.int64, device).chunk(2)
         mask_1N = tree_masks_of(parent_1K, depth_1K, self.shape.max_depth)
@@ -134,7 +139,9 @@ class TreeDrafter(AutoregressiveDrafter):
         for depth, level in enumerate(static_tree_levels(order)):
             node_M, node_parents_M = upload((level.nodes, level.node_parents), torch.int64, device)
             places = node_M.expand(many, -1), mask_1N[0, node_M].expand(many, -1)
-            batch = self._batch(Known(token_EN[:, node_M], state_EMW[:, node_parents_M], *places, depth), rows, slots)
+            own = selection and selection.later(len(node_M)) if depth else selection
+            known = Known(token_EN[:, node_M], state_EMW[:, node_parents_M], *places, depth)
+            batch = self._batch(known, rows, slots, own)
             state_TW = self.steps.forward(batch.ids_T, state_EMW[:, node_parents_M].flatten(0, 1), batch, planes)
             state_EMW = state_TW.view(many, len(node_M), -1)
             score_TB, token_TB = self._best(state_TW, rows, depth, slots)
@@ -156,7 +163,7 @@ class TreeDrafter(AutoregressiveDrafter):
             request.slot_E.device,
             self.shape.branching,
         )
-        max_kv_len = min(request.max_kv_len + 1 + self.shape.reserved_columns(slots.tree.num_drafts), slots.context)
+        max_kv_len = self._max_kv_len(request, slots)
         nothing_E1 = torch.zeros(many, 1, dtype=torch.int64, device=device)
         # the bits of 0 are those of 0.0: one launch makes both
         level = TreeLevel(
@@ -166,9 +173,10 @@ class TreeDrafter(AutoregressiveDrafter):
         root = self.kernels.build_inputs(slot_E, nothing_E1[:, 0], slots.tensors(is_tree=False), pages, page)
         table_EP, ints_EI = root.table_RP, root.ints_TI
         given_EW = state_TW = slots.extra[HIDDEN].index_select(0, slot_E)
-        rows = Rows(slot_E, ints_EI, given_EW, request.max_kv_len, request.needs)
+        rows = Rows(slot_E, ints_EI, given_EW, max_kv_len, request.needs)
+        selection = self.first_selection(many, max_kv_len, device)
         group, extent = Group(0, many, 0, 1, max_kv_len), RowExtent(1, max_kv_len)
-        batch = Batch(*root[:3], table_EP, root.real_T, slot_E, (group,), (extent,) * many)
+        batch = Batch(*root[:3], table_EP, root.real_T, slot_E, (group,), (extent,) * many, draft_selection=selection)
         deepest = self._levels(num_drafts)
         token_EC = torch.empty(many, first_candidate(deepest, branches), dtype=torch.int64, device=device)
         made = TreeCandidates(torch.empty_like(token_EC, dtype=torch.float32), token_EC, torch.empty_like(token_EC))
@@ -179,9 +187,13 @@ class TreeDrafter(AutoregressiveDrafter):
                 *top_children, level, depth, slot_E, ints_EI, slots.table_SP, page, made
             )
             if depth + 1 < deepest:
-                batch, state_TW = _step(placed, table_EP, slot_E, max_kv_len), state_TW.index_select(0, placed.from_T)
+                batch, state_TW = _step(placed, rows, table_EP, selection), state_TW.index_select(0, placed.from_T)
         settled = made, branches, state_TW, given_EW, slot_E, ints_EI, slots.tensors(is_tree=True)
         self.kernels.store_best_tree(*settled, out)
+
+    def _max_kv_len(self, request: DraftRequest, slots: Slots) -> int:
+        """Upper bound of the contexts with all nodes of a tree."""
+        return min(request.max_kv_len + 1 + self.shape.reserved_columns(slots.tree.num_drafts), slots.context)
 
     def _best(self, state_TW: Tensor, rows: Rows, depth: int, slots: Slots) -> tuple[Tensor, Tensor]:
         """Log-probabilities and tokens [T, B] of the likeliest children of nodes of one depth, equally many of each
@@ -211,7 +223,7 @@ class TreeDrafter(AutoregressiveDrafter):
         )
         return self.kernels.top_children(perturbed_TV, self.shape.branching, None)
 
-    def _batch(self, level: Known, rows: Rows, slots: Slots) -> Batch:
+    def _batch(self, level: Known, rows: Rows, slots: Slots, selection: DraftSelection | None) -> Batch:
         """The nodes of a level as a step."""
         many, nodes = level.ids_EM.shape
         slot_T, ints_TI = rows.slot_E.repeat_interleave(nodes), rows.ints_EI.repeat_interleave(nodes, 0)
@@ -220,10 +232,7 @@ class TreeDrafter(AutoregressiveDrafter):
             level.mask_EM.flatten(),
         )
         _, column_T, write_T, real_T = gather(slots, slot_T, column_T, ints_TI)
-        max_kv_len = min(
-            rows.max_kv_len + 1 + (self.shape.reserved_columns(slots.tree.num_drafts) if level.depth else 0),
-            slots.context,
-        )
+        max_kv_len = rows.max_kv_len
         return Batch(
             ids_T=level.ids_EM.flatten() * real_T,
             positions_T=(ints_TI[:, NUM_COMPUTED] + level.depth) * real_T,
@@ -234,17 +243,19 @@ class TreeDrafter(AutoregressiveDrafter):
             groups=(Group(0, many, 0, nodes, max_kv_len),),
             extents=(RowExtent(nodes, max_kv_len),) * many,
             tree=TreeMask(column_T, tree_mask_T, many) if level.depth else None,
+            draft_selection=selection,
         )
 
 
-def _step(placed: LevelInputs, table_EP: Tensor, slot_E: Tensor, max_kv_len: int) -> Batch:
-    """Nodes of a level as a step."""
+def _step(placed: LevelInputs, rows: Rows, table_EP: Tensor, selection: DraftSelection | None) -> Batch:
+    """Nodes of a level as a step. selection: of the root."""
+    slot_E, max_kv_len = rows.slot_E, rows.max_kv_len
     many, nodes = len(slot_E), len(placed.ids_T) // len(slot_E)
     groups, extents = (Group(0, many, 0, nodes, max_kv_len),), (RowExtent(nodes, max_kv_len),) * many
     tree = TreeMask(placed.columns_T, placed.tree_mask_T, many)
-    return Batch(
-        placed.ids_T, placed.positions_T, placed.write_T, table_EP, placed.real_T, slot_E, groups, extents, tree=tree
-    )
+    inputs = placed.ids_T, placed.positions_T, placed.write_T, table_EP, placed.real_T, slot_E
+    own = selection and selection.later(nodes)
+    return Batch(*inputs, groups, extents, tree=tree, draft_selection=own)
 
 
 def _with_gumbel_noise(

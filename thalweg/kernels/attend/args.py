@@ -53,7 +53,7 @@ class DecodeRows(NamedTuple):
     max_kv_len: int = 0  # upper bound of a context
     rows_T: Tensor | None = None  # int32: the row of each token, where it is not t // query
     tree_mask_T: Tensor | None = None  # int64: what each token sees of a tree, see `batch.TreeMask`
-    paths_TD: Tensor | None = None  # int32: columns of the last positions, own first; `layers.paged.paths_of_tree`
+    paths_TD: Tensor | None = None  # int32: columns of the last positions, own first; `attention.tree_paths`
 
 
 class PagedRows(NamedTuple):
@@ -72,7 +72,7 @@ class QueryRows(NamedTuple):
     rows_T: Tensor  # int32: the row of each token in the table
     table_RL: Tensor  # int32
     positions_T: Tensor  # int64
-    paths_TD: Tensor | None = None  # int32, where drafts form a tree: see `layers.paged.paths_of_tree`
+    paths_TD: Tensor | None = None  # int32, where drafts form a tree: see `attention.tree_paths`
 
     def some(self, tokens: slice) -> QueryRows:
         """Of these tokens."""

@@ -184,7 +184,13 @@ def _layout(options: Options, machine: Hardware) -> ParallelLayout | None:
 
     attention_dp = wish.dp_size if wish.enable_dp_attention else 1
     one = ParallelLayout(
-        wish.tp_size, attention_dp, wish.ep_size, wish.pp_size, cp=wish.attn_cp_size, dcp=wish.dcp_size
+        wish.tp_size,
+        attention_dp,
+        wish.ep_size,
+        wish.pp_size,
+        cp=wish.attn_cp_size,
+        dcp=wish.dcp_size,
+        shards_indexer=wish.shard_indexer,
     )
     if one.tp % (one.dp * one.cp):
         raise UnsupportedConfig(

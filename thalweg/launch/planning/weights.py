@@ -25,6 +25,7 @@ from thalweg.layers.reference import ReferenceLayers
 from thalweg.memory.planes import PlaneSpec
 from thalweg.models import catalog
 from thalweg.models.stages import PipelineStage
+from thalweg.parallel.axis import SINGLE
 from thalweg.parallel.layout import ExpertLayout, Layout
 from thalweg.quant.catalog import Declared
 from thalweg.quant.scheme import Quantized, Take
@@ -141,7 +142,8 @@ class PlannedModel:
     def factory(self, layout: ParallelLayout = ONE) -> ReferenceLayers:
         attention, dp = FirstRank(layout.attention), FirstRank(layout.dp * layout.cp)
         experts = FirstRank(layout.ep), FirstRank(layout.tp // layout.ep)
-        axes = Layout(attention, dp, attention, *experts, experts=self.experts)
+        indexer = attention if layout.shards_indexer else SINGLE
+        axes = Layout(attention, dp, attention, *experts, experts=self.experts, indexer=indexer)
         published = catalog.published_dtype(self.facts)
         return ReferenceLayers(self.dtype, META, self.kernels, axes if layout.tp > 1 else Layout(), published)
 
