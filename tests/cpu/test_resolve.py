@@ -408,22 +408,25 @@ def test_attention_is_chosen_for_decode_and_prefill_each() -> None:
     assert attention_of(few, EVERYTHING, dtype="float32")[:2] == ("reference", "reference")
 
 
-def test_sparse_attention_is_torch_beside_kernels() -> None:
+def test_sparse_attention_has_kernels_of_its_own() -> None:
     indexed = {"q_lora_rank": 1536, "index_topk": 2048, "index_n_heads": 64, "index_head_dim": 128}
     sparse = facts(**LATENT | {"architectures": ["DeepseekV32ForCausalLM"]} | indexed)
-    assert attention_of(sparse, EVERYTHING) == ("torch", "torch", ())
+    assert attention_of(sparse, EVERYTHING) == ("triton_sparse", "triton_sparse", ())
     assert attention_of(sparse, EVERYTHING, deterministic_inference=True) == ("torch", "torch", ())
-    assert attention_of(sparse, EVERYTHING, kv_cache_dtype="fp8")[:2] == ("torch", "torch")
+    assert attention_of(sparse, EVERYTHING, kv_cache_dtype="fp8")[:2] == ("triton_sparse", "triton_sparse")
+    assert attention_of(sparse, dataclasses.replace(EVERYTHING, capability="7.5"))[:2] == ("torch", "torch")
+    small = facts(**LATENT | {"architectures": ["DeepseekV32ForCausalLM"]} | indexed | {"index_head_dim": 64})
+    assert attention_of(small, EVERYTHING)[:2] == ("torch", "torch"), "kernels have not run on a GPU with these dims"
     assert attention_of(sparse, EVERYTHING, attention_backend="reference")[:2] == ("reference", "reference")
     assert attention_of(sparse, EVERYTHING, mla=False)[:2] == ("reference", "reference")
-    assert (
-        run(sparse, EVERYTHING)[0].config.kernels.moe != "reference" and graphs(run(sparse, EVERYTHING)[0]) == NO_GRAPHS
-    )
+    by_torch = run(sparse, EVERYTHING, attention_backend="torch")[0]
+    assert by_torch.config.kernels.moe != "reference" and graphs(by_torch) == NO_GRAPHS
+    assert graphs(run(sparse, EVERYTHING)[0]) != NO_GRAPHS
     assert attention_of(sparse, dataclasses.replace(EVERYTHING, libraries=frozenset()))[:2] == (
         "reference",
         "reference",
     )
-    assert "Use torch." in refusal(sparse, EVERYTHING, attention_backend="triton")
+    assert "Use triton_sparse." in refusal(sparse, EVERYTHING, attention_backend="triton")
     for wishes in ({}, {"deterministic_inference": True}, {"trees": True}):
         assert (
             attention_of(sparse, EVERYTHING, attention_backend="triton_sparse", **wishes)[:2] == ("triton_sparse",) * 2
@@ -457,7 +460,7 @@ def test_backends_of_sparse_attention_have_names_of_their_own() -> None:
     indexed = {"q_lora_rank": 1536, "index_topk": 2048, "index_n_heads": 64, "index_head_dim": 128}
     sparse = facts(**LATENT | {"architectures": ["DeepseekV32ForCausalLM"]} | indexed)
     for flag in ("dsa_prefill_backend", "dsa_decode_backend"):
-        for value, kept in (("triton", "triton_sparse"), ("torch", "torch"), ("auto", "torch")):
+        for value, kept in (("triton", "triton_sparse"), ("torch", "torch"), ("auto", "triton_sparse")):
             assert attention_of(sparse, EVERYTHING, **{flag: value})[:2] == (kept, kept)
         assert f"{flag}: fa3 is no backend of sparse attention here; there is auto, triton, torch, flashmla" in refusal(
             sparse, EVERYTHING, **{flag: "fa3"}
@@ -467,11 +470,11 @@ def test_backends_of_sparse_attention_have_names_of_their_own() -> None:
         assert f"not --{flag.replace('_', '-')} triton and --attention-backend torch" in told
     both = {"dsa_prefill_backend": "triton", "dsa_decode_backend": "torch"}
     assert "only kernels compute beside each other" in refusal(sparse, EVERYTHING, **both)
-    for wishes, kept in (({}, "torch"), ({"dsa_decode_backend": "triton"}, "triton")):
+    for wishes, kept in (({}, "triton"), ({"dsa_decode_backend": "torch"}, "torch")):
         assert run(sparse, EVERYTHING, **wishes)[0].config.kernels.topk == kept
     chosen = run(sparse, EVERYTHING, dsa_decode_backend="triton", dsa_topk_backend="torch")[0].config.kernels
     assert (chosen.decode, chosen.topk) == ("triton_sparse", "torch")
-    assert "use torch" in refusal(sparse, EVERYTHING, dsa_topk_backend="triton")
+    assert "use torch" in refusal(sparse, EVERYTHING, dsa_topk_backend="triton", dsa_decode_backend="torch")
     told = refusal(sparse, EVERYTHING, dsa_topk_backend="flashmla_kv")
     assert told == "dsa_topk_backend: flashmla_kv is no backend of sparse attention here; there is auto, triton, torch"
     assert "only sparse. Use triton." in refusal(facts(**LATENT), EVERYTHING, attention_backend="torch")

@@ -50,7 +50,7 @@ def test_every_pair_of_sparse_backends_runs_or_is_refused(decode: str, prefill: 
     reader = ("flashmla_sparse", "flashmla_kv")[is_fp8]
     flags = {"dsa_decode_backend": decode, "dsa_prefill_backend": prefill, "kv_cache_dtype": cache or None}
     meant = [SPARSE_NAMES[reader if name == "flashmla_auto" else name] for name in (decode, prefill)]
-    meant = [meant[0] or meant[1] or "torch", meant[1] or meant[0] or "torch"]
+    meant = [meant[0] or meant[1] or "triton_sparse", meant[1] or meant[0] or "triton_sparse"]
     sparse = facts(**SPARSE)
     if "torch" in meant and meant[0] != meant[1]:
         told = refusal(sparse, EVERYTHING, **flags)

@@ -133,8 +133,11 @@ def test_beside_kernels_it_is_the_references(shape: dict[str, Any], kind: str, c
     assert_beside_the_reference(shape, KINDS[kind], shape is FP8, cuda)
 
 
+@pytest.mark.parametrize("kind", ["torch", "triton"])
 @pytest.mark.parametrize("shape", [SPARSE, FP8], ids=["bf16", "fp8"])
-def test_chunks_and_prefix_hits_change_few_tokens(shape: dict[str, Any], cuda: torch.device, tmp_path: Path) -> None:
+def test_chunks_and_prefix_hits_change_few_tokens(
+    shape: dict[str, Any], kind: str, cuda: torch.device, tmp_path: Path
+) -> None:
     """Past index_topk tokens. Rounding differs between steps of other sizes, and decides near ties of choice, experts
     and tokens.
     """
@@ -142,10 +145,9 @@ def test_chunks_and_prefix_hits_change_few_tokens(shape: dict[str, Any], cuda: t
     rng = random.Random(3)
     prompts = [tuple(rng.randrange(1024) for _ in range(3000)) for _ in range(8)]
     params = [SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)] * 8
-    of = engine(tmp_path, chunked_prefill_size=4096)
-    assert of.config.kernels.decode == "torch"
+    of = engine(tmp_path, chunked_prefill_size=4096, dsa_decode_backend=kind)
     whole, cached = tokens(of, prompts, params), tokens(of, prompts, params)
-    chunked = tokens(engine(tmp_path, chunked_prefill_size=512), prompts, params)
+    chunked = tokens(engine(tmp_path, chunked_prefill_size=512, dsa_decode_backend=kind), prompts, params)
     assert agreement(whole, cached, 2) >= 0.6 and agreement(whole, chunked, 2) >= 0.6
 
 
@@ -260,16 +262,13 @@ def test_kernels_under_graphs_are_the_eager_ones(
 
 
 @pytest.mark.parametrize("graphs", ["none", "full_and_piecewise"])
-@pytest.mark.parametrize("cache", [None, "fp8_ds_mla"])
-def test_latents_in_host_memory_give_the_same_tokens(
-    cache: str | None, graphs: str, cuda: torch.device, tmp_path: Path
-) -> None:
+def test_latents_in_host_memory_give_the_same_tokens(graphs: str, cuda: torch.device, tmp_path: Path) -> None:
     """The hot sets are smaller than every context, so that entries are evicted."""
     (tmp_path / "config.json").write_text(json.dumps(FP8 | {"index_topk": 256}))
     rng = random.Random(3)
     prompts = [tuple(rng.randrange(1024) for _ in range(n)) for n in (3000, 1100, 2040, 1500)]
     params = [SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)] * 4
-    wishes = {"dsa_decode_backend": "triton", "kv_cache_dtype": cache, "cuda_graph_mode": graphs}
+    wishes = {"dsa_decode_backend": "triton", "cuda_graph_mode": graphs}
     hot = {"enable_hisparse": True, "hisparse_device_buffer_size": 320, "hisparse_host_memory_gb": 2.0}
     plain, small = engine(tmp_path, **wishes), engine(tmp_path, **wishes, **hot)
     assert small.config.hisparse_device_buffer_size == 320 < min(map(len, prompts))

@@ -29,10 +29,14 @@ def check(engine: LocalEngine, flag: str) -> None:
 
 
 def prompts_of_own_pages(resolved: Resolved, batch: int, length: int, rng: Random) -> list[Tokens]:
-    """Prompts of `length` tokens that share no page: each has a first page of its own."""
+    """Prompts of `length` tokens that share no page: each has a first page of its own, and a last one, so that tokens
+    choose experts as different as those of other prompts do.
+    """
     vocabulary = vocabulary_of(resolved.path)
-    rest = vocabulary.draw(rng, length)
-    return [(vocabulary.draw(rng, PAGE) + rest)[:length] for _ in range(batch)]
+    between = vocabulary.draw(rng, max(length - 2 * PAGE, 0))
+    return [
+        (vocabulary.draw(rng, PAGE) + between + vocabulary.draw(rng, min(length, PAGE)))[-length:] for _ in range(batch)
+    ]
 
 
 def fill_planes(planes: Planes, seed: int) -> None:

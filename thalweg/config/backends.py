@@ -97,6 +97,8 @@ class KernelBackend(Generic[C]):
     check: str = ""  # of experts and products
     gathers_keys: bool = False  # GQA prefill reads the cached keys of a row in one piece
     preferred_heads: int = 0  # comes first for models with at least this many heads
+    # comes first for models with sparse attention of these dims: latents, rotated keys, index keys
+    preferred_dims: tuple[int, ...] = ()
 
     def on(self, libraries: frozenset[str]) -> C:
         """The capabilities on a machine that has these libraries."""
@@ -137,7 +139,6 @@ _TRITON = replace(
     unaligned_latents=NO,
     graphs=BOTH,
 )
-# after plain torch, until it has run on a GPU
 _SPARSE = replace(_TRITON, heads=("mla",), sparse=YES, kv=("bfloat16", "fp8_ds_mla"))
 _HOPPER = replace(_TRITON, chip=("hopper",), deterministic=NO)
 _FLASHMLA = replace(_HOPPER, heads=("mla",), trees=NO)
@@ -153,11 +154,12 @@ _CHECK_FLASHINFER = "kernels.gqa.flashinfer:check"
 _TRITON_GQA, _FLASHINFER_GQA = "kernels.gqa.backends:TritonGqa", "kernels.gqa.flashinfer:FlashInferGqa"
 _TRITON_MLA, _TRITON_PREFILL = "kernels.mla.backends:TritonMlaDecode", "kernels.mla.backends:triton_prefill"
 _TRITON_SPARSE = "kernels.dsa.backends:TritonSparse"
+V32_DIMS = (512, 64, 128)  # of DeepSeek-V3.2 and GLM-5, with which sparse kernels have run on GPUs
 
 
 def _sparse_flashmla(mla: str) -> dict[str, KernelBackend[AttentionCapabilities]]:
-    """Behind the reference, which fits everything, so never chosen automatically: not run on a GPU yet. mla: computes
-    contexts that are chosen whole.
+    """Behind the reference, which fits everything, so never chosen automatically: timed on a GPU, and not tested there
+    yet. mla: computes contexts that are chosen whole.
     """
     return {
         name: KernelBackend(
@@ -194,7 +196,7 @@ DECODE: dict[str, KernelBackend[AttentionCapabilities]] = {
         check_mla="kernels.mla.flashmla:check",
     ),
     "torch": KernelBackend(supports=_TORCH, mla_layer="layers.mla:Mla"),
-    "triton_sparse": KernelBackend(supports=_SPARSE, mla=_TRITON_MLA, sparse=_TRITON_SPARSE),
+    "triton_sparse": KernelBackend(supports=_SPARSE, mla=_TRITON_MLA, sparse=_TRITON_SPARSE, preferred_dims=V32_DIMS),
     "reference": KernelBackend(supports=_REFERENCE, libraries=()),
     **_sparse_flashmla(_TRITON_MLA),
     "flashinfer": KernelBackend(
@@ -218,7 +220,9 @@ PREFILL: dict[str, KernelBackend[AttentionCapabilities]] = {
     ),
     "triton": KernelBackend(supports=_TRITON, mla=_TRITON_PREFILL, gqa=_TRITON_GQA),
     "torch": KernelBackend(supports=_TORCH),
-    "triton_sparse": KernelBackend(supports=_SPARSE, mla=_TRITON_PREFILL, sparse=_TRITON_SPARSE),
+    "triton_sparse": KernelBackend(
+        supports=_SPARSE, mla=_TRITON_PREFILL, sparse=_TRITON_SPARSE, preferred_dims=V32_DIMS
+    ),
     "reference": KernelBackend(supports=_REFERENCE, libraries=()),
     **_sparse_flashmla(_TRITON_PREFILL),
     "flashinfer": KernelBackend(

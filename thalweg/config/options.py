@@ -43,9 +43,9 @@ BACKENDS = {
     "deep_gemm": "DeepGEMM, on Hopper",
     "cublas": "cuBLAS with scales, on Hopper",
     "torch": "PyTorch on a GPU, for sparse attention",
-    "triton_sparse": "Triton kernels for sparse attention, which have not run on a GPU yet",
-    "flashmla_sparse": "FlashMLA for sparse attention to bfloat16 latents on Hopper, not run on a GPU yet",
-    "flashmla_kv": "FlashMLA for sparse attention to FP8 records on Hopper, not run on a GPU yet",
+    "triton_sparse": "Triton kernels for sparse attention",
+    "flashmla_sparse": "FlashMLA for sparse attention to bfloat16 latents on Hopper",
+    "flashmla_kv": "FlashMLA for sparse attention to FP8 records on Hopper",
     "reference": "plain PyTorch, on a CPU or to check others",
 }
 REASONING_PARSERS = {
@@ -65,11 +65,11 @@ TOOL_CALL_PARSERS = {
     "llama3": "Llama 3: JSON as the whole answer",
     "none": "calls stay in the text",
 }
-TOPK_BACKENDS = {"triton": "Triton kernels, which have not run on a GPU yet", "torch": "PyTorch on a GPU"}
+TOPK_BACKENDS = {"triton": "Triton kernels", "torch": "PyTorch on a GPU"}
 DSA_BACKENDS = {
     **TOPK_BACKENDS,
-    "flashmla_sparse": "FlashMLA on Hopper, of latents in bfloat16; not run on a GPU yet",
-    "flashmla_kv": "FlashMLA on Hopper, of FP8 records; not run on a GPU yet",
+    "flashmla_sparse": "FlashMLA on Hopper, of latents in bfloat16",
+    "flashmla_kv": "FlashMLA on Hopper, of FP8 records",
     "flashmla_auto": "the one of the two that reads the KV cache",
 }
 LAUNCHERS = {

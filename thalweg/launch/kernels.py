@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from thalweg.config import backends
-from thalweg.config.backends import AttentionCapabilities, KernelBackend
+from thalweg.config.backends import V32_DIMS, AttentionCapabilities, KernelBackend
 from thalweg.config.machine import Machine
 from thalweg.config.model import ModelFacts
 from thalweg.config.options import LoadOptions, Options, ParallelOptions
@@ -56,8 +56,11 @@ def resolve_kernels(
     is_deterministic = load.deterministic_inference
     decisions.record("deterministic_inference", is_deterministic, is_deterministic, reason)
     wishes = _attention_wishes(load, facts, kv in ("fp8_e4m3", RECORD))
+    dims = () if is_deterministic or device != "cuda" else _sparse_dims(facts)
     if facts.indexer is not None and load.mla:
-        if kv == "fp8_e4m3" and any(wish is not None and wish.backend in SPARSE_KERNELS for wish in wishes):
+        is_kernel = wishes == (None, None) and dims == V32_DIMS
+        is_kernel |= any(wish is not None and wish.backend in SPARSE_KERNELS for wish in wishes)
+        if kv == "fp8_e4m3" and is_kernel:
             kv = RECORD  # the only FP8 latents that these kernels read
         _check_sparse_cache(wishes, kv)
     if kv == RECORD:
@@ -79,7 +82,7 @@ def resolve_kernels(
         "divided": options.parallel.dcp_size > 1 or options.parallel.attn_cp_size > 1,
         "installed": True,
     }
-    decode, prefill = _attention(wishes, required, machine, facts.heads)
+    decode, prefill = _attention(wishes, required, machine, facts.heads, dims)
     asked = load.attention_backend
     decisions.record(FLAG, asked or "auto", asked is not None, "the fastest that fits")
     topk, fp8_index = _resolve_index(load, facts, decode.name, kv, decisions)
@@ -249,19 +252,33 @@ def has_unaligned_experts(facts: ModelFacts, parallel: ParallelOptions) -> bool:
     return facts.hidden % HIDDEN_TILE > 0 or width % WIDTH_TILE > 0 or width // WIDTH_TILE < ranks
 
 
-def _on(catalog: Mapping[str, KernelBackend[C]], machine: Machine, heads: int = 0) -> dict[str, C]:
-    """The capabilities on this machine, in order of preference for a model with this many heads."""
-    names = sorted(catalog, key=lambda name: not 0 < catalog[name].preferred_heads <= heads)
+def _sparse_dims(facts: ModelFacts) -> tuple[int, ...]:
+    """Dims of latents, of their rotated keys and of index keys; () without sparse attention."""
+    mla, indexer = facts.mla, facts.indexer
+    return () if mla is None or indexer is None else (mla.kv_lora, mla.rope, indexer.dim)
+
+
+def _on(
+    catalog: Mapping[str, KernelBackend[C]], machine: Machine, heads: int = 0, dims: tuple[int, ...] = ()
+) -> dict[str, C]:
+    """The capabilities on this machine, in order of preference for a model with so many heads and these
+    `_sparse_dims`.
+    """
+
+    def is_preferred(row: KernelBackend[C]) -> bool:
+        return 0 < row.preferred_heads <= heads or () != row.preferred_dims == dims
+
+    names = sorted(catalog, key=lambda name: not is_preferred(catalog[name]))
     return {name: catalog[name].on(machine.libraries) for name in names}
 
 
 def _attention(
-    wishes: tuple[Wish | None, Wish | None], required: Required, machine: Machine, heads: int
+    wishes: tuple[Wish | None, Wish | None], required: Required, machine: Machine, heads: int, dims: tuple[int, ...]
 ) -> tuple[Selected, Selected]:
     """The backends of decode and prefill. A named backend does what it can of the two, and the rest is chosen. The
     reference does both: it has its own layers.
     """
-    catalogs = _on(backends.DECODE, machine, heads), _on(backends.PREFILL, machine)
+    catalogs = _on(backends.DECODE, machine, heads, dims), _on(backends.PREFILL, machine, 0, dims)
     known, pairs = list(dict.fromkeys((*catalogs[0], *catalogs[1]))), list(zip(wishes, catalogs, strict=True))
     for wish in wishes:
         if wish is not None and wish.backend not in known:

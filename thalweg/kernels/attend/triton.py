@@ -92,7 +92,7 @@ def add_values(scores, value, strength, top, total, sums):
     """Adds a tile of keys to an online softmax: → its new maximum, sum of weights, weighted sum."""
     weights, factor, top = weigh(scores, strength, top)
     total = total * factor + tl.sum(weights, 1)
-    return top, total, tl.dot(weights.to(value.dtype), value, sums * factor[:, None])
+    return top, total, tl.dot(weights.to(value.dtype), value, sums * factor[:, None], input_precision="ieee")
 
 
 @triton.jit
@@ -100,7 +100,8 @@ def add_block(scores, values, row, column, dtype: constexpr, strength, top, tota
     """`add_values` of a block of a descriptor, which is loaded when the weights are known."""
     weights, factor, top = weigh(scores, strength, top)
     total = total * factor + tl.sum(weights, 1)
-    return top, total, tl.dot(weights.to(dtype), values.load([row, column]).to(dtype), sums * factor[:, None])
+    value = values.load([row, column]).to(dtype)
+    return top, total, tl.dot(weights.to(dtype), value, sums * factor[:, None], input_precision="ieee")
 
 
 @triton.jit
