@@ -369,7 +369,7 @@ def placements() -> list[dict[str, Any]]:
 
 
 def plans(config: Path) -> list[dict[str, Any]]:
-    """The best layouts of `thalweg plan` for nodes of eight H200s, and the best that span nodes."""
+    """The best layouts of `thalweg plan` for nodes of eight H200s, and the next best that span nodes."""
     found = []
     for nodes in NODES:
         words = ["plan", str(config), "--machine", "h200x8", "--nnodes", str(nodes), "--input-len", "4096"]
@@ -379,7 +379,7 @@ def plans(config: Path) -> list[dict[str, Any]]:
         )
         fitting = [layout for layout in made["layouts"] if layout["requests"]]
         names = ("name", "requests", "tpot", "ttft", "output_throughput", "sending", "trouble")
-        spanning = [layout for layout in fitting if layout["tp"] * layout["pp"] > 8]
+        spanning = [layout for layout in fitting[BEST:] if layout["tp"] * layout["pp"] > 8]
         for layout in [*fitting[:BEST], *spanning[:BEST]]:
             kv_tokens = layout["kv_tokens_per_cache"] * layout["caches"]
             found.append({"gpus": 8 * nodes, **{name: layout[name] for name in names}, "kv_tokens": kv_tokens})
