@@ -52,6 +52,7 @@ goodput         goodput
 TPOT p50 ms     median_tpot_ms
 ITL p50 ms      median_itl_ms
 ITL p99         p99_itl_ms
+ITL max         max_itl_ms
 TTFT p50 ms     median_ttft_ms
 accept length   accept_length
 share of floor  share_of_floor
