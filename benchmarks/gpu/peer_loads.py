@@ -81,7 +81,7 @@ def cell_sets(traces: Sequence[str]) -> dict[str, list[Cell]]:
 
 def cells_of(words: Sequence[str], traces: Sequence[str]) -> list[Cell]:
     """words: names of sets, or cells such as 32:1024/256, 32:1024/256:staggered and 32:1024/256:staggered:64, which
-    sends 64 requests after one for warmth. Raises BenchError.
+    sends 64 requests after one warm-up request. Raises BenchError.
     """
     sets, cells = cell_sets(traces), list[Cell]()
     for word in words:

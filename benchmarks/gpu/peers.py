@@ -64,7 +64,7 @@ FLAGS = """
 --engine      text...      further ones, NAME=COMMAND with {model}, {port}, {context} and {running}, or a variant of a
                            known one, NAME=[VARIABLE=VALUE ...] ENGINE FLAGS: "full=thalweg --cuda-graph-mode full"
 --cells       text...=table  table, staggered, long, grid, qps, traces, outputs32k; or CONCURRENCY:INPUT/OUTPUT with
-                           :staggered and a number of requests behind it, such as 32:1024/256 or 8:256/1024:staggered:16
+                           :staggered and a number of requests after it, such as 32:1024/256 or 8:256/1024:staggered:16
 --trace       file...      recordings of the cells "traces"
 --setup       path         shell file that vllm's and sglang's shells read first, with the engine's name as its argument
 --rounds      count=1      of every cell

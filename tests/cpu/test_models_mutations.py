@@ -68,7 +68,7 @@ def main_rope_by_halves(patch: pytest.MonkeyPatch) -> None:
 
 
 def indexer_rope_by_pairs(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("thalweg.layers.mla.pairs_from_halves", lambda rows, head_dim, dim: rows)
+    patch.setattr("thalweg.layers.index_shards.pairs_from_halves", lambda rows, head_dim, dim: rows)
 
 
 def indexer_rope_on_the_last_dims(patch: pytest.MonkeyPatch) -> None:

@@ -263,6 +263,25 @@ def test_gpus_that_share_contexts(plan: Run, v3: str) -> None:
     assert (capped["pages"], capped["kv_tokens"]) == (128, 65536)
 
 
+def test_layouts_that_serve_refuses_are_not_planned(plan: Run, v3: str, tmp_path: Path) -> None:
+    sparse = folder(tmp_path / "v32", DEEPSEEK | INDEXER)
+    one_indexer = "F" + 60 * "S"
+    for path, flags, told in (
+        (sparse, ("--pp-size", "8", "--index-topk-pattern", one_indexer), "use at most --pp-size 1"),
+        (
+            sparse,
+            ("--tp-size", "8", "--attn-cp-size", "8", "--dsa-decode-backend", "flashmla_sparse"),
+            "flashmla_sparse",
+        ),
+        (sparse, ("--tp-size", "8", "--shard-indexer"), "shard_indexer: it has not run on GPUs"),
+        (v3, ("--tp-size", "8", "--dcp-size", "8", "--deterministic-inference"), "the deterministic kernels attend"),
+    ):
+        done = plan(path, "--machine", "h200x8", *flags)
+        assert done.status and told in done.err, done.err
+    made = json.loads(plan(sparse, "--machine", "h200x8", "--index-topk-pattern", one_indexer, "--json").out)
+    assert made["layouts"] and all(layout["pp"] == 1 for layout in made["layouts"])
+
+
 def test_a_sparse_model_and_a_dense_one(plan: Run, tmp_path: Path) -> None:
     sparse = json.loads(plan(folder(tmp_path / "s", DEEPSEEK | INDEXER), "--machine", "b200x8", "--json").out)
     assert {plane["name"] for plane in sparse["planes"]} == {"latent", "index"}

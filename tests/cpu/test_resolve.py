@@ -251,7 +251,8 @@ def test_index_heads_that_ranks_share() -> None:
         (LATENT, {"tp_size": 2}, ("DeepseekV3ForCausalLM has no indexer",)),
         (INDEXED, {}, ("is for several ranks", "use --tp-size 2")),
         (INDEXED, {"tp_size": 4}, ("6 index heads cannot be shared by 4 ranks", "use --tp-size 2,")),
-        (INDEXED, {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True}, ("several ranks", "use --tp-size 4")),
+        (INDEXED, {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True}, ("one rank", "a smaller --dp-size")),
+        (INDEXED, {"tp_size": 2, "device": "cuda"}, ("has not run on GPUs", "leave it out")),
         (INDEXED, {"tp_size": 2, "dcp_size": 2}, ("--dcp-size 2", "leave one of them out")),
     ],
 )
@@ -414,7 +415,11 @@ def test_sparse_attention_has_kernels_of_its_own() -> None:
     assert attention_of(sparse, EVERYTHING) == ("triton_sparse", "triton_sparse", ())
     assert attention_of(sparse, EVERYTHING, deterministic_inference=True) == ("torch", "torch", ())
     assert attention_of(sparse, EVERYTHING, kv_cache_dtype="fp8")[:2] == ("triton_sparse", "triton_sparse")
-    assert attention_of(sparse, dataclasses.replace(EVERYTHING, capability="7.5"))[:2] == ("torch", "torch")
+    for other in ({"capability": "7.5"}, {"capability": "8.0"}):  # without e4m3
+        on = dataclasses.replace(EVERYTHING, **other)
+        assert attention_of(sparse, on)[:2] == ("torch", "torch")
+        assert run(sparse, on, kv_cache_dtype="fp8")[0].config.kernels.kv == "fp8_e4m3"
+    assert run(sparse, EVERYTHING, kv_cache_dtype="fp8", dtype="float32")[0].config.kernels.kv == "fp8_e4m3"
     small = facts(**LATENT | {"architectures": ["DeepseekV32ForCausalLM"]} | indexed | {"index_head_dim": 64})
     assert attention_of(small, EVERYTHING)[:2] == ("torch", "torch"), "kernels have not run on a GPU with these dims"
     assert attention_of(sparse, EVERYTHING, attention_backend="reference")[:2] == ("reference", "reference")
@@ -469,7 +474,7 @@ def test_backends_of_sparse_attention_have_names_of_their_own() -> None:
         told = refusal(sparse, EVERYTHING, **{flag: "triton"}, attention_backend="torch")
         assert f"not --{flag.replace('_', '-')} triton and --attention-backend torch" in told
     both = {"dsa_prefill_backend": "triton", "dsa_decode_backend": "torch"}
-    assert "only kernels compute beside each other" in refusal(sparse, EVERYTHING, **both)
+    assert "torch must compute both" in refusal(sparse, EVERYTHING, **both)
     for wishes, kept in (({}, "triton"), ({"dsa_decode_backend": "torch"}, "torch")):
         assert run(sparse, EVERYTHING, **wishes)[0].config.kernels.topk == kept
     chosen = run(sparse, EVERYTHING, dsa_decode_backend="triton", dsa_topk_backend="torch")[0].config.kernels

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -23,7 +24,7 @@ from tests.cpu.test_resolve import (
 from thalweg.config.machine import Machine
 from thalweg.core.kernels import KernelConfig
 from thalweg.engine.calibration_checks import self_checks
-from thalweg.launch.kernels import unsupported_heads
+from thalweg.launch.kernels import unsupported_layout
 
 SPARSE = LATENT | {
     "architectures": ["DeepseekV32ForCausalLM"],
@@ -54,7 +55,7 @@ def test_every_pair_of_sparse_backends_runs_or_is_refused(decode: str, prefill: 
     sparse = facts(**SPARSE)
     if "torch" in meant and meant[0] != meant[1]:
         told = refusal(sparse, EVERYTHING, **flags)
-        assert "only kernels compute beside each other" in told and "--dsa-prefill-backend" in told
+        assert "torch must compute both" in told and "--dsa-prefill-backend" in told
     elif other := {"flashmla_sparse", "flashmla_kv"} & {*meant} - {reader}:
         told = refusal(sparse, EVERYTHING, **flags)
         assert f"backend: {other.pop()} reads" in told and f"use {reader}" in told
@@ -130,5 +131,12 @@ def test_the_library_is_checked_at_start_and_for_each_layout() -> None:
         assert [(role, name) for role, name, _ in found] == [("decode", backend)]
         with pytest.raises(RuntimeError, match="FlashMLA's sparse attention does not run here"):
             found[0].run()
-        assert [bool(unsupported_heads(kernels, of, ranks)) for ranks in (1, 2, 4, 8)] == [False, False, True, True]
-    assert not unsupported_heads(KernelConfig(decode="triton_sparse", prefill="triton_sparse"), of, 8)
+        refused = [bool(unsupported_layout(kernels, of, ranks, False)) for ranks in (1, 2, 4, 8)]
+        assert refused == [False, False, True, True]
+        assert "--dcp-size or --attn-cp-size" in unsupported_layout(kernels, of, 1, True)
+    own = KernelConfig(decode="triton_sparse", prefill="triton_sparse")
+    assert not unsupported_layout(own, of, 8, True)
+    hot = msgspec.structs.replace(own, hot=4096)
+    assert unsupported_layout(hot, of, 1, True).startswith("enable_hisparse: ") and not unsupported_layout(
+        hot, of, 1, False
+    )

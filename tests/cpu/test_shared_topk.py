@@ -5,6 +5,7 @@ drafts since, and the tokens are those of plain decoding.
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch import Tensor
 from tests.cpu.test_captured_drafts import choose_draft_lengths
 from tests.cpu.test_speculation import engine, prompts, run, unrecorded
 from thalweg.attention.context import AttentionGroup, AttentionMetadata
-from thalweg.attention.draft_selection import shared_positions
+from thalweg.attention.draft_selection import shared_positions, store_contexts
 from thalweg.attention.selection import SelectedContext
 from thalweg.batch.draft_selection import DraftSelection
 from thalweg.core.kernels import KernelConfig
@@ -39,6 +40,18 @@ def test_drafts_are_added_and_the_lowest_positions_make_room(topk: int) -> None:
         want = [*first, *range(root + 1, root + drafted + 1)][-topk:]
         got = shared_positions(selection, torch.tensor([root + drafted]))[0].tolist()
         assert got == want + [-1] * (topk - len(want))
+
+
+def test_padding_of_a_rank_selects_nothing() -> None:
+    """A rank that shares the tokens of a draft step may have rows of padding, which see one token and select none."""
+    first = SelectedContext((torch.tensor([[4, 1, 7]]),), (torch.tensor([[0.0, 0.0, -torch.inf]]),))
+    groups = [SimpleNamespace(rows=1, query=1, join_tiles=torch.cat), SimpleNamespace(rows=2, query=1)]
+    batch = SimpleNamespace(positions_T=torch.tensor([9, 0, 0]))
+    selection = DraftSelection(torch.zeros(3, 4, dtype=torch.int32), torch.zeros(3, dtype=torch.int64), True)
+    metadata: Any = SimpleNamespace(groups=groups, batch=batch)
+    store_contexts(selection, metadata, (first, None))
+    assert selection.positions_TK.tolist() == [[1, 4, -1, -1], [-1] * 4, [-1] * 4]
+    assert selection.root_T.tolist() == [9, 0, 0]
 
 
 class Attended:

@@ -35,6 +35,7 @@ from thalweg.kernels.build_tree.ref import BuiltTree, TreeCandidates, TreeLevel,
 from thalweg.kernels.draft_state import triton as drafting
 from thalweg.kernels.draft_state.ref import DraftChain, DraftedTokens, DraftRows, TokenPlaces
 from thalweg.kernels.dsa import triton as dsa
+from thalweg.kernels.dsa.places import places
 from thalweg.kernels.nsa import triton as nsa
 from thalweg.kernels.nsa.ref import NsaConfig, NsaPlanes
 from thalweg.kernels.rope.triton import LatentNorm, mla_absorb, mla_write
@@ -240,7 +241,7 @@ def sparse() -> None:
                 asked = torch.empty(3, heads, 576, dtype=torch.bfloat16)
                 for chosen in (torch.zeros(3, 2048, dtype=torch.int32), None):
                     dsa.attend(asked, latents, chosen, rows, 2048, scale=1.0, rank=512)
-                    dsa.places(chosen, rows, 2048)
+                    places(chosen, rows, 2048)
             for entries in (4096, 10240):
                 hot = Planes((replace(latent, hot=entries),), 4, slots=2, context=PAGE)
                 slots_T, real_T = positions, torch.ones(3, dtype=torch.bool)

@@ -264,7 +264,12 @@ SHARED_INDEXERS = [
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=[pytest.mark.soak] * (i > 0), id=case.layout) for i, case in enumerate(SHARED_INDEXERS)],
+    [
+        pytest.param(
+            case, marks=[pytest.mark.soak] * (case.layout not in ("tp2", "cp2-tp2-ep4", "tp2-dcp2")), id=case.layout
+        )
+        for case in SHARED_INDEXERS
+    ],
 )
 def test_ranks_share_the_heads_of_an_indexer(case: Case, groups: dict[int, ProcessGroup]) -> None:
     """And the steps of a draft share a selection: all ranks select alike, or they would draft and answer otherwise. Of

@@ -56,10 +56,15 @@ def shared_contexts(shared: DraftSelection, metadata: AttentionMetadata) -> Sele
 
 def store_contexts(shared: DraftSelection, metadata: AttentionMetadata, selected: SelectedContexts) -> None:
     """Stores the selection of a draft's first step, all of whose rows select."""
-    parts = []
+    parts = list[Tensor]()
     for group, context in zip(metadata.groups, selected, strict=True):
-        assert context is not None, "the rows of a draft have one bound of their contexts"
+        if context is None:  # padding of a rank that shares the tokens, which sees one
+            tokens = group.rows * group.query
+            parts.append(torch.full((tokens, 1), NONE, dtype=torch.int64, device=shared.root_T.device))
+            continue
         tiles = (p.masked_fill(bias == -torch.inf, NONE) for p, bias in zip(*context, strict=True))
         parts.append(group.join_tiles(list(tiles)))
-    positions_TK = torch.cat(parts).sort(1).values
+    width = max(part.shape[1] for part in parts)
+    same = [torch.nn.functional.pad(part, (0, width - part.shape[1]), value=NONE) for part in parts]
+    positions_TK = torch.cat(same).sort(1).values
     shared.store(positions_TK.masked_fill(positions_TK == NONE, -1), metadata.batch.positions_T)

@@ -53,11 +53,21 @@ def fill_planes(planes: Planes, seed: int) -> None:
 
 
 def cache_prompts(engine: LocalEngine, prompts: Sequence[Tokens]) -> None:
-    """Whatever is in the cache's pages becomes the context of these prompts; what was cached before may be evicted."""
+    """Whatever is in the cache's pages becomes the context of these prompts, where they are not cached; other prefixes
+    may be evicted. Raises UnsupportedConfig where the cache has too few pages.
+    """
     allocator = engine.loop.scheduler.allocator
+    tree, held = allocator.tree, list[list[int]]()
     for prompt in prompts:
         cursor, count = PrefixCursor(prompt, 0), len(prompt) // allocator.page_size
-        pages = allocator.allocate(count)
-        allocator.tree.match(cursor, 0)
-        allocator.tree.insert(cursor, pages, count)
+        missing = count - tree.match(cursor, count)
+        pages = tree.pages(cursor)
+        allocator.acquire(pages)
+        held.append(pages)
+        if missing > allocator.num_available():
+            needed = sum(len(each) for each in prompts)
+            raise UnsupportedConfig(f"--fill-cache: the prompts have {needed:,} tokens; use more --max-total-tokens")
+        pages += allocator.allocate(missing)
+        tree.insert(cursor, pages, count)
+    for pages in held:
         allocator.release(pages)

@@ -111,8 +111,9 @@ def batches_of(
     """Prompts of a case: new ones each time, or the same ones, which the cache has."""
     if is_filled:
         prompts = filled_cache.prompts_of_own_pages(resolved, *case[:2], rng)
-        filled_cache.cache_prompts(engine, prompts)
-        yield from itertools.repeat(prompts)
+        while True:
+            filled_cache.cache_prompts(engine, prompts)
+            yield prompts
     while True:
         yield random_batch(resolved, *case[:2], rng)
 

@@ -18,6 +18,7 @@ YES, NO, BOTH = (True,), (False,), (True, False)
 CHIPS = {"8.0": "ampere", "8.6": "ampere", "8.7": "ampere", "8.9": "ada", "9.0": "hopper"}  # by compute capability
 NEWER = "blackwell"
 GPUS = (*dict.fromkeys(CHIPS.values()), NEWER)  # generations that Triton's kernels compile for
+FP8_CHIPS = ("ada", "hopper", NEWER)  # of these, the ones with e4m3
 
 
 def chip_of(capability: str) -> str:
@@ -158,8 +159,8 @@ V32_DIMS = (512, 64, 128)  # of DeepSeek-V3.2 and GLM-5, with which sparse kerne
 
 
 def _sparse_flashmla(mla: str) -> dict[str, KernelBackend[AttentionCapabilities]]:
-    """Behind the reference, which fits everything, so never chosen automatically: timed on a GPU, and not tested there
-    yet. mla: computes contexts that are chosen whole.
+    """Listed after the reference, which fits everything, so never chosen automatically: timed on a GPU, and not tested
+    there yet. mla: computes contexts that are chosen whole.
     """
     return {
         name: KernelBackend(

@@ -203,7 +203,7 @@ class LoadOptions(Section):
     )
     dsa_decode_backend: str | None = setting(
         None,
-        "the same, of decode rows; where one is torch, both are",
+        "what computes sparse attention (DSA) of decode rows; torch cannot be combined with another backend",
         meanings=DSA_BACKENDS,
         foreign=("nsa-decode-backend", "nsa-decode"),
         auto="by --attention-backend, or as prompts",
@@ -215,7 +215,7 @@ class LoadOptions(Section):
         foreign=("nsa-topk-backend",),
         off="torch",
         on="triton",
-        auto="that which computes the scores",
+        auto="triton beside kernels, torch beside torch",
     )
     moe_runner_backend: str | None = setting(
         None,

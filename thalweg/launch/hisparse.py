@@ -75,7 +75,7 @@ def _why_not(facts: ModelFacts, device: str, kernels: KernelConfig, graph_mode: 
         is_reference = kernels.decode == "reference"
         return "" if is_reference else f"{kernels.decode} attention has no swap-in on a CPU; use reference"
     if kernels.kv == RECORD:
-        return f"{RECORD} fails its test on a GPU; use --kv-cache-dtype bfloat16"
+        return "with an FP8 cache it fails its test on a GPU; leave --kv-cache-dtype out"
     for backend in (kernels.decode, kernels.prefill):
         if backend != SPARSE:
             return f"{backend} attention does not read host memory; use --attention-backend {SPARSE}"

@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from thalweg.config import backends
-from thalweg.config.backends import V32_DIMS, AttentionCapabilities, KernelBackend
+from thalweg.config.backends import FP8_CHIPS, TRITON, V32_DIMS, AttentionCapabilities, KernelBackend
 from thalweg.config.machine import Machine
 from thalweg.config.model import ModelFacts
 from thalweg.config.options import LoadOptions, Options, ParallelOptions
@@ -56,13 +56,9 @@ def resolve_kernels(
     is_deterministic = load.deterministic_inference
     decisions.record("deterministic_inference", is_deterministic, is_deterministic, reason)
     wishes = _attention_wishes(load, facts, kv in ("fp8_e4m3", RECORD))
-    dims = () if is_deterministic or device != "cuda" else _sparse_dims(facts)
+    dims = _sparse_dims(facts) if _runs_sparse_kernels(load, machine, device, dtype) else ()
     if facts.indexer is not None and load.mla:
-        is_kernel = wishes == (None, None) and dims == V32_DIMS
-        is_kernel |= any(wish is not None and wish.backend in SPARSE_KERNELS for wish in wishes)
-        if kv == "fp8_e4m3" and is_kernel:
-            kv = RECORD  # the only FP8 latents that these kernels read
-        _check_sparse_cache(wishes, kv)
+        kv = _sparse_cache_type(wishes, dims, kv)
     if kv == RECORD:
         _check_records(facts, load.mla)
     required = {
@@ -123,10 +119,10 @@ def _attention_wishes(load: LoadOptions, facts: ModelFacts, is_fp8: bool) -> tup
     decode, prefill = (own.get(a) or every or own[b] for a, b in (("decode", "prefill"), ("prefill", "decode")))
     if decode.backend != prefill.backend and not {decode.backend, prefill.backend} <= SPARSE_KERNELS:
         wishes = sorted((prefill, decode), key=lambda wish: wish.flag == FLAG)
-        told = " and ".join(f"--{wish.flag.replace('_', '-')} {wish.value}" for wish in wishes)
+        named_flags = " and ".join(f"--{wish.flag.replace('_', '-')} {wish.value}" for wish in wishes)
         raise UnsupportedConfig(
-            f"{wishes[0].flag}: of sparse attention only kernels compute beside each other, not {told}; use triton,"
-            " flashmla_sparse or flashmla_kv for both, or one backend"
+            f"{wishes[0].flag}: prompts and decode rows may have different kernels, but torch must compute both, not"
+            f" {named_flags}; use triton, flashmla_sparse or flashmla_kv for both, or one backend"
         )
     if every is not None and every.backend not in (decode.backend, prefill.backend):
         raise UnsupportedConfig(
@@ -148,6 +144,17 @@ def _check_sparse_cache(wishes: Iterable[Wish | None], kv: str) -> None:
                 f"{wish.flag}: {wish.value} reads latents in bfloat16; use {FLASHMLA[True]}, which reads records, or"
                 " leave --kv-cache-dtype out"
             )
+
+
+def _sparse_cache_type(wishes: tuple[Wish | None, Wish | None], dims: tuple[int, ...], kv: str) -> str:
+    """Kernels read FP8 latents as records alone. dims: of `_sparse_dims`, which choose kernels where nothing is wished
+    for. Raises UnsupportedConfig.
+    """
+    is_kernel = any(wish is not None and wish.backend in SPARSE_KERNELS for wish in wishes)
+    if kv == "fp8_e4m3" and (is_kernel or (wishes == (None, None) and dims == V32_DIMS)):
+        kv = RECORD
+    _check_sparse_cache(wishes, kv)
+    return kv
 
 
 def _resolve_index(
@@ -180,14 +187,20 @@ def _fits_flashmla(facts: ModelFacts, ranks: int) -> bool:
     )
 
 
-def unsupported_heads(kernels: KernelConfig, facts: ModelFacts, ranks: int) -> str:
-    """Why these backends do not attend with the heads of each of so many devices; "" where they do."""
+def unsupported_layout(kernels: KernelConfig, facts: ModelFacts, ranks: int, is_divided: bool) -> str:
+    """Why these backends do not attend with the heads of each of so many devices; "" where they do. is_divided: devices
+    divide a context or its tokens.
+    """
+    if kernels.hot and is_divided:
+        return "enable_hisparse: it cannot be combined with --dcp-size or --attn-cp-size"
     for backend, row in (
         (kernels.decode, backends.DECODE[kernels.decode]),
         (kernels.prefill, backends.PREFILL[kernels.prefill]),
     ):
         if True not in row.supports.other_shapes and not _fits_flashmla(facts, ranks):
             return f"attention backend {backend}: {LACKS['other_shapes']}; use triton_sparse"
+        if is_divided and True not in row.supports.divided:
+            return f"attention backend {backend}: {LACKS['divided']}; use triton_sparse"
     return ""
 
 
@@ -256,6 +269,14 @@ def _sparse_dims(facts: ModelFacts) -> tuple[int, ...]:
     """Dims of latents, of their rotated keys and of index keys; () without sparse attention."""
     mla, indexer = facts.mla, facts.indexer
     return () if mla is None or indexer is None else (mla.kv_lora, mla.rope, indexer.dim)
+
+
+def _runs_sparse_kernels(load: LoadOptions, machine: Machine, device: str, dtype: str) -> bool:
+    """Whether Triton's sparse kernels are chosen automatically. They need e4m3, which Ampere has not; in deterministic
+    mode they have not been compared on a GPU.
+    """
+    has_kernels = device == "cuda" and TRITON.name in machine.libraries and machine.chip in FP8_CHIPS
+    return has_kernels and load.mla and dtype == "bfloat16" and not load.deterministic_inference
 
 
 def _on(

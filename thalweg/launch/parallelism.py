@@ -12,11 +12,16 @@ from thalweg.config.machine import Machine
 from thalweg.config.model import ModelFacts
 from thalweg.config.options import ParallelOptions
 from thalweg.core.errors import UnsupportedConfig
-from thalweg.core.kernels import TORCH_ATTENTION
+from thalweg.core.kernels import TORCH_ATTENTION, KernelConfig
 from thalweg.core.report import AUTO, USER, Decision
 from thalweg.launch.decisions import Decisions
 from thalweg.launch.experts import resolve_experts
 from thalweg.models.stages import stage_borders
+
+INDEXER_ON_GPUS = (
+    "shard_indexer: it has not run on GPUs, where captured steps would add up scores of the longest context; leave it"
+    " out"
+)
 
 
 def resolve_parallelism(
@@ -40,7 +45,7 @@ def resolve_parallelism(
     _resolve_nodes(parallel, decisions)
     config = decisions.config()
     _check_heads(facts, config.attention_tp, config.attention_dp * config.attn_cp_size)
-    _resolve_indexer(config, facts, decisions)
+    _resolve_indexer(config, facts, device, decisions)
     _resolve_widths(parallel, facts, config.attention_tp, decisions)
     resolve_experts(parallel, facts, device, decisions)
     gpus = len(machine.gpus) * config.nnodes
@@ -126,21 +131,26 @@ def _check_heads(facts: ModelFacts, tp: int, groups: int) -> None:
         )
 
 
-def _resolve_indexer(config: EngineConfig, facts: ModelFacts, decisions: Decisions) -> None:
+def _resolve_indexer(config: EngineConfig, facts: ModelFacts, device: str, decisions: Decisions) -> None:
     """Ranks of an attention can share the heads of its indexer, unless they share contexts."""
     tp, groups = config.attention_tp, config.attention_dp * config.attn_cp_size
     if not config.shard_indexer:
         return
+    if device == "cuda":
+        raise UnsupportedConfig(INDEXER_ON_GPUS)
     if facts.indexer is None:
         raise UnsupportedConfig(
             f"shard_indexer: {facts.architecture} has no indexer (index_topk in config.json); leave it out"
         )
     heads = facts.indexer.heads
     legal = [size * groups for size in _tensor_parallel_sizes(facts) if size > 1 and heads % size == 0]
-    if tp == 1 or heads % tp:
-        why = (
-            "is for several ranks of an attention" if tp == 1 else f"{heads} index heads cannot be shared by {tp} ranks"
+    if tp == 1 and groups > 1:
+        raise UnsupportedConfig(
+            "shard_indexer: each attention has one rank, so there is nothing to share; use a smaller --dp-size or"
+            " --attn-cp-size, or leave it out"
         )
+    if tp == 1 or heads % tp:
+        why = "it is for several ranks" if tp == 1 else f"{heads} index heads cannot be shared by {tp} ranks"
         use = f"use --tp-size {_or(legal)}, or leave it out" if legal else "leave it out"
         raise UnsupportedConfig(f"shard_indexer: {why}; {use}")
     if config.dcp_size > 1:
@@ -150,6 +160,15 @@ def _resolve_indexer(config: EngineConfig, facts: ModelFacts, decisions: Decisio
         )
     reason = f"{heads // tp} of {heads} index heads on each rank, and one sum of scores for each layer that selects"
     decisions.entries.append(Decision("shard_indexer", True, USER, reason))
+
+
+def whole_contexts(kernels: KernelConfig, facts: ModelFacts) -> str:
+    """Why these kernels attend to whole contexts, which ranks cannot share (DCP); "" where they need not."""
+    if kernels.decode in TORCH_ATTENTION or (facts.mla is not None and not kernels.deterministic):
+        return ""
+    whole = "the kernels of keys and values" if facts.mla is None else "the deterministic kernels"
+    use = "reference" if facts.indexer is None else "torch"
+    return f"dcp_size: {whole} attend to whole contexts; use --dcp-size 1, or --attention-backend {use}"
 
 
 def check_dcp(config: EngineConfig, facts: ModelFacts) -> None:
@@ -165,12 +184,8 @@ def check_dcp(config: EngineConfig, facts: ModelFacts) -> None:
             f"dcp_size: each of the {facts.kv_heads} key heads is on {replicas} of {tp} ranks, which {dcp} does not"
             f" divide; use --dcp-size {_or(_divisors(replicas))}"
         )
-    whole = "the kernels of keys and values" if facts.mla is None else "the deterministic kernels"
-    backend = config.kernels.decode
-    if dcp > 1 and backend not in TORCH_ATTENTION and (facts.mla is None or config.kernels.deterministic):
-        raise UnsupportedConfig(
-            f"dcp_size: {whole} attend to whole contexts; use --dcp-size 1, or --attention-backend reference"
-        )
+    if dcp > 1 and (reason := whole_contexts(config.kernels, facts)):
+        raise UnsupportedConfig(reason)
     if dcp > 1 and not config.mla:
         raise UnsupportedConfig(
             "dcp_size: ranks share latents, which --disable-mla does not cache; leave one of them out"

@@ -58,7 +58,7 @@ def resolve_drafting(
     adaptive = options.speculative_adaptive
     reason = "by measured step times and recent acceptance"
     decisions.record("speculative_adaptive", adaptive, not adaptive, reason)
-    _resolve_shared_topk(options, name or algorithm, facts, decisions)
+    _resolve_shared_topk(options, name or algorithm, depth, facts, decisions)
     _resolve_acceptance(options, drafter, depth, decisions)
     _resolve_tree(options, algorithm, depth, decisions)
 
@@ -170,7 +170,10 @@ def _inspect(name: str, algorithm: str, folder: Path | None, facts: ModelFacts, 
     return notes
 
 
-def _resolve_shared_topk(options: SpeculativeOptions, name: str, facts: ModelFacts, decisions: Decisions) -> None:
+def _resolve_shared_topk(
+    options: SpeculativeOptions, name: str, depth: int, facts: ModelFacts, decisions: Decisions
+) -> None:
+    """depth: drafts one after the other. Raises UnsupportedConfig."""
     if not options.index_share_for_mtp_iteration:
         return
     if facts.indexer is None or name != "NEXTN":
@@ -181,7 +184,9 @@ def _resolve_shared_topk(options: SpeculativeOptions, name: str, facts: ModelFac
             f"index_share_for_mtp_iteration: the steps of a NEXTN draft share a selection of context, and {without};"
             " leave it out, or use --speculative-algorithm NEXTN with a model that has an indexer, such as V3.2"
         )
-    reason = "later drafts attend to the context that the first one selected"
+    reason = (
+        "without effect: there is one draft" if depth == 1 else "later drafts attend to what the first one selected"
+    )
     decisions.add("index_share_for_mtp_iteration", True, USER, reason)
 
 

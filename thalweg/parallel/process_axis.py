@@ -6,6 +6,7 @@ float32. So all ranks hold equal bits, whatever algorithm the library chooses.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import time
@@ -218,17 +219,19 @@ _is_left = False  # the processes have ended, and only this one still has their 
 
 
 def leave() -> None:
-    """In place of `disconnect` on GPUs, after which Python would not end: `connect` makes room for other processes.
+    """Use it in place of `disconnect` on GPUs; `connect` then makes room for other processes.
 
-    NCCL's communicators wait for the captured graphs that hold their collectives, also when they are destroyed at the
-    end of Python, in any order: so they are not, and the process ends behind Python with its status.
+    Destroying NCCL's communicators waits for the captured graphs that hold their collectives, also at the end of the
+    interpreter. So they are kept, and the process calls `_exit` with its status after Python's own exit handlers.
     """
     global _is_left
     _is_left = True
     for group in dist.distributed_c10d._world.pg_map:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
     libc = ctypes.CDLL(None)
-    libc.on_exit(libc._exit, None)
+    if hasattr(libc, "on_exit"):
+        atexit.register(libc.fflush, None)
+        libc.on_exit(libc._exit, None)
 
 
 def disconnect() -> None:

@@ -45,12 +45,6 @@ class PieceCapture:
     def __call__(self, attend: Attend, step: Any, *inputs: Tensor) -> Tensor:
         graph = self.pool.end()
         self.pieces.append(Piece(graph, attend, tuple(map(view_of, inputs))))
-        if self.shared.out_TX is None:
-            for (
-                x
-            ) in inputs:  # numbers, not what the memory held before; a replay would wait for what another stage sends
-                x.zero_()
-            self.shared.make_out(attend(step, *inputs))
         self.pool.begin()
         return self.shared.out(len(inputs[0]))
 
@@ -67,7 +61,7 @@ class PiecewiseGraph:
         """One eager run, in which kernels compile and libraries make their handles, then the recording. All is
         padding. thin: the model with one layer of each kind.
         """
-        thin.forward(_padding(self.shared, self.tokens, context), planes)
+        thin.forward(_padding(self.shared, self.tokens, context, self._attended), planes)
         cutter = PieceCapture(pool, self.shared)
         batch = _padding(self.shared, self.tokens, context, cutter)
         pool.begin()
@@ -75,6 +69,15 @@ class PiecewiseGraph:
         self.last = pool.end()
         self.hidden_TH, self.pieces = view_of(hidden_TH), cutter.pieces
         self.attends = tuple(piece.attend for piece in self.pieces)
+
+    def _attended(self, attend: Attend, step: Any, *inputs: Tensor) -> Tensor:
+        """Attention of the eager run. The first one tells how large results are. The recording cannot: the lengths in
+        its `step` are recorded, too, and what comes before an attention may wait for another stage.
+        """
+        out_TX = attend(step, *inputs)
+        if self.shared.out_TX is None:
+            self.shared.make_out(out_TX)
+        return out_TX
 
     def forward(self, batch: Batch, planes: Planes, decoding: DecodeAttentionGraphs | None) -> Tensor:
         """decoding: does the attention of the rows of one token that the step begins with."""

@@ -503,8 +503,11 @@ def say(result: Result) -> str:
         return f"{result['output_throughput']:,.0f} tok/s out at {many}, TTFT {result['median_ttft_ms']:.0f} ms"
     rows = result.get("results") or result.get("rows") or []
     if rows and "median_decode_latency" in rows[0]:
+        has_lengths = len({one["input_len"] for one in rows}) > 1
         return "decode step " + ", ".join(
-            f"{1e3 * one['median_decode_latency']:.2f} ms × {one['batch_size']}" for one in rows
+            f"{1e3 * one['median_decode_latency']:.2f} ms × {one['batch_size']}"
+            + f" at {one['input_len']:,}" * has_lengths
+            for one in rows
         )
     if rows and "task" in rows[0]:
         return ", ".join(f"{one['task']} {accuracy(one)}" for one in rows if "share" in one)

@@ -1,4 +1,4 @@
-"""Attention to a choice (DSA) behind one interface for all backends. A backend is a class that `config` names."""
+"""Sparse attention (DSA): one interface for all backends. A backend is a class that `config` names."""
 
 from __future__ import annotations
 

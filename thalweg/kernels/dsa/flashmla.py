@@ -1,5 +1,5 @@
 """FlashMLA's sparse attention for Hopper (`flash_mla`, sgl-flash-mla 1.0.0), with 64 or 128 heads, 512 + 64 dims and a
-choice of whole tiles of 128 tokens. Not run on a GPU from here yet.
+choice of whole tiles of 128 tokens. Timed on an H200.
 
 Two kernels, each for prompts and decode rows: one of bfloat16 latents, whose blocks are a token's 64 heads, without
 splits; and one of FP8 records, which cuts the choices of a launch into even parts by a schedule. The schedule follows
@@ -25,7 +25,7 @@ from thalweg.kernels.attend.case import exact_attention
 from thalweg.kernels.case import normal
 from thalweg.kernels.check import check_results
 from thalweg.kernels.dsa.backends import SparseShape
-from thalweg.kernels.dsa.triton import places
+from thalweg.kernels.dsa.places import places
 from thalweg.kernels.mla.triton import up
 
 AT_ONCE = 512  # tokens of a launch: its partial sums in float32 are 151 MB with 128 heads

@@ -19,7 +19,7 @@ from thalweg.launch.planning.roofline import StepShape
 LATENCY = 5e-6
 ACTIVATION = 2  # bytes of a number between layers
 LSE = 4  # bytes of a head's log-sum-exp
-SCORE, CANDIDATE = 4, 8  # bytes of a score, alone and with its position
+CANDIDATE = 8  # bytes of a score and its position
 HEADER = 16  # bytes before a token that is dispatched
 SHARED, PAIRWISE, ONWARD = "shared", "pairwise", "onward"  # to all ranks alike, to each its own, to the next rank
 
@@ -65,9 +65,6 @@ def collectives(facts: ModelFacts, shape: StepShape, layout: ParallelLayout) -> 
         found.append(Collective("all-gather of logits", 1, inner, among / inner * logits))
     if layout.dcp > 1:
         found += _around_attention(facts, shape, layout)
-    if layout.shards_indexer and facts.indexer is not None and shape.context > facts.indexer.topk:
-        scores = tokens * shape.context * SCORE
-        found.append(Collective("all-reduce of index scores", sum(facts.indexer.full), inner, 2 * among * scores))
     if facts.moe is not None and has_others:
         found += _around_experts(facts, tokens, layout, sparse, row)
     if layout.cp > 1:

@@ -27,7 +27,6 @@ class ParallelLayout:
     copies: int = 1  # whole engines behind one balancer
     cp: int = 1  # groups of the GPUs of an attention that divide the tokens of each step
     dcp: int = 1  # GPUs of an attention that share each context
-    shards_indexer: bool = False  # the GPUs of an attention share the heads of its indexer
 
     @property
     def attention(self) -> int:
@@ -52,7 +51,7 @@ class ParallelLayout:
         """The command-line flags of one copy."""
         flags = {"cp": "attn-cp"}
         sizes = (word for name, count in self._sizes() for word in (f"--{flags.get(name, name)}-size", str(count)))
-        return (*sizes, *["--enable-dp-attention"][: self.dp - 1], *["--shard-indexer"][: self.shards_indexer])
+        return (*sizes, *["--enable-dp-attention"][: self.dp - 1])
 
     def _sizes(self) -> Iterator[tuple[str, int]]:
         for name in ("tp", "dp", "cp", "ep", "pp", "dcp"):
@@ -66,7 +65,7 @@ ONE = ParallelLayout()
 def layout_of(config: EngineConfig) -> ParallelLayout:
     """The layout that an engine has."""
     sizes = config.tp_size, config.attention_dp, config.ep_size, config.pp_size, config.copies
-    return ParallelLayout(*sizes, config.attn_cp_size, config.dcp_size, config.shard_indexer)
+    return ParallelLayout(*sizes, config.attn_cp_size, config.dcp_size)
 
 
 def why_not(facts: ModelFacts, layout: ParallelLayout) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 from thalweg.config.model import IndexerFacts, MlaFacts, MoeFacts
 from thalweg.launch.planning.layouts import ParallelLayout
-from thalweg.launch.planning.weights import RankModel, WeightGroup
+from thalweg.launch.planning.weights import KVBytes, RankModel, WeightGroup
 
 ORDER = ("join", "projections", "attention", "index", "mlp", "experts", "head")  # of phases in reports
 
@@ -163,7 +163,7 @@ def _attention(model: RankModel, shape: StepShape) -> list[StepPhase]:
     flops = min(sparse, decompressed(facts.mla, heads, shape))
     return [
         StepPhase("attention", selected * kv.attended, flops).times(facts.layers),
-        _index(facts.indexer, shape, model).times(sum(facts.indexer.full) / model.layout.dcp),
+        _index(facts.indexer, shape, kv).times(sum(facts.indexer.full) / model.layout.dcp),
     ]
 
 
@@ -181,13 +181,12 @@ def decompressed(mla: MlaFacts, heads: float, shape: StepShape) -> float:
     return again + 2.0 * shape.pairs * heads * (mla.nope + mla.rope + mla.v)
 
 
-def _index(index: IndexerFacts, shape: StepShape, model: RankModel) -> StepPhase:
+def _index(index: IndexerFacts, shape: StepShape, kv: KVBytes) -> StepPhase:
     """Scores of every position, in FP8 where the keys are. Where every token sees its whole context nothing is
     scored.
     """
     if shape.context <= index.topk:
         return StepPhase("index", 0.0)
-    kv, ranks = model.kv, model.layout.attention if model.layout.shards_indexer else 1
-    flops = 2.0 * shape.pairs * index.heads / ranks * index.dim
+    flops = 2.0 * shape.pairs * index.heads * index.dim
     is_fp8 = kv.index < 2 * index.dim
     return StepPhase("index", shape.rows * shape.context * kv.index, 0.0 if is_fp8 else flops, flops if is_fp8 else 0.0)

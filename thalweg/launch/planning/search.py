@@ -9,12 +9,14 @@ from functools import cached_property
 
 from thalweg.config.machines import A_NODE, Hardware
 from thalweg.core.errors import UnsupportedConfig
-from thalweg.launch.kernels import unsupported_heads
+from thalweg.launch.kernels import unsupported_layout
+from thalweg.launch.parallelism import whole_contexts
 from thalweg.launch.planning.collectives import Collective, collectives
 from thalweg.launch.planning.gpu_memory import GpuMemory
 from thalweg.launch.planning.layouts import ParallelLayout, layouts
 from thalweg.launch.planning.roofline import Ceilings, StepPhase, StepShape, by_name, divided, expected, phases
 from thalweg.launch.planning.weights import PlannedModel
+from thalweg.models.stages import stage_borders
 
 MAX_REQUESTS = 1 << 20  # at a time
 SENDING = "sending"
@@ -81,8 +83,13 @@ class PlannedLayout:
     def __init__(self, planning: PlanningInput, layout: ParallelLayout, load: Workload) -> None:
         self.planning, self.layout, self.load = planning, layout, load
         self.facts, self.model = planning.model.facts, planning.model.on(layout)
-        if reason := unsupported_heads(planning.model.kernels, self.facts, layout.attention):
+        kernels, is_divided = planning.model.kernels, layout.cp > 1 or layout.dcp > 1
+        reason = unsupported_layout(kernels, self.facts, layout.attention, is_divided)
+        if layout.dcp > 1:
+            reason = reason or whole_contexts(kernels, self.facts)
+        if reason:
             raise UnsupportedConfig(reason)
+        stage_borders(self.facts, layout.pp)
 
     def shape(self, requests: int, new: int, context: int, cohorts: int = 1) -> StepShape:
         """See `divided`."""

@@ -25,7 +25,6 @@ from thalweg.layers.reference import ReferenceLayers
 from thalweg.memory.planes import PlaneSpec
 from thalweg.models import catalog
 from thalweg.models.stages import PipelineStage
-from thalweg.parallel.axis import SINGLE
 from thalweg.parallel.layout import ExpertLayout, Layout
 from thalweg.quant.catalog import Declared
 from thalweg.quant.scheme import Quantized, Take
@@ -142,8 +141,7 @@ class PlannedModel:
     def factory(self, layout: ParallelLayout = ONE) -> ReferenceLayers:
         attention, dp = FirstRank(layout.attention), FirstRank(layout.dp * layout.cp)
         experts = FirstRank(layout.ep), FirstRank(layout.tp // layout.ep)
-        indexer = attention if layout.shards_indexer else SINGLE
-        axes = Layout(attention, dp, attention, *experts, experts=self.experts, indexer=indexer)
+        axes = Layout(attention, dp, attention, *experts, experts=self.experts)
         published = catalog.published_dtype(self.facts)
         return ReferenceLayers(self.dtype, META, self.kernels, axes if layout.tp > 1 else Layout(), published)
 
