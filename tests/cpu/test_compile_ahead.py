@@ -258,7 +258,7 @@ def test_the_report_names_the_compiler_and_what_failed_before() -> None:
     [
         pytest.param("triton_sparse", False, marks=pytest.mark.soak),
         ("triton_sparse", True),
-        ("flashmla_sparse", False),
+        pytest.param("flashmla_sparse", False, marks=pytest.mark.soak),
         pytest.param("flashmla_kv", True, marks=pytest.mark.soak),
     ],
 )

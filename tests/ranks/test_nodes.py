@@ -151,6 +151,7 @@ def test_a_killed_node_is_named_and_may_come_back(nodes: Nodes) -> None:
     nodes.check()
 
 
+@pytest.mark.soak
 def test_torchrun_starts_both_nodes(tmp_path: Path) -> None:
     """Two torchruns on this machine, as on two."""
     with socket.create_server(("127.0.0.1", 0)) as meet, socket.create_server(("127.0.0.1", 0)) as web:
