@@ -63,7 +63,7 @@ sanitize: ## run compute-sanitizer over small kernel cases on a GPU (PYTHON= one
 	@PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9 $(PYTHON) -m pytest -q -x tests/cpu/test_kernels.py -k triton
 	@PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool racecheck --error-exitcode 9 $(PYTHON) -m pytest -q -x tests/cpu/test_kernels.py -k triton
 
-soak: install-test ## run the random drivers of cache, scheduler and processes (KILLS=200 for more of these), then tests that draw cases, from a new seed (minutes)
+soak: install-test ## run the random drivers of cache, scheduler and processes (KILLS=200 for more of these), then tests that draw cases, from a new seed (an hour and a half)
 	@$(BIN)/python -m pytest -m soak --hypothesis-profile=default $(PYTEST_ARGS)
 	@export TEST_SEED=$${TEST_SEED:-$$RANDOM}; echo "TEST_SEED=$$TEST_SEED"; $(BIN)/python -m pytest $$(grep -rl tests.seed tests/cpu) $(PYTEST_ARGS)
 

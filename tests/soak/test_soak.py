@@ -27,6 +27,7 @@ def test_twenty_lost_processes():
     assert count["killed"] and count["stopped"]
 
 
+@pytest.mark.timeout(7200)
 def test_all_triples_of_features_over_ranks():
     assert triples.main(seed=0)["cases"] > 150
 
