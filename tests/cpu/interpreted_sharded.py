@@ -1,6 +1,7 @@
 """Kernels of latent attention, with and without a choice of context, on ranks that share each context, or the heads of
-the indexer, in Triton's interpreter beside plain torch on one rank: prompts, chunks, decode steps and trees of drafts, within a rank's tokens and
-over the border to the next rank's. A process of its own, since Triton looks once whether it interprets.
+the indexer, in Triton's interpreter beside plain torch on one rank: prompts, chunks, decode steps and trees of drafts,
+within a rank's tokens and over the border to the next rank's. A process of its own, since Triton looks once whether it
+interprets.
 
     TRITON_INTERPRET=1 python -m tests.cpu.interpreted_sharded
 """

@@ -1,7 +1,7 @@
-"""A model with sparse attention on our kernels, in Triton's interpreter, beside plain torch: prompts, chunks, decode steps
-and trees of drafts, shorter and longer than the choice, with layers that share one; in FP8; by what stands for FlashMLA;
-and bit for bit the same in other batches in deterministic mode. A process of its own, since Triton looks once whether
-it interprets.
+"""A model with sparse attention on our kernels, in Triton's interpreter, beside plain torch: prompts, chunks, decode
+steps and trees of drafts, shorter and longer than the choice, with layers that share one; in FP8; by what stands for
+FlashMLA; and bit for bit the same in other batches in deterministic mode. A process of its own, since Triton looks once
+whether it interprets.
 
     TRITON_INTERPRET=1 python -m tests.cpu.interpreted_sparse
 """
@@ -177,7 +177,7 @@ def by_flashmla() -> None:
 
 
 def drafts_beside_torch(tolerance: float, **kinds: Any) -> None:
-    """The steps of a draft that share one selection, of a row shorter than it and a longer one: a chain, then a tree."""
+    """Steps of a draft that share one selection, of a row shorter than it and a longer one: a chain, then a tree."""
     kernels, reference = pair(scattered, pattern="FSS", **kinds)
     ours, theirs = (Planes(model.planes(), 16) for model in (kernels, reference))
     generator, cpu = torch.Generator().manual_seed(2), torch.device("cpu")

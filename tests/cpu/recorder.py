@@ -38,7 +38,7 @@ class Recording(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Without torch.compile there is nothing to keep away, and loading it takes most of a second of every process."""
+        """Without torch.compile there is nothing to keep away; loading it takes most of a second of every process."""
         return False
 
     def __init__(self) -> None:

@@ -78,7 +78,8 @@ def test_sizes_that_were_measured_are_those_that_ran() -> None:
     of = calibrator(max_running_requests=33, context_length=1500)
     times = of.step_times()
     assert times is not None
-    ran = {(sum(row.n == 1 for row in rows), sum(row.n for row in rows if row.n > 1)) for rows in of.asked}  # type: ignore[attr-defined]
+    asked: Any = of.asked  # type: ignore[attr-defined]
+    ran = {(sum(row.n == 1 for row in rows), sum(row.n for row in rows if row.n > 1)) for rows in asked}
     assert {(rows, tokens) for rows, line in times.mixed for tokens, _ in line} <= ran
 
 
@@ -111,7 +112,8 @@ class FakeModel:
 
 
 def test_the_smallest_pieces_that_hold_a_step_run_it() -> None:
-    steps = Piecewise(FakeModel(), [FakePieces(tokens) for tokens in (64, 256, 128)])  # type: ignore[arg-type, list-item]
+    pieces: Any = [FakePieces(tokens) for tokens in (64, 256, 128)]
+    steps = Piecewise(FakeModel(), pieces)  # type: ignore[arg-type]
     batches: Any = [SimpleNamespace(ids_T=range(tokens), groups=[None]) for tokens in (1, 64, 65, 200, 257)]
     ran = [steps.forward(batch, None) for batch in batches]  # type: ignore[arg-type]
     assert ran == ["pieces of 64", "pieces of 64", "pieces of 128", "pieces of 256", "eager"]
@@ -121,7 +123,8 @@ def test_the_smallest_pieces_that_hold_a_step_run_it() -> None:
 def test_the_largest_pieces_stay_only_where_they_are_faster(python: float, kept: int) -> None:
     # the device takes 20 us a token, of padding too; launching a step eagerly takes `python` seconds at least
     model = FakeModel()
-    steps = Piecewise(model, [FakePieces(tokens) for tokens in (256, 512, 768, 1024)])  # type: ignore[arg-type, list-item]
+    pieces: Any = [FakePieces(tokens) for tokens in (256, 512, 768, 1024)]
+    steps = Piecewise(model, pieces)  # type: ignore[arg-type]
     runner: Any = SimpleNamespace(forward_model=steps)
 
     def time(rows: int, tokens: int) -> float:

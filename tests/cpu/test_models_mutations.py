@@ -22,11 +22,16 @@ from thalweg.models.interface import Model
 LENGTH = 60
 CONFIG: dict[str, Any] = {
     "architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32", "vocab_size": 64, "hidden_size": 64,
-    "intermediate_size": 96, "moe_intermediate_size": 32, "num_hidden_layers": 2, "first_k_dense_replace": 1, "num_attention_heads": 4,
-    "num_key_value_heads": 4, "n_routed_experts": 16, "n_shared_experts": 1, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4,
-    "kv_lora_rank": 32, "q_lora_rank": 48, "qk_rope_head_dim": 16, "qk_nope_head_dim": 24, "v_head_dim": 20, "index_topk": 5,
-    "index_head_dim": 32, "index_n_heads": 8, "rope_theta": 10000.0, "scoring_func": "sigmoid", "topk_method": "noaux_tc",
-    "norm_topk_prob": True, "routed_scaling_factor": 2.5, "max_position_embeddings": 128, "rms_norm_eps": 1e-6, "hidden_act": "silu",
+    "intermediate_size": 96, "moe_intermediate_size": 32, "num_hidden_layers": 2, "first_k_dense_replace": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4, "n_routed_experts": 16, "n_shared_experts": 1, "n_group": 4, "topk_group": 2,
+    "num_experts_per_tok": 4,
+    "kv_lora_rank": 32, "q_lora_rank": 48, "qk_rope_head_dim": 16, "qk_nope_head_dim": 24, "v_head_dim": 20,
+    "index_topk": 5,
+    "index_head_dim": 32, "index_n_heads": 8, "rope_theta": 10000.0, "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "norm_topk_prob": True, "routed_scaling_factor": 2.5, "max_position_embeddings": 128, "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
     "tie_word_embeddings": False,
     "rope_scaling": {
         "type": "yarn", "factor": 40.0, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
@@ -188,7 +193,8 @@ def no_relu(patch: pytest.MonkeyPatch) -> None:
 
 PLANTS: list[Plant] = [
     main_rope_by_halves, indexer_rope_by_pairs, indexer_rope_on_the_last_dims, key_norm_as_rms, key_norm_without_bias,
-    index_query_before_the_norm, softmax_scale_without_m, weights_with_bias, group_score_by_best_one, gate_and_up_swapped,
+    index_query_before_the_norm, softmax_scale_without_m, weights_with_bias, group_score_by_best_one,
+    gate_and_up_swapped,
     choice_before_the_causal_mask, hadamard_on_queries_only, no_relu,
 ]  # fmt: skip
 

@@ -235,7 +235,8 @@ def test_contexts_that_kernels_cannot_share() -> None:
 
 
 INDEXED = LATENT | {
-    "architectures": ["DeepseekV32ForCausalLM"], "q_lora_rank": 32, "index_topk": 64, "index_n_heads": 6, "index_head_dim": 32,
+    "architectures": ["DeepseekV32ForCausalLM"], "q_lora_rank": 32, "index_topk": 64, "index_n_heads": 6,
+    "index_head_dim": 32,
 }  # fmt: skip
 
 
@@ -682,9 +683,11 @@ def test_drafts_are_rows_of_recorded_steps_and_tokens_of_a_step() -> None:
     [
         ({"tp_size": 4}, "4 GPUs are needed, and this process may use 2; use --tp-size 1 or 2, or a machine with more"),
         ({"dp_size": 4}, "4 GPUs are needed (4 copies of 1), and this process may use 2; use --dp-size 2"),
-        ({"tp_size": 2, "dp_size": 2}, "4 GPUs are needed (2 copies of 2), and this process may use 2; use --dp-size 1"),
+        ({"tp_size": 2, "dp_size": 2},
+         "4 GPUs are needed (2 copies of 2), and this process may use 2; use --dp-size 1"),
         ({"tp_size": 4, "dp_size": 2, "enable_dp_attention": True}, "may use 2; use --tp-size 2, or"),
-        ({"tp_size": 4, "dp_size": 4, "enable_dp_attention": True}, "may use 2; use --tp-size 1 or 2 without --dp-size"),
+        ({"tp_size": 4, "dp_size": 4, "enable_dp_attention": True},
+         "may use 2; use --tp-size 1 or 2 without --dp-size"),
     ],
 )  # fmt: skip
 def test_too_few_gpus_are_refused_with_what_fits(wishes: dict[str, Any], said: str) -> None:

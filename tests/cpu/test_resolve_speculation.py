@@ -194,7 +194,8 @@ def test_other_engines_flags() -> None:
 
 TINY = Path(__file__).resolve().parents[2] / "models" / "tiny"
 LLAMA = {
-    "architectures": ["LlamaForCausalLM"], "vocab_size": 2048, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1,
+    "architectures": ["LlamaForCausalLM"], "vocab_size": 2048, "hidden_size": 256, "intermediate_size": 512,
+    "num_hidden_layers": 1,
     "num_attention_heads": 8, "max_position_embeddings": 512,
 }  # fmt: skip
 EAGLE3 = LLAMA | {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 1000}
@@ -265,9 +266,11 @@ def test_a_head_is_told_by_its_tensors_where_it_says_llama(name: str, indexed: b
 
 
 HEADS: list[tuple[dict[str, Any], dict[str, list[int]], tuple[str, ...]]] = [
-    (EAGLE3 | {"hidden_size": 512}, {"fc.weight": [512, 1536]}, ("fc.weight", "hidden_size is 512", "is 256", "another model's")),
+    (EAGLE3 | {"hidden_size": 512}, {"fc.weight": [512, 1536]},
+     ("fc.weight", "hidden_size is 512", "is 256", "another model's")),
     (EAGLE, {"fc.weight": [256, 768]}, ("fc.weight", "hidden_size is 512", "is 256", "another model's")),
-    (EAGLE3 | {"hidden_size": 128}, {"fc.weight": [128, 768], "d2t": [1000]}, ("128", "256", "embed_tokens.weight", "another model's")),
+    (EAGLE3 | {"hidden_size": 128}, {"fc.weight": [128, 768], "d2t": [1000]},
+     ("128", "256", "embed_tokens.weight", "another model's")),
     (EAGLE3, {"fc.weight": [256, 768]}, ("d2t", "1000", "2048", "draft_vocab_size")),
 ]  # fmt: skip
 

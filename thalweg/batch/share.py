@@ -119,9 +119,8 @@ def divided(batch: Batch, ranks: ContextRanks, strategy: str) -> Divided:
     extents = batch.extents or tuple(RowExtent(g.query, g.max_kv_len) for g in batch.groups for _ in range(g.rows))
     queries, leading = [extent.query for extent in extents], _leading(batch)
     segments = divide(queries, leading, ranks.size, strategy)
-    if len(batch.groups) == 1 and leading == len(
-        queries
-    ):  # a captured step is such: its numbers are made on the device
+    if len(batch.groups) == 1 and leading == len(queries):
+        # a captured step is such: its numbers are made on the device
         run = queries[0] if _stay_whole(queries, ranks.size) else 1
         order_CS, place_T = _even_order(len(batch.ids_T), ranks.size, run, batch.ids_T.device)
         row_R = order_CS[ranks.rank, ::run] // queries[0]

@@ -47,9 +47,11 @@ def fill_planes(planes: Planes, seed: int) -> None:
         dim = planes.read(name, layer, planes.paged(name, layer)[:1], torch.float32).shape[-1]
         vectors = torch.randn(len(rows_T), dim, generator=generator).to(stored.device)
         planes.write(name, layer, rows_T.to(stored.device), vectors)
-        for first in range(1 + pages, planes.pages, pages):
-            others = stored[first : first + pages]
+        first = 1 + pages
+        while first < planes.pages:  # each copy doubles what is filled
+            others = stored[first : 2 * first - 1]
             others.copy_(stored[1 : 1 + len(others)])
+            first += len(others)
 
 
 def cache_prompts(engine: LocalEngine, prompts: Sequence[Tokens]) -> None:

@@ -11,7 +11,7 @@ from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.format import format_bytes
 from thalweg.core.kernels import MOST_HOT_ENTRIES, RECORD, KernelConfig
 from thalweg.launch.decisions import Decisions
-from thalweg.launch.kernels import SPARSE
+from thalweg.launch.kernels import HOT_WHOLE_CONTEXTS, SPARSE
 
 HOST_SHARE = 0.8  # of the free host memory, beside a GPU: the rest is for the process and for other programs
 SETTINGS = "hisparse_device_buffer_size", "hisparse_host_memory_gb"
@@ -38,9 +38,8 @@ def resolve_hisparse(
                 )
         return kernels
     reason = _why_not(facts, device, kernels, graph_mode)
-    for flag in ("dcp_size", "attn_cp_size"):
-        if getattr(decisions.config(), flag) > 1:
-            reason = f"it cannot be combined with --{flag.replace('_', '-')}; leave one of them out"
+    if decisions.config().dcp_size > 1 or decisions.config().attn_cp_size > 1:
+        reason = HOT_WHOLE_CONTEXTS
     if reason:
         raise UnsupportedConfig(f"enable_hisparse: {reason}")
     assert facts.indexer is not None

@@ -12,7 +12,7 @@ from thalweg.config import backends
 from thalweg.config.backends import FP8_CHIPS, TRITON, V32_DIMS, AttentionCapabilities, KernelBackend
 from thalweg.config.machine import Machine
 from thalweg.config.model import ModelFacts
-from thalweg.config.options import LoadOptions, Options, ParallelOptions
+from thalweg.config.options import DSA_BACKENDS, TOPK_BACKENDS, LoadOptions, Options, ParallelOptions
 from thalweg.core.capabilities import LACKS, Capabilities, Required, Selected, select
 from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.kernels import DECISION_NAMES, LATENT_TILE, RECORD, RECORD_TILE, TORCH, KernelConfig
@@ -26,9 +26,10 @@ FLAG, REFERENCE, SPARSE = "attention_backend", "reference", "triton_sparse"
 SPARSE_KERNELS = frozenset(name for name, row in backends.DECODE.items() if row.sparse)
 FLASHMLA = {False: "flashmla_sparse", True: "flashmla_kv"}  # by whether latents are FP8 records
 FLASHMLA_HEADS, FLASHMLA_DIMS, FLASHMLA_TILE = (64, 128), (512, 64), 128  # of a device; of latents; of a choice
+HOT_WHOLE_CONTEXTS = "it cannot be combined with --dcp-size or --attn-cp-size; leave one of them out"
 HIDDEN_TILE, WIDTH_TILE = 128, 64  # of an expert, for `kernels.experts.ext`
 # attention backends by the values of --dsa-*-backend; flashmla_auto is the one that reads the KV cache
-DSA_BACKENDS = {"triton": SPARSE, "torch": TORCH} | {name: name for name in FLASHMLA.values()}
+SPARSE_BACKENDS = {"triton": SPARSE, "torch": TORCH} | {name: name for name in FLASHMLA.values()}
 
 
 class Wish(NamedTuple):
@@ -100,8 +101,7 @@ def _attention_wishes(load: LoadOptions, facts: ModelFacts, is_fp8: bool) -> tup
     """
     every = None if load.attention_backend is None else Wish(FLAG, load.attention_backend, load.attention_backend)
     own = dict[str, Wish]()
-    kernels = (*DSA_BACKENDS, "flashmla_auto")
-    for role, known in (("prefill", kernels), ("decode", kernels), ("topk", ("triton", TORCH))):
+    for role, known in (("prefill", DSA_BACKENDS), ("decode", DSA_BACKENDS), ("topk", TOPK_BACKENDS)):
         flag = f"dsa_{role}_backend"
         value = getattr(load, flag)
         if value in (None, "auto"):
@@ -112,7 +112,7 @@ def _attention_wishes(load: LoadOptions, facts: ModelFacts, is_fp8: bool) -> tup
             there = ", ".join(("auto", *known))
             raise UnsupportedConfig(f"{flag}: {value} is no backend of sparse attention here; there is {there}")
         value = FLASHMLA[is_fp8] if value == "flashmla_auto" else value
-        own[role] = Wish(flag, value, DSA_BACKENDS[value])
+        own[role] = Wish(flag, value, SPARSE_BACKENDS[value])
     own.pop("topk", None)
     if not own:
         return every, every
@@ -192,7 +192,7 @@ def unsupported_layout(kernels: KernelConfig, facts: ModelFacts, ranks: int, is_
     divide a context or its tokens.
     """
     if kernels.hot and is_divided:
-        return "enable_hisparse: it cannot be combined with --dcp-size or --attn-cp-size"
+        return f"enable_hisparse: {HOT_WHOLE_CONTEXTS}"
     for backend, row in (
         (kernels.decode, backends.DECODE[kernels.decode]),
         (kernels.prefill, backends.PREFILL[kernels.prefill]),
@@ -328,5 +328,5 @@ def _attention(
 def _select(wish: Wish | None, required: Required, catalog: Mapping[str, AttentionCapabilities]) -> Selected:
     if wish is None or wish.flag == FLAG:
         return select(FLAG, required, catalog, "auto" if wish is None else wish.backend)
-    values = {value: catalog[name] for value, name in DSA_BACKENDS.items()}
+    values = {value: catalog[name] for value, name in SPARSE_BACKENDS.items()}
     return dataclasses.replace(select(wish.flag, required, values, wish.value), name=wish.backend)

@@ -22,9 +22,8 @@ class HotMla(Mla):
         batch, hot, query = metadata.batch, metadata.planes.hot(self.layer), tile.stop - tile.start
         if batch.slot_R is None or batch.shares_slots or query * index_NK.shape[1] > hot.entries:
             return host_XD, places_NK
-        columns_RQ = group.take(batch.columns_T).view(
-            group.rows, group.query
-        )  # of the whole row: drafts of it may change
+        # of the whole row: drafts of it may change
+        columns_RQ = group.take(batch.columns_T).view(group.rows, group.query)
         real_RQ = group.take_tile(group.take(batch.real_T), tile).view(group.rows, query)
         chosen_NK = index_NK.masked_fill(bias_NK == -torch.inf, -1)
         chosen_RQK, places_RQK = (x.view(group.rows, query, -1) for x in (chosen_NK, places_NK))

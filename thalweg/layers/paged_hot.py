@@ -51,12 +51,8 @@ class HotSparseMla(SparseMla):
         self, query_THD: Tensor, step: PagedStep, chosen_TK: Tensor | None, rows: QueryRows, tokens: slice
     ) -> Tensor:
         """Of these tokens. query, chosen and rows: of more."""
-        hot, batch, query_THD, chosen_TK = (
-            step.planes.hot(self.layer),
-            step.batch,
-            query_THD[tokens],
-            _some(chosen_TK, tokens),
-        )
+        hot, batch = step.planes.hot(self.layer), step.batch
+        query_THD, chosen_TK = query_THD[tokens], _some(chosen_TK, tokens)
         assert batch.slot_R is not None, "rows with hot sets have slots"
         own, host_XD = rows.some(tokens), step.planes.tokens("latent", self.layer)
         slots_T = batch.slot_R.index_select(0, own.rows_T)
