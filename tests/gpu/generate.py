@@ -34,7 +34,8 @@ def score(llm: LLM, generated: list[tuple[int, list[int]]]) -> list[list[float]]
 
 def main(folder: str, what: str, wishes: list[str]) -> None:
     settings = {name: json.loads(value) for name, _, value in (wish.partition("=") for wish in wishes)}
-    with LLM(folder, context_length=1024, max_running_requests=8, random_seed=1, **settings) as llm:
+    sizes = {"context_length": 1024, "max_running_requests": 8, "max_total_tokens": 16384}  # GPUs may have other guests
+    with LLM(folder, random_seed=1, **sizes, **settings) as llm:
         done = generate(llm, int(what)) if what.isdecimal() else score(llm, json.loads(Path(what).read_text()))
     print(json.dumps(done))
 

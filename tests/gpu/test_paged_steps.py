@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from thalweg.batch.batch import Batch, Group, RowExtent
+from thalweg.core.plan import PAGE
 from thalweg.layers import paged
 from thalweg.layers.paged import PagedMetadataBuilder, PagedStep
 from thalweg.memory.planes import FP8, Planes, vector_plane
@@ -27,6 +28,7 @@ def step(dtype: torch.dtype = torch.bfloat16, rows: list[tuple[int, int]] = ROWS
     for name in ("cos", "sin"):
         steps.register_buffer(name, torch.zeros(1, 1))
     steps.prepare, steps.gathers = paged.nothing, gathers
+    steps.topk, steps.page = None, PAGE
     return steps.build(batch, Planes((vector_plane("latent", 0, 8, dtype),), 2))
 
 

@@ -54,6 +54,8 @@ LAYOUTS = {
     "dcp2 graphs": ("v3", *DCP2, "chunked_prefill_size=64", GRAPHS),
     "dcp2 nextn graphs": ("v3", *DCP2, NEXTN, GRAPHS),
     "v32 tp2 graphs": ("v32", "tp_size=2", SPARSE, GRAPHS),
+    "v32 tp2 shared indexer": ("v32", "tp_size=2", "shard_indexer=true", SPARSE, 'cuda_graph_mode="piecewise"'),
+    "v32 tp2 nextn graphs": ("v32", "tp_size=2", NEXTN, "index_share_for_mtp_iteration=true", SPARSE, GRAPHS),
     "v32 pp2 graphs": ("v32", "pp_size=2", SPARSE, GRAPHS),
     "v32 cp2 graphs": ("v32", *CP2, SPARSE, GRAPHS),
     "v32 dcp2 graphs": ("v32", *DCP2, SPARSE, GRAPHS),

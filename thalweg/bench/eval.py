@@ -15,7 +15,7 @@ from rich.table import Table
 
 from thalweg.bench import harness
 from thalweg.bench.answering import Answerer, EngineAnswerer, PromptFormat, ServerAnswerer
-from thalweg.bench.command import ENGINE_FLAGS, OUTPUT, PartialRun, command, parse_engine_flags
+from thalweg.bench.command import OUTPUT, PartialRun, command, parse_engine_flags
 from thalweg.bench.display import accuracy, show
 from thalweg.bench.evaluation import (
     CHOICE,
@@ -117,7 +117,7 @@ def main(argv: list[str]) -> int:
     tables = {"Evaluation": FLAGS, "A server instead of the engine": SERVER_FLAGS, "Results": OUTPUT}
     tables["lm-evaluation-harness"] = harness.FLAGS
     kinds: dict[str, Any] = {"task": TASKS, "api": tuple(harness.MODELS)}
-    args, options = parse_engine_flags(argv, "thalweg eval", text, tables, ENGINE_FLAGS[:4], **kinds)
+    args, options = parse_engine_flags(argv, "thalweg eval", text, tables, **kinds)
     partial, rows = PartialRun(), list[Row]()
     if args.harness:
         rows, evaluated, configured = harness.run(options, args)

@@ -18,11 +18,6 @@ from thalweg.launch.decisions import Decisions
 from thalweg.launch.experts import resolve_experts
 from thalweg.models.stages import stage_borders
 
-INDEXER_ON_GPUS = (
-    "shard_indexer: it has not run on GPUs, where captured steps would add up scores of the longest context; leave it"
-    " out"
-)
-
 
 def resolve_parallelism(
     parallel: ParallelOptions, facts: ModelFacts, machine: Machine, device: str, decisions: Decisions
@@ -45,7 +40,7 @@ def resolve_parallelism(
     _resolve_nodes(parallel, decisions)
     config = decisions.config()
     _check_heads(facts, config.attention_tp, config.attention_dp * config.attn_cp_size)
-    _resolve_indexer(config, facts, device, decisions)
+    _resolve_indexer(config, facts, decisions)
     _resolve_widths(parallel, facts, config.attention_tp, decisions)
     resolve_experts(parallel, facts, device, decisions)
     gpus = len(machine.gpus) * config.nnodes
@@ -131,13 +126,11 @@ def _check_heads(facts: ModelFacts, tp: int, groups: int) -> None:
         )
 
 
-def _resolve_indexer(config: EngineConfig, facts: ModelFacts, device: str, decisions: Decisions) -> None:
+def _resolve_indexer(config: EngineConfig, facts: ModelFacts, decisions: Decisions) -> None:
     """Ranks of an attention can share the heads of its indexer, unless they share contexts."""
     tp, groups = config.attention_tp, config.attention_dp * config.attn_cp_size
     if not config.shard_indexer:
         return
-    if device == "cuda":
-        raise UnsupportedConfig(INDEXER_ON_GPUS)
     if facts.indexer is None:
         raise UnsupportedConfig(
             f"shard_indexer: {facts.architecture} has no indexer (index_topk in config.json); leave it out"

@@ -180,12 +180,11 @@ def _layout(options: Options, machine: Hardware) -> ParallelLayout | None:
     wish = dataclasses.replace(options.parallel, **of_nodes)
     if wish == default:
         return None
-    # these load torch, which --help need not
-    from thalweg.launch.parallelism import INDEXER_ON_GPUS
+    if wish.shard_indexer:
+        raise UnsupportedConfig("shard_indexer: its sums of scores have no price in a plan; leave it out")
+    # this loads torch, which --help need not
     from thalweg.launch.planning.layouts import ParallelLayout, why_not_on_nodes
 
-    if wish.shard_indexer:
-        raise UnsupportedConfig(INDEXER_ON_GPUS)
     attention_dp = wish.dp_size if wish.enable_dp_attention else 1
     one = ParallelLayout(
         wish.tp_size, attention_dp, wish.ep_size, wish.pp_size, cp=wish.attn_cp_size, dcp=wish.dcp_size
