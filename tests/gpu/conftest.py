@@ -12,6 +12,7 @@ if importlib.util.find_spec("triton") is None:  # they import kernels; test_devi
         "test_attention.py",
         "test_compose.py",
         "test_several_gpus.py",
+        "test_nodes.py",
         "test_engine.py",
         "test_graphs.py",
         "test_flashinfer.py",
