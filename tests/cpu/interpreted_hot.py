@@ -1,5 +1,6 @@
 """The swap-in of latents from host memory in Triton's interpreter, beside plain torch: bit for bit the same state over
-many steps of rows, verifications and trees; a model with hot sets beside one whose latents are on the device.
+many steps of rows, verifications and trees; a model with hot sets beside one whose latents are on the device, which
+after prefix hits computes the same bits.
 
     TRITON_INTERPRET=1 python -m tests.cpu.interpreted_hot [few]
 """
@@ -21,6 +22,7 @@ from tests.cpu.interpreter import prepare
 from tests.gpu import shapes
 from thalweg.batch.padding import pad_batch
 from thalweg.core.kernels import KernelConfig
+from thalweg.kernels.attend import triton as attend
 from thalweg.kernels.attend.args import QueryRows
 from thalweg.kernels.swap_in import ref
 from thalweg.kernels.swap_in import triton as kernels
@@ -117,6 +119,34 @@ def beside_the_device(kv: str) -> None:
     assert (held[3] > 0).sum() > TOPK, "what was chosen earlier is kept"
 
 
+def prefix_hits(kv: str) -> None:
+    """Tails of prompts behind contexts that earlier requests stored: the bits are those without hot sets, also where a
+    tail by itself would be split in more parts than the step.
+    """
+    facts, fp8 = read_config_facts(CONFIG | {"index_topk": 256}, "hot"), {"kv": kv, "fp8_index": bool(kv)}
+    models: list[Any] = []
+    for hot in (512, 0):
+        config = KernelConfig(decode="triton_sparse", prefill="triton_sparse", hot=hot, **fp8)
+        models.append(catalog.assemble(facts, KernelLayers(torch.float32, DEVICE, config)))
+        zoo.fill(models[-1])
+    planes = [Planes(model.planes(), 16, slots=4, context=1024) for model in models]
+    generator = torch.Generator().manual_seed(1)
+    for spec in planes[1].specs:
+        dim = {"latent": CONFIG["kv_lora_rank"] + CONFIG["qk_rope_head_dim"], "index": CONFIG["index_head_dim"]}
+        stored = torch.randn(15 * PAGE, dim[spec.name], generator=generator)
+        for own in planes:
+            own.write(spec.name, spec.layer, torch.arange(PAGE, 16 * PAGE), stored)
+    rows: list[shapes.Part] = [(1, 320, 56), (8, 256, 12), (13, 0, 30)]
+    assert attend.waves(12, 256) > attend.waves(98, 256) == 1, "a tail by itself is split"
+    _, batch = shapes.batches(rows, DEVICE, generator, 64)
+    batch = pad_batch(replace(batch, slot_R=torch.tensor([2, 0, 3])), len(batch.ids_T) + 2)
+    got, want = (model.forward(batch, own)[:-2] for model, own in zip(models, planes, strict=True))
+    assert torch.equal(got, want), f"{kv}: {float((got - want).abs().max())}"
+    for layer in range(facts.layers):
+        stored, plain = (own.paged("latent", layer)[1:] for own in planes)
+        assert torch.equal(stored, plain), f"{kv}: latents of layer {layer}"
+
+
 def main() -> int:
     prepare()
     exact_casts()
@@ -124,7 +154,9 @@ def main() -> int:
         state_of_both(query, entries, 0, dtype)
     if sys.argv[1:] != ["few"]:
         beside_the_device("")
+        prefix_hits("")
     beside_the_device("fp8_ds_mla")
+    prefix_hits("fp8_ds_mla")
     return 0
 
 

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
+from thalweg.batch.batch import Batch
+from thalweg.batch.slots import upload
 from thalweg.core.plan import PAGE
 from thalweg.kernels.attend.args import ContextChunk, LatentPlane, QueryRows
 from thalweg.kernels.swap_in import triton as swap
-from thalweg.layers.paged import PagedStep, Rest
+from thalweg.layers.paged import CHUNK, PagedStep, Rest
 from thalweg.layers.paged_mla import LatentMla
 from thalweg.layers.paged_sparse import SparseMla, gather_records
+
+
+class Launch(NamedTuple):
+    """Consecutive rows that attend together."""
+
+    row: int  # the first
+    tokens: slice
+    pages: tuple[int, ...]  # of the contexts of rows that read a copy; () of rows of one token, which read hot sets
 
 
 class HotSparseMla(SparseMla):
@@ -21,22 +35,11 @@ class HotSparseMla(SparseMla):
     def _values(self, query_THD: Tensor, step: PagedStep, chosen_TK: Tensor | None, rows: QueryRows) -> Tensor:
         decode = min(self._hot_tokens(step), len(query_THD))
         parts = [self._of_hot_sets(query_THD, step, chosen_TK, rows, slice(0, decode))] if decode else []
-        token = 0
-        for group in step.batch.groups:
-            some = slice(token, min(token + group.rows * group.query, len(query_THD)))
-            if decode <= token < len(query_THD) and group.query == 1 and step.batch.slot_R is not None:
-                # a prompt's last token, or padding, of which there may be thousands
-                parts.append(self._of_hot_sets(query_THD, step, chosen_TK, rows, some))
-                token = some.stop
-                continue
-            for row in range(group.row_start, group.row_start + group.rows):
-                if decode <= token < len(query_THD):
-                    own = slice(token, token + group.query)
-                    context = step.batch.extents[row].max_kv_len
-                    parts.append(
-                        self._of_context(query_THD[own], step, _some(chosen_TK, own), rows.some(own), row, context)
-                    )
-                token += group.query
+        for launch in _launches(step.batch, decode, len(query_THD)):
+            if launch.pages:
+                parts.append(self._of_copies(query_THD, step, chosen_TK, rows, launch))
+            else:
+                parts.append(self._of_hot_sets(query_THD, step, chosen_TK, rows, launch.tokens))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _hot_tokens(self, step: PagedStep) -> int:
@@ -61,15 +64,22 @@ class HotSparseMla(SparseMla):
         table_RP = hot.table_1P.expand(len(rows.table_RL), -1)
         return self._attend_to(query_THD, latents_PSD, rows_TK, QueryRows(own.rows_T, table_RP, own.positions_T))
 
-    def _of_context(
-        self, query_THD: Tensor, step: PagedStep, chosen_TK: Tensor | None, rows: QueryRows, row: int, context: int
+    def _of_copies(
+        self, query_THD: Tensor, step: PagedStep, chosen_TK: Tensor | None, rows: QueryRows, launch: Launch
     ) -> Tensor:
-        """Tokens of one row, that have up to `context` tokens before them."""
-        pages_P = rows.table_RL[row, : -(-context // PAGE)]
-        latents_PSD = swap.copy_pages(step.planes.paged("latent", self.layer), pages_P)
-        table_RP = torch.arange(len(pages_P), dtype=torch.int32, device=pages_P.device).expand(row + 1, -1)
-        own = QueryRows(rows.rows_T, table_RP, rows.positions_T, rows.paths_TD)
-        return self._attend_to(query_THD, latents_PSD, chosen_TK, own)
+        """Of these tokens, as one launch of rows whose latents are on the device."""
+        own, last = rows.some(launch.tokens), launch.row + len(launch.pages)
+        latents_PSD, table_RP = self._copies(step, rows.table_RL[launch.row : last], launch.pages)
+        own = QueryRows(own.rows_T - launch.row, table_RP, own.positions_T, own.paths_TD)
+        return self._attend_to(query_THD[launch.tokens], latents_PSD, _some(chosen_TK, launch.tokens), own)
+
+    def _copies(self, step: PagedStep, table_RL: Tensor, pages: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """So many pages of each of these rows, copied to the device: → ([P, 64, D], their page table, int32 [R, L])."""
+        device = table_RL.device
+        pages_P = torch.cat([row_L[:count] for row_L, count in zip(table_RL, pages, strict=True)])
+        starts_R = upload([0, *accumulate(pages)][:-1], torch.int32, device)
+        table_RP = starts_R.unsqueeze(1) + torch.arange(max(pages), dtype=torch.int32, device=device)
+        return swap.copy_pages(step.planes.paged("latent", self.layer), pages_P), table_RP
 
     def _attend_to(self, query_THD: Tensor, latents_PSD: Tensor, chosen_TK: Tensor | None, rows: QueryRows) -> Tensor:
         return self.sparse_decoder.attend(query_THD, LatentPlane(latents_PSD), chosen_TK, rows, self.uv, {})
@@ -83,10 +93,36 @@ class HotSparseMla(SparseMla):
         """Cached latents of ragged rows, whose contexts are chosen whole: copied, if they are records."""
         if not self.has_records:
             return LatentMla._gather(self, step, rest, chunk)
-        table_RL = rest.rows.table_RL
-        staged = swap.copy_pages(step.planes.paged("latent", self.layer), table_RL.flatten())
-        pages = torch.arange(len(staged), dtype=torch.int32, device=staged.device).view_as(table_RL)
-        return gather_records(staged.flatten(0, 1), pages, chunk, self.rank, self.uk.dtype)
+        staged, table_RP = self._copies(step, rest.rows.table_RL, [_pages(cached) for cached in rest.cached])
+        return gather_records(staged.flatten(0, 1), table_RP, chunk, self.rank, self.uk.dtype)
+
+
+def _launches(batch: Batch, first: int, last: int) -> list[Launch]:
+    """The rows of the step's tokens `first` to `last`. Rows that read copies share a launch, up to CHUNK tokens of
+    context: each choice is split by the number of tokens in a launch, so rows in launches of their own would take
+    longer, and be rounded otherwise than where latents are on the device.
+    """
+    launches: list[Launch] = []
+    for group in batch.groups:
+        if not first <= group.token_start < last:
+            continue
+        if group.query == 1 and batch.slot_R is not None:
+            # a prompt's last token, or padding, of which there may be thousands
+            launches.append(Launch(group.row_start, group.token_slice, ()))
+            continue
+        for i in range(group.rows):
+            row, token = group.row_start + i, group.token_start + i * group.query
+            own = Launch(row, slice(token, token + group.query), (_pages(batch.extents[row].max_kv_len),))
+            before = launches[-1] if launches else None
+            if before is not None and before.pages and sum(before.pages + own.pages) * PAGE <= CHUNK:
+                own = Launch(before.row, slice(before.tokens.start, own.tokens.stop), before.pages + own.pages)
+                launches.pop()
+            launches.append(own)
+    return launches
+
+
+def _pages(tokens: int) -> int:
+    return -(-tokens // PAGE)
 
 
 def _some(chosen_TK: Tensor | None, tokens: slice) -> Tensor | None:
