@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -177,6 +178,8 @@ def test_defaults_and_the_limit_of_host_memory() -> None:
     assert decided(drafts=15).config().hisparse_device_buffer_size == 16 * 2048, "its entries' numbers are int16"
     assert plain.hisparse_device_buffer_size == 4096 and drafting.hisparse_device_buffer_size == 5 * 2048
     assert plain.hisparse_host_memory == 0, "a CPU's memory is one"
+    records = msgspec.structs.replace(SPARSE, kv="fp8_ds_mla")
+    assert decided(device="cuda", kernels=records).config().hisparse_device_buffer_size == 4096
     beside = decided(device="cuda", kernels=SPARSE).config()
     assert beside.hisparse_host_memory == 800 * 10**9, "of what is free, not of what the machine has"
     assert decided(hisparse_host_memory_gb=12.0).config().hisparse_host_memory == 12 * 10**9

@@ -9,7 +9,7 @@ from thalweg.config.model import ModelFacts
 from thalweg.config.options import MemoryOptions
 from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.format import format_bytes
-from thalweg.core.kernels import MOST_HOT_ENTRIES, RECORD, KernelConfig
+from thalweg.core.kernels import MOST_HOT_ENTRIES, KernelConfig
 from thalweg.launch.decisions import Decisions
 from thalweg.launch.kernels import HOT_WHOLE_CONTEXTS, SPARSE
 
@@ -73,8 +73,6 @@ def _why_not(facts: ModelFacts, device: str, kernels: KernelConfig, graph_mode: 
     if device == "cpu":
         is_reference = kernels.decode == "reference"
         return "" if is_reference else f"{kernels.decode} attention has no swap-in on a CPU; use reference"
-    if kernels.kv == RECORD:
-        return "with an FP8 cache it fails its test on a GPU; leave --kv-cache-dtype out"
     for backend in (kernels.decode, kernels.prefill):
         if backend != SPARSE:
             return f"{backend} attention does not read host memory; use --attention-backend {SPARSE}"
