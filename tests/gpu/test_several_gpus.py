@@ -29,6 +29,7 @@ MODELS = {
         "index_head_dim": 128,
         "index_n_heads": 16,
     },
+    "w4afp8": SMALL | {"quantization_config": {"quant_method": "w4afp8", "group_size": 128}},
     "qwen3": SHAPES["qwen3"],
 }
 SIZES = ("tp_size", "pp_size")  # which multiply the GPUs
@@ -59,6 +60,10 @@ LAYOUTS = {
     "v32 pp2 graphs": ("v32", "pp_size=2", SPARSE, GRAPHS),
     "v32 cp2 graphs": ("v32", *CP2, SPARSE, GRAPHS),
     "v32 dcp2 graphs": ("v32", *DCP2, SPARSE, GRAPHS),
+    "v32 tp2 hot sets": ("v32", "tp_size=2", "enable_hisparse=true", "hisparse_host_memory_gb=2", SPARSE, GRAPHS),
+    "w4afp8 tp2 graphs": ("w4afp8", "tp_size=2", GRAPHS),
+    "w4afp8 dp2 ep2 graphs": ("w4afp8", *DP2, GRAPHS),
+    "w4afp8 pp2 nextn graphs": ("w4afp8", "pp_size=2", NEXTN, GRAPHS),
     "qwen3 pp2 graphs": ("qwen3", "pp_size=2", GRAPHS),
     "qwen3 cp2 graphs": ("qwen3", *CP2, GRAPHS),
     "tp4 graphs": ("v3", "tp_size=4", GRAPHS),
