@@ -44,6 +44,7 @@ def fields(
             "fp8_gemm_backend": kernels.fp8_gemm,
             "kv_cache_dtype": kernels.kv,
             "dsa_topk_backend": kernels.topk,
+            "dsa_paged_mqa_logits_backend": kernels.index_scores,
             "fp8_index_keys": kernels.fp8_index,
             "mla": kernels.latent,
             "hisparse_device_buffer_size": kernels.hot,

@@ -87,8 +87,9 @@ def ceilings() -> dict[str, float]:
 class Table:
     """Rows of measurements; a measurement that fails is a row that says why."""
 
-    def __init__(self, rates: dict[str, float]) -> None:
-        self.rates, self.rows = rates, Rows()
+    def __init__(self, rates: dict[str, float], product: str = "bf16") -> None:
+        """product: the rate of the FLOPs."""
+        self.rates, self.product, self.rows = rates, product, Rows()
 
     def add(self, name: str, make: Callable[[], list[Callable[[], object]]], bytes_: float, flops: float) -> None:
         try:
@@ -97,7 +98,7 @@ class Table:
             print(f"{name:70s} FAILED {type(error).__name__}: {str(error)[:300]}", flush=True)
             self.rows.append({"name": name, "error": f"{type(error).__name__}: {error}"[:1000]})
             return
-        floor = max(bytes_ / self.rates["read"], flops / self.rates["bf16"]) * 1e6
+        floor = max(bytes_ / self.rates["read"], flops / self.rates[self.product]) * 1e6
         row = {"name": name, "us": us, "gbs": bytes_ / us * 1e-3, "tflops": flops / us * 1e-6, "share": floor / us}
         print(f"{name:70s} {us:9.1f} us {row['gbs']:6.0f} GB/s {row['tflops']:5.0f} TF  {row['share']:.2f}", flush=True)
         self.rows.append(row)

@@ -198,17 +198,18 @@ def sparse(is_fp8: bool, has_trees: bool) -> None:
     at = torch.stack([slots[row][c] for row, c in zip(rows.rows_T, columns, strict=True)]).long()
     weights = torch.randn(tokens, heads, generator=generator)
     given, write = weights.clone(), KvWrite(angle.cos(), angle.sin(), positions, at)
-    stored = dsa.write(key, query, weights, norm, write, planes.paged("index", 0), is_fp8)
+    stored = dsa.write(key, query, weights, norm, write, planes.paged("index", 0), 0.3, is_fp8)
     if is_fp8:
         codes, scale = quantize(hadamard(asked.view(tokens, heads, dim)).flatten(1), dim)
         assert float((codes.float() != stored.float()).float().mean()) < 0.02, "sums in another order, near a tie"
         torch.testing.assert_close(stored.float(), codes.float(), rtol=0.13, atol=1e-2)
-        torch.testing.assert_close(weights, given * scale, rtol=1e-6, atol=0.0)
+        torch.testing.assert_close(weights, 0.3 * given * scale, rtol=1e-6, atol=0.0)
         query = stored.float()
     else:
         torch.testing.assert_close(query, asked, rtol=1e-5, atol=1e-5)
-        assert torch.equal(weights, given) and stored is query
-    got = dsa.scores(stored, weights, planes.paged("index", 0), rows, max(contexts), 0.3)
+        torch.testing.assert_close(weights, 0.3 * given, rtol=1e-6, atol=0.0)
+        assert stored is query
+    got = dsa.scores(stored, weights, planes.paged("index", 0), rows, max(contexts))
     ours = planes.paged("index", 0).clone()
     planes.paged("index", 0).copy_(before)
     planes.write("index", 0, at, hadamard(turned) if is_fp8 else turned)
@@ -235,7 +236,7 @@ def sparse(is_fp8: bool, has_trees: bool) -> None:
         path = [c for c in range(column + 1) if not (has_trees and t == 2 and c == column - 1)]
         assert len(path) == int(positions[t]) + 1
         seen = slots[row][path].long()
-        want = 0.3 * (weights[t] @ (query[t].view(heads, dim) @ keys[seen].T).relu())
+        want = weights[t] @ (query[t].view(heads, dim) @ keys[seen].T).relu()
         torch.testing.assert_close(got[t, : len(path)], want, rtol=1e-4, atol=1e-5)
         order = torch.sort(got[t, : len(path)], descending=True, stable=True).indices
         best = order[:topk].sort().values

@@ -1,7 +1,7 @@
 """A model with sparse attention on our kernels, in Triton's interpreter, beside plain torch: prompts, chunks, decode
 steps and trees of drafts, shorter and longer than the choice, with layers that share one; in FP8; by what stands for
-FlashMLA; and bit for bit the same in other batches in deterministic mode. A process of its own, since Triton looks once
-whether it interprets.
+FlashMLA and for DeepGEMM; and bit for bit the same in other batches in deterministic mode. A process of its own, since
+Triton looks once whether it interprets.
 
     TRITON_INTERPRET=1 python -m tests.cpu.interpreted_sparse
 """
@@ -19,6 +19,7 @@ import torch
 from triton.runtime import interpreter
 
 from tests.cpu import zoo
+from tests.cpu.deep_gemm_double import DeepGemm
 from tests.cpu.interpreted_attention import exact_casts
 from tests.cpu.interpreter import prepare
 from tests.gpu import shapes
@@ -26,8 +27,9 @@ from thalweg.attention.selection import Selection, select_top_k
 from thalweg.batch.draft_selection import DraftSelection
 from thalweg.core.kernels import KernelConfig
 from thalweg.kernels.attend.args import ContextChunk
-from thalweg.kernels.dsa import flashmla
+from thalweg.kernels.dsa import deep_gemm, flashmla
 from thalweg.kernels.dsa import triton as dsa
+from thalweg.layers import paged_sparse
 from thalweg.layers.kernel_layers import KernelLayers
 from thalweg.layers.mla import Indexer
 from thalweg.layers.paged_sparse import gather_records
@@ -65,9 +67,9 @@ def scattered(scores_NS: torch.Tensor, topk: int) -> torch.Tensor:
     return select_top_k(torch.where(scores_NS == -torch.inf, -torch.inf, order.float()), topk)
 
 
-def pair(selection: Selection, pattern: str = "FFS", **kinds: Any) -> tuple[Any, Any]:
+def pair(selection: Selection, pattern: str = "FFS", index_heads: int = 16, **kinds: Any) -> tuple[Any, Any]:
     """Kernels and plain torch with the same weights, a layer for each letter of the pattern."""
-    config = CONFIG | {"num_hidden_layers": len(pattern), "index_topk_pattern": pattern}
+    config = CONFIG | {"num_hidden_layers": len(pattern), "index_topk_pattern": pattern, "index_n_heads": index_heads}
     facts, device = read_config_facts(config, "sparse"), torch.device("cpu")
     by = {"decode": "triton_sparse", "prefill": "triton_sparse"} | kinds
     kinds = {key: value for key, value in kinds.items() if key not in ("decode", "prefill")}
@@ -176,6 +178,42 @@ def by_flashmla() -> None:
         assert (min(tokens) < 8) == (decode != own), "decode rows are few"
 
 
+def by_deep_gemm() -> None:
+    """Index scores by what stands for DeepGEMM beside those of our kernel: the same choices and the same outputs, of
+    decode rows, rows of two tokens and prompts, in launches of few tokens; trees of drafts stay with our kernel.
+    """
+    library = DeepGemm()
+    library.install()
+    vars(deep_gemm)["PROMPT"] = 30
+    by_kernel, by_library = (
+        pair(select_top_k, "FF", 32, index_scores=name, **FP8)[0] for name in ("triton", "deep_gemm")
+    )
+    planes = [Planes(model.planes(), 16) for model in (by_kernel, by_library)]
+    generator, cpu = torch.Generator().manual_seed(1), torch.device("cpu")
+    expected = {
+        "prompts no longer than the choice": [],
+        "prompts, one of them longer": [("fp8_mqa_logits", 24)] * 3 + [("fp8_mqa_logits", 12)],
+        "a chunk beside decode rows": [("fp8_paged_mqa_logits", 2), ("fp8_mqa_logits", 28), ("fp8_mqa_logits", 2)],
+        "decode rows": [("fp8_paged_mqa_logits", 3)],
+        "rows of two tokens": [("fp8_paged_mqa_logits", 1)] * 2,
+        "a tree": [],
+        "short trees": [],
+    }
+    for name, rows in (STEPS | TREES).items():
+        library.calls.clear()
+        vars(paged_sparse)["SCORES_AT_ONCE"] = 4 * 84 * (3 if name == "rows of two tokens" else 24)
+        batch = shapes.batches(rows, cpu, generator, 64)[1]
+        if name in TREES:
+            batch = shapes.branched(batch, rows, len(rows))[0]
+        want, got = (model.forward(batch, of) for model, of in zip((by_kernel, by_library), planes, strict=True))
+        error = (got - want).norm(dim=1) / want.norm(dim=1)
+        assert float(error.max()) < 1e-4, f"{name}: {error}"
+        scored = [(call, shape[0]) for call, shape in library.calls if call != "get_paged_mqa_logits_metadata"]
+        plans = len(library.calls) - len(scored)
+        assert scored == 2 * expected[name], f"{name}: {scored}, of two layers"
+        assert plans == sum(call == "fp8_paged_mqa_logits" for call, _ in expected[name]), "one plan for all layers"
+
+
 def drafts_beside_torch(tolerance: float, **kinds: Any) -> None:
     """Steps of a draft that share one selection, of a row shorter than it and a longer one: a chain, then a tree."""
     kernels, reference = pair(scattered, pattern="FSS", **kinds)
@@ -274,6 +312,7 @@ def main() -> int:
     beside_torch(select_top_k, 2e-3)
     beside_torch(scattered, 0.1, **FP8)
     by_flashmla()
+    by_deep_gemm()
     drafts_beside_torch(2e-3)
     drafts_beside_torch(2e-3, deterministic=True)
     invariant()

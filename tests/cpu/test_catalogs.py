@@ -10,7 +10,12 @@ from thalweg.config import backends
 from thalweg.config.entry_point import load_entry
 
 ENTRIES = sorted(
-    {entry for row in backends.ALL for entry in (row.mla, row.check_mla, row.check_gqa, row.check) if entry}
+    {
+        entry
+        for row in backends.ALL
+        for entry in (row.mla, row.sparse, row.index_scores, row.check_mla, row.check_gqa, row.check)
+        if entry
+    }
 )
 
 

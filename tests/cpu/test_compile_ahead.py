@@ -158,6 +158,11 @@ def test_operands_lie_on_one_block_of_memory() -> None:
     assert zeros.dtype == torch.int32 and not zeros.any()
     with pytest.raises(ValueError, match="more than the block has"):
         deep_gemm_calls.decode(deep_gemm_calls.encode(torch.empty(33)), block, True)
+    lengths, plane = ends, torch.empty(2, 64, dtype=torch.uint8)
+    written = msgspec.json.decode(msgspec.json.encode(deep_gemm_calls.encode((lengths, plane))))
+    ones, made = deep_gemm_calls.decode(written, block, True, 1)
+    assert torch.equal(ones, torch.ones(5, dtype=torch.int32))
+    assert made.data_ptr() == block.data_ptr() and made.shape == plane.shape, "pages of bytes take no memory"
 
 
 class Scripted(CompileAhead):
@@ -254,25 +259,29 @@ def test_the_report_names_the_compiler_and_what_failed_before() -> None:
 
 
 @pytest.mark.parametrize(
-    ("backend", "is_fp8"),
+    ("backend", "is_fp8", "scores"),
     [
-        pytest.param("triton_sparse", False, marks=pytest.mark.soak),
-        ("triton_sparse", True),
-        pytest.param("flashmla_sparse", False, marks=pytest.mark.soak),
-        pytest.param("flashmla_kv", True, marks=pytest.mark.soak),
+        pytest.param("triton_sparse", False, "triton", marks=pytest.mark.soak),
+        ("triton_sparse", True, "triton"),
+        pytest.param("triton_sparse", True, "deep_gemm", marks=pytest.mark.soak),
+        pytest.param("flashmla_sparse", False, "triton", marks=pytest.mark.soak),
+        pytest.param("flashmla_kv", True, "triton", marks=pytest.mark.soak),
     ],
 )
 def test_kernels_of_sparse_attention_are_compiled_ahead(
-    backend: str, is_fp8: bool, guard: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    backend: str, is_fp8: bool, scores: str, guard: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
     shape = shapes.SPARSE | {"index_topk": 64, "num_hidden_layers": 2, "first_k_dense_replace": 2}
     (tmp_path / "config.json").write_text(json.dumps(shape))
     by = {"decode_attention_backend": backend, "prefill_attention_backend": backend}
+    by["dsa_paged_mqa_logits_backend"] = scores
     keys = {"kv_cache_dtype": "fp8_ds_mla", "fp8_index_keys": True} if is_fp8 else {}
-    small = SMALL | by | keys | {"context_length": 512, "chunked_prefill_size": 96}
+    small = SMALL | by | keys | {"context_length": 512, "chunked_prefill_size": 130 if scores == "deep_gemm" else 96}
     messages = dry_run(guard, EngineConfig(model_path=str(tmp_path), **small), tmp_path / "claims")
     assert [message.error for message in messages if message.error] == []
     kernels = {message.kernel.rpartition(".")[2] for message in messages if "dsa" in message.kernel}
     assert kernels == {"_write", "_scores", "_choose", "_attend" if backend == "triton_sparse" else "_places"}
+    logits = {"get_paged_mqa_logits_metadata", "fp8_paged_mqa_logits", "fp8_mqa_logits"}
+    assert {message.call[0] for message in messages if message.call} == (logits if scores == "deep_gemm" else set())

@@ -21,9 +21,12 @@ from tests.cpu.test_resolve import (
     refusal,
     run,
 )
+from thalweg.config.engine import EngineConfig
 from thalweg.config.machine import Machine
+from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.kernels import KernelConfig
-from thalweg.engine.calibration_checks import self_checks
+from thalweg.core.report import START_UP, USER, Decision
+from thalweg.engine.calibration_checks import replace_failing, self_checks
 from thalweg.launch.kernels import unsupported_layout
 
 SPARSE = LATENT | {
@@ -34,6 +37,7 @@ SPARSE = LATENT | {
     "index_n_heads": 64,
     "index_head_dim": 128,
 }
+FP8_CHECKPOINT = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
 SPARSE_NAMES = {
     "auto": None,
     "triton": "triton_sparse",
@@ -121,6 +125,85 @@ def test_divided_contexts_keep_sparse_attention_on_triton(flags: dict[str, int])
     assert attention_of(sparse, two, tp_size=2, dsa_decode_backend="triton", **flags)[0] == "triton_sparse"
     told = refusal(sparse, two, tp_size=2, dsa_decode_backend="flashmla_sparse", **flags)
     assert "it has not run with --dcp-size or --attn-cp-size above 1. Use triton." in told
+
+
+LIBRARY = dataclasses.replace(EVERYTHING, libraries=EVERYTHING.libraries | {"deep_gemm"})
+SCORES = {"dsa_paged_mqa_logits_backend": "deepgemm", "kv_cache_dtype": "fp8_ds_mla"}
+
+
+@pytest.mark.parametrize("name", ["deep_gemm", "deepgemm"])
+def test_index_scores_are_deep_gemms_where_it_is_named(name: str) -> None:
+    """Of FP8 index keys: of an FP8 cache, or of an FP8 checkpoint."""
+    sparse = facts(**SPARSE)
+    for of, flags in (
+        (sparse, {"kv_cache_dtype": "fp8_ds_mla"}),
+        (facts(**SPARSE | FP8_CHECKPOINT), {}),
+        (sparse, {"kv_cache_dtype": "fp8_e4m3", "dsa_decode_backend": "flashmla_kv"}),
+    ):
+        resolved = run(of, LIBRARY, dsa_paged_mqa_logits_backend=name, **flags)[0]
+        assert resolved.config.kernels.index_scores == "deep_gemm"
+        assert graphs(resolved) != NO_GRAPHS
+        assert run(of, LIBRARY, **flags)[0].config.kernels.index_scores == "triton", "until it has run on a GPU"
+        for wish in ("auto", "triton"):
+            kernels = run(of, LIBRARY, dsa_paged_mqa_logits_backend=wish, **flags)[0].config.kernels
+            assert kernels.index_scores == "triton"
+    assert run(sparse, LIBRARY, dsa_decode_backend="torch")[0].config.kernels.index_scores == "torch"
+
+
+@pytest.mark.parametrize(
+    ("on", "changed", "flags", "told"),
+    [
+        (H100, {}, {}, "the library is not installed. Use triton."),
+        (LIBRARY, {"index_n_heads": 16}, {}, "32 or 64 index heads on each device, of 32, 64 or 128 dims"),
+        (LIBRARY, {"index_head_dim": 256}, {}, "32 or 64 index heads on each device, of 32, 64 or 128 dims"),
+        (LIBRARY, {}, {"kv_cache_dtype": "bfloat16"}, "index_keys plain, not e4m3. Use triton."),
+        (
+            LIBRARY,
+            {},
+            {"deterministic_inference": True, "dsa_decode_backend": "triton"},
+            "no batch-invariant kernel",
+        ),
+        (LIBRARY, {}, {"dsa_decode_backend": "torch"}, "attention torch, not kernels"),
+        (dataclasses.replace(LIBRARY, capability="10.0"), {}, {}, "chip blackwell, not hopper. Use triton."),
+        (machine(), {}, {"kv_cache_dtype": None}, "needs a GPU. Use torch."),
+    ],
+)
+def test_what_deep_gemm_cannot_score(on: Machine, changed: dict[str, Any], flags: dict[str, Any], told: str) -> None:
+    got = refusal(facts(**SPARSE | changed), on, **SCORES | flags)
+    assert got.startswith("dsa_paged_mqa_logits_backend deep_gemm: ") and told in got, got
+
+
+def test_index_scores_of_other_backends_are_refused() -> None:
+    sparse, flag = facts(**SPARSE), "dsa_paged_mqa_logits_backend"
+    assert refusal(sparse, LIBRARY, **{flag: "cutedsl"}) == (
+        f"{flag}: cutedsl is no backend of sparse attention here; there is auto, triton, deep_gemm, deepgemm, torch"
+    )
+    assert refusal(sparse, LIBRARY, **{flag: "torch"}).endswith("attention kernels, not torch. Use triton.")
+    assert "has no sparse attention" in refusal(facts(**LATENT), LIBRARY, **{flag: "deepgemm"})
+
+
+@pytest.mark.parametrize("flags", [{"dcp_size": 2}, {"attn_cp_size": 2}], ids=str)
+def test_divided_contexts_keep_index_scores_on_triton(flags: dict[str, int]) -> None:
+    two, sparse = dataclasses.replace(LIBRARY, gpus=LIBRARY.gpus * 2), facts(**SPARSE)
+    told = refusal(sparse, two, tp_size=2, **SCORES, **flags)
+    assert "deep_gemm: it has not run with --dcp-size or --attn-cp-size above 1. Use triton." in told
+    kernels = KernelConfig(decode="triton_sparse", prefill="triton_sparse", index_scores="deep_gemm", fp8_index=True)
+    assert unsupported_layout(kernels, sparse, 2, True).startswith("dsa_paged_mqa_logits_backend deep_gemm: ")
+    assert not unsupported_layout(kernels, sparse, 2, False)
+
+
+def test_deep_gemms_scores_are_checked_at_start() -> None:
+    kernels = KernelConfig(decode="triton_sparse", prefill="triton_sparse", index_scores="deep_gemm", fp8_index=True)
+    of, missing = facts(**SPARSE), "DeepGEMM's index scores does not run here"
+    (check,) = self_checks(kernels, of, torch.device("cpu"))
+    assert (check.role, check.backend) == ("index_scores", "deep_gemm")
+    config = EngineConfig(model_path="m", dsa_paged_mqa_logits_backend="deep_gemm")
+    replaced = replace_failing(config, [check])
+    why = replaced.report.current()["dsa_paged_mqa_logits_backend"]
+    assert (replaced.kernels.index_scores, why.source) == ("triton", START_UP) and missing in why.reason
+    named = config.started([Decision("dsa_paged_mqa_logits_backend", "deep_gemm", USER, "")])
+    with pytest.raises(UnsupportedConfig, match=missing):
+        replace_failing(named, [check])
 
 
 def test_the_library_is_checked_at_start_and_for_each_layout() -> None:

@@ -44,6 +44,7 @@ BASES: list[tuple[Machine, dict[str, Any]]] = [  # a setting has to have its eff
     (GPU, {"model": "LARGE"}),
     (GPU, {"model": TINY, "attention_backend": "triton_sparse"}),
     (GPU, {"model": TINY, "attention_backend": "triton_sparse", "enable_hisparse": True}),
+    (GPU, {"model": "SPARSE", "kv_cache_dtype": "fp8_ds_mla"}),
     (GPU, {"model": TINY, "dtype": "bfloat16"}),
     (CPU, {"model": TINY, "speculative_algorithm": "NEXTN"}),
     (CPU, {"model": TINY, "speculative_algorithm": "NEXTN", "speculative_eagle_topk": 2}),
@@ -67,6 +68,7 @@ TEXTS = {  # of settings without choices that are no number
     "dsa_prefill_backend": "triton",
     "dsa_decode_backend": "triton",
     "dsa_topk_backend": "torch",
+    "dsa_paged_mqa_logits_backend": "deepgemm",
     "moe_runner_backend": "deep_gemm",
     "fp8_gemm_backend": "deep_gemm",
     "speculative_draft_model_path": HEAD,
@@ -122,30 +124,35 @@ def observed(machine: Machine, located: list[Any], **values: Any) -> dict[str, A
 
 
 @pytest.fixture(scope="module")
-def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that all kernels serve; its weights are not read."""
-    folder = tmp_path_factory.mktemp("large")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(Path(TINY) / name, folder)
+def large(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Models that all kernels serve, without an indexer and with one; their weights are not read."""
     sizes = {
         "hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 16, "kv_lora_rank": 512,
         "q_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
         "index_head_dim": 128, "intermediate_size": 2048, "moe_intermediate_size": 1024,
     }  # fmt: skip
-    config = json.loads((Path(TINY) / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({k: v for k, v in (config | sizes).items() if "index" not in k}))
-    return folder
+    config = json.loads((Path(TINY) / "config.json").read_text()) | sizes
+    folders = {name: tmp_path_factory.mktemp(name.lower()) for name in ("LARGE", "SPARSE")}
+    for folder, of in zip(
+        folders.values(),
+        ({k: v for k, v in config.items() if "index" not in k}, config | {"index_n_heads": 64}),
+        strict=True,
+    ):
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(Path(TINY) / name, folder)
+        (folder / "config.json").write_text(json.dumps(of))
+    return folders
 
 
 @pytest.fixture(autouse=True)
-def located(large: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def located(large: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Records where checkpoints are looked for, brings a tuned kernel, and fixes the seed that is drawn."""
     calls: list[Any] = []
     real = resolver.locate
 
     def locate(name: str, revision: str | None = None, token: str | None = None) -> Any:
         calls.append((name, revision, token))
-        return real(str(large) if name == "LARGE" else name)
+        return real(str(large.get(name, name)))
 
     case = TunedCase("case", (1,), (2,), 1.0, 2.0, 3)
     monkeypatch.setattr(tuned, "read", lambda *_: [TunedFile("gemm", (1,), "", {}, "", (case,))])

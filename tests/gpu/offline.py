@@ -229,14 +229,14 @@ def sparse() -> None:
         keys, latents = planes.paged("index", 0), LatentPlane(planes.paged("latent", 0))
         key, query = torch.empty(3, 8320, dtype=torch.bfloat16).split((128, 8192), 1)
         weights = torch.empty(3, 64)
-        made = dsa.write(key, query, weights, norm, write, keys, is_fp8)
+        made = dsa.write(key, query, weights, norm, write, keys, 1.0, is_fp8)
         asked, latent_TD = (torch.empty(3, *dims, dtype=torch.bfloat16) for dims in ((16, 192), (576,)))
         latent_norm, uk = LatentNorm(torch.empty(512)), torch.empty(16, 128, 512, dtype=torch.bfloat16)
         mla_write(asked[..., 128:], asked[..., 128:], latent_TD, latent_norm, write, latents, in_place=True)
         mla_absorb(asked, uk, latent_TD, latent_norm, write, latents, fixed=True)
         for paths in (None, torch.zeros(3, 64, dtype=torch.int32)):
             rows = QueryRows(rows_T, torch.zeros(2, 4, dtype=torch.int32), positions, paths)
-            dsa.scores(made, weights, keys, rows, 200, 1.0)
+            dsa.scores(made, weights, keys, rows, 200)
             for heads in (16, 32, 64, 128):
                 asked = torch.empty(3, heads, 576, dtype=torch.bfloat16)
                 for chosen in (torch.zeros(3, 2048, dtype=torch.int32), None):

@@ -199,14 +199,14 @@ def test_keys_and_latents_in_fp8_are_plain_torchs(has_trees: bool, cuda: torch.d
     rotate_(plain_query, turns, 0, 64, 128)
     codes, scales = quantize(hadamard(plain_query.view(tokens, 64, 128)).flatten(1), 128)
     given = weights.clone()
-    made = dsa.write(key, query, weights, norm, write, planes.paged("index", 0), True)
+    made = dsa.write(key, query, weights, norm, write, planes.paged("index", 0), 0.01, True)
     assert float((made.float() == codes.float()).float().mean()) > 0.98
-    torch.testing.assert_close(weights, given * scales, rtol=0.0, atol=1e-6)
+    torch.testing.assert_close(weights, 0.01 * given * scales, rtol=0.0, atol=1e-8)
     keys = planes.read("index", 0, planes.paged("index", 0)[1:].view(1, 1024, 132), torch.float32)[0]
     want_key = quantize(hadamard(plain_key), 128)
     stored = keys[columns]
     assert float((stored - want_key[0].float() * want_key[1]).norm() / stored.norm()) < 0.02
-    got = dsa.scores(made, weights, planes.paged("index", 0), rows, context, 0.01)
+    got = dsa.scores(made, weights, planes.paged("index", 0), rows, context)
     latent_TD, asked = normal(tokens, 576), normal(tokens, 128, 192)
     latent_norm = LatentNorm(torch.ones(512, device=cuda))
     places = write._replace(write_T=columns + 64)
@@ -238,7 +238,7 @@ def test_keys_and_latents_in_fp8_are_plain_torchs(has_trees: bool, cuda: torch.d
             path = torch.tensor(
                 [c for c in range(column + 1) if int(masks[t]) >> min(column - c, 63) & 1 or not has_trees], device=cuda
             )
-            want = 0.01 * (weights[t] @ (made[t].float().view(64, 128) @ keys[path].T).relu())
+            want = weights[t] @ (made[t].float().view(64, 128) @ keys[path].T).relu()
             torch.testing.assert_close(got[t, : len(path)], want, rtol=2e-2, atol=2e-2)
             best = path[chosen[t].long()]
             exact = (0.05 * q[t].float() @ latents[best].T).softmax(-1) @ latents[best, :512]

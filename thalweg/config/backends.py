@@ -78,6 +78,19 @@ class GemmCapabilities(Capabilities):
     deterministic: tuple[bool, ...]  # whether bits can be independent of the batch
 
 
+@dataclass(frozen=True)
+class IndexCapabilities(Capabilities):
+    """Of the scores of an indexer (DSA)."""
+
+    attention: tuple[str, ...]  # "torch", which computes its own scores, or "kernels"
+    chip: tuple[str, ...]  # GPU generation, "" on a CPU
+    index_keys: tuple[str, ...]  # type of index keys: "e4m3", or "plain" for that of activations
+    installed: tuple[bool, ...]
+    deterministic: tuple[bool, ...]  # whether bits can be independent of the batch
+    other_index_heads: tuple[bool, ...]  # of each device, or dims of them, than DeepGEMM's
+    divided: tuple[bool, ...]  # ranks divide a context (DCP) or its tokens (CP)
+
+
 C = TypeVar("C", bound=Capabilities)
 
 
@@ -92,10 +105,11 @@ class KernelBackend(Generic[C]):
     mla: str = ""  # makes what attends to latents: a decode kernel of an `MlaShape`, or a prefill function
     mla_layer: str = ""  # a decode row: in place of kernels the layer, of (factory, facts, layer, name, is_indexed)
     sparse: str = ""  # makes what attends to a choice, of a `SparseShape`; rows that have it share their planes
+    index_scores: str = ""  # the class of an indexer's scores, see `layers.index_scores`
     gqa: str = ""  # makes a `GqaKernel` of a `GqaShape`; with `gathers_keys`, a prefill function
     check_mla: str = ""
     check_gqa: str = ""
-    check: str = ""  # of experts and products
+    check: str = ""  # of experts, products and index scores
     gathers_keys: bool = False  # GQA prefill reads the cached keys of a row in one piece
     preferred_heads: int = 0  # comes first for models with at least this many heads
     # comes first for models with sparse attention of these dims: latents, rotated keys, index keys
@@ -265,7 +279,33 @@ FP8: dict[str, KernelBackend[GemmCapabilities]] = {
 }
 
 
-ALL: tuple[KernelBackend[Any], ...] = (*DECODE.values(), *PREFILL.values(), *EXPERTS.values(), *FP8.values())
+_INDEX_TRITON = IndexCapabilities(
+    attention=("kernels",),
+    chip=GPUS,
+    index_keys=("e4m3", "plain"),
+    installed=YES,
+    deterministic=BOTH,
+    other_index_heads=BOTH,
+    divided=BOTH,
+)
+INDEX_SCORES: dict[str, KernelBackend[IndexCapabilities]] = {
+    "triton": KernelBackend(supports=_INDEX_TRITON, index_scores="layers.index_scores:TritonScores"),
+    # Has not run on a GPU, so it is used where it is named; `preferred_dims=V32_DIMS` would make it the default there.
+    "deep_gemm": KernelBackend(
+        supports=replace(
+            _INDEX_TRITON, chip=("hopper",), index_keys=("e4m3",), deterministic=NO, other_index_heads=NO, divided=NO
+        ),
+        libraries=(TRITON, DEEP_GEMM),
+        index_scores="layers.index_scores:DeepGemmScores",
+        check="kernels.dsa.deep_gemm:check",
+    ),
+    "torch": KernelBackend(
+        supports=replace(_INDEX_TRITON, attention=("torch",), chip=("", "older", *GPUS)), libraries=()
+    ),
+}
+
+_CATALOGS: tuple[dict[str, KernelBackend[Any]], ...] = (DECODE, PREFILL, EXPERTS, FP8, INDEX_SCORES)
+ALL: tuple[KernelBackend[Any], ...] = tuple(row for catalog in _CATALOGS for row in catalog.values())
 LIBRARIES = {library.name: library for backend in ALL for library in backend.libraries}
 
 

@@ -54,6 +54,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Backend of matrix products with FP8 weights."""
     dsa_topk_backend: str = "triton"
     """What chooses the highest scores of an indexer, beside attention on kernels."""
+    dsa_paged_mqa_logits_backend: str = "triton"
+    """What computes the scores of an indexer."""
     shared_experts_fusion: bool | None = None
     """Whether shared experts are computed with the routed ones; None: where both are stored alike."""
     mla: bool = True
@@ -272,6 +274,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             fp8_gemm=self.fp8_gemm_backend,
             kv="" if self.kv_cache_dtype == self.dtype else self.kv_cache_dtype,
             topk=self.dsa_topk_backend,
+            index_scores=self.dsa_paged_mqa_logits_backend,
             fp8_index=self.fp8_index_keys,
             latent=self.mla,
             hot=self.hisparse_device_buffer_size,

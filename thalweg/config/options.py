@@ -66,6 +66,12 @@ TOOL_CALL_PARSERS = {
     "none": "calls stay in the text",
 }
 TOPK_BACKENDS = {"triton": "Triton kernels", "torch": "PyTorch on a GPU"}
+LOGITS_BACKENDS = {
+    "triton": "Triton kernels",
+    "deep_gemm": "DeepGEMM on Hopper, of FP8 index keys; Triton for few tokens of prompts and for trees of drafts",
+    "deepgemm": "the same",
+    "torch": "PyTorch, where it attends",
+}
 DSA_BACKENDS = {
     **TOPK_BACKENDS,
     "flashmla_sparse": "FlashMLA on Hopper, of latents in bfloat16",
@@ -215,6 +221,14 @@ class LoadOptions(Section):
         foreign=("nsa-topk-backend",),
         off="torch",
         on="triton",
+        auto="triton beside kernels, torch beside torch",
+    )
+    dsa_paged_mqa_logits_backend: str | None = setting(
+        None,
+        "what computes the scores of an indexer (DSA)",
+        meanings=LOGITS_BACKENDS,
+        off="triton",
+        on="deep_gemm",
         auto="triton beside kernels, torch beside torch",
     )
     moe_runner_backend: str | None = setting(

@@ -26,6 +26,7 @@ class KernelConfig(msgspec.Struct, frozen=True, kw_only=True):
     fp8_gemm: str = "triton"  # backend of products with FP8 weights
     kv: str = ""  # type of the KV cache, a key of `memory.planes.CODECS`; "": the model's dtype
     topk: str = "triton"  # what chooses the highest scores of an indexer beside kernels; or "torch"
+    index_scores: str = "triton"  # what computes them, a key of `config.backends.INDEX_SCORES`
     fp8_index: bool = False  # index keys and queries are e4m3 with scales
     latent: bool = True  # an MLA model caches latents; False: it caches decompressed keys and values
     hot: int = 0  # entries of a slot's hot set, with latents in host memory (`kernels.swap_in`); 0: on the device
@@ -62,4 +63,5 @@ DECISION_NAMES = {
     "prefill": "prefill_attention_backend",
     "moe": "moe_runner_backend",
     "fp8_gemm": "fp8_gemm_backend",
+    "index_scores": "dsa_paged_mqa_logits_backend",
 }

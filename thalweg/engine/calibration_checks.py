@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from thalweg.config.backends import DECODE, EXPERTS, FP8, PREFILL
+from thalweg.config.backends import DECODE, EXPERTS, FP8, INDEX_SCORES, PREFILL
 from thalweg.config.engine import EngineConfig
 from thalweg.config.entry_point import load_entry
 from thalweg.config.model import ModelFacts
@@ -74,13 +74,16 @@ def self_checks(kernels: KernelConfig, facts: ModelFacts, device: torch.device) 
         "prefill": prefill.check_mla if uses_latents else "" if is_mla else prefill.check_gqa,
         "moe": "" if facts.moe is None else EXPERTS[kernels.moe].check,
         "fp8_gemm": FP8[kernels.fp8_gemm].check if is_fp8 else "",
+        "index_scores": "" if facts.indexer is None else INDEX_SCORES[kernels.index_scores].check,
     }
-    shape = facts.heads, facts.kv_heads, facts.head_dim, facts.head_dim
     checks = []
     for role, entry in entries.items():
         if entry:
             backend: str = getattr(kernels, role)
             codes = has_fp8_experts if role == "moe" else is_fp8
+            shape = facts.heads, facts.kv_heads, facts.head_dim, facts.head_dim
+            if role == "index_scores" and facts.indexer is not None:
+                shape = facts.indexer.heads, 1, facts.indexer.dim, facts.indexer.dim
             case = CheckCase(backend, *shape, kernels.kv == "fp8_e4m3", codes)
             checks.append(SelfCheck(role, backend, partial(load_entry(entry), device, case)))
     return checks

@@ -33,6 +33,7 @@ from thalweg.engine.compile_ahead import DryRunMessage, Job
 from thalweg.kernels.gemm import toolchain
 from thalweg.kernels.gemm.deep_gemm_calls import encode
 from thalweg.kernels.gqa import fa3
+from thalweg.kernels.launch import SMS
 from thalweg.kernels.tuned import TUNED
 from thalweg.memory import hot
 from thalweg.memory.planes import Planes
@@ -150,15 +151,16 @@ def replace_libraries() -> None:
     """
     reported = set[bytes]()
 
-    def report(name: str) -> Callable[..., None]:
+    def report(name: str) -> Callable[..., Any]:
         if name.startswith("_"):  # torch and inspect ask modules for their files
             raise AttributeError(name)
 
-        def call(*args: Any, **options: Any) -> None:
+        def call(*args: Any, **options: Any) -> Any:
             message = DryRunMessage(call=[name, encode(args), options])
             if (line := msgspec.json.encode(message)) not in reported:
                 reported.add(line)
                 send(message)
+            return RESULTS[name](*args, **options) if name in RESULTS else None
 
         return call
 
@@ -169,7 +171,7 @@ def replace_libraries() -> None:
         flash_mla_with_kvcache=_flash_mla,
         flash_mla_sparse_fwd=_flash_mla_sparse,
     )
-    vars(deep_gemm)["__getattr__"] = report
+    vars(deep_gemm).update(__getattr__=report, get_num_sms=lambda: SMS)
     sys.modules.update(flash_mla=flash_mla, deep_gemm=deep_gemm)
     vars(toolchain)["for_import"] = contextlib.nullcontext
     vars(fa3)["_operation"] = lambda: _fa3
@@ -183,6 +185,28 @@ def _flash_mla(query: Tensor, plane: Tensor, table: Any, lengths: Any, rank: int
 
 def _flash_mla_sparse(query: Tensor, plane: Tensor, places: Tensor, scale: float, rank: int, **options: Any) -> Any:
     return query.new_empty(*query.shape[:2], rank), None, None
+
+
+def _schedule(lengths: Tensor, page: int, processors: int) -> Tensor:
+    return lengths.new_empty(processors + 1, 2)
+
+
+def _paged_logits(
+    query: Tensor, plane: Tensor, weights: Tensor, lengths: Tensor, table: Tensor, plan: Tensor, columns: int, **_: Any
+) -> Tensor:
+    return weights.new_empty(len(weights), columns)
+
+
+def _logits(query: Tensor, keys: Any, weights: Tensor, *_: Tensor, max_seqlen_k: int, **options: Any) -> Tensor:
+    return weights.new_empty(len(weights), max_seqlen_k)
+
+
+# of DeepGEMM's functions that return a tensor
+RESULTS: dict[str, Callable[..., Tensor]] = {
+    "get_paged_mqa_logits_metadata": _schedule,
+    "fp8_paged_mqa_logits": _paged_logits,
+    "fp8_mqa_logits": _logits,
+}
 
 
 def _fa3(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Any:

@@ -12,10 +12,25 @@ from thalweg.config import backends
 from thalweg.config.backends import FP8_CHIPS, TRITON, V32_DIMS, AttentionCapabilities, KernelBackend
 from thalweg.config.machine import Machine
 from thalweg.config.model import ModelFacts
-from thalweg.config.options import DSA_BACKENDS, TOPK_BACKENDS, LoadOptions, Options, ParallelOptions
+from thalweg.config.options import (
+    DSA_BACKENDS,
+    LOGITS_BACKENDS,
+    TOPK_BACKENDS,
+    LoadOptions,
+    Options,
+    ParallelOptions,
+)
 from thalweg.core.capabilities import LACKS, Capabilities, Required, Selected, select
 from thalweg.core.errors import UnsupportedConfig
-from thalweg.core.kernels import DECISION_NAMES, LATENT_TILE, RECORD, RECORD_TILE, TORCH, KernelConfig
+from thalweg.core.kernels import (
+    DECISION_NAMES,
+    LATENT_TILE,
+    RECORD,
+    RECORD_TILE,
+    TORCH,
+    TORCH_ATTENTION,
+    KernelConfig,
+)
 from thalweg.launch.decisions import Decisions
 from thalweg.quant.catalog import quantized, scheme_of_experts
 
@@ -26,6 +41,8 @@ FLAG, REFERENCE, SPARSE = "attention_backend", "reference", "triton_sparse"
 SPARSE_KERNELS = frozenset(name for name, row in backends.DECODE.items() if row.sparse)
 FLASHMLA = {False: "flashmla_sparse", True: "flashmla_kv"}  # by whether latents are FP8 records
 FLASHMLA_HEADS, FLASHMLA_DIMS, FLASHMLA_TILE = (64, 128), (512, 64), 128  # of a device; of latents; of a choice
+LOGITS_HEADS, LOGITS_DIMS = (32, 64), (32, 64, 128)  # of DeepGEMM: index heads of a device, and their dims
+LOGITS_NAMES = {"deepgemm": "deep_gemm"}  # other names of what computes index scores
 HOT_WHOLE_CONTEXTS = "it cannot be combined with --dcp-size or --attn-cp-size; leave one of them out"
 HIDDEN_TILE, WIDTH_TILE = 128, 64  # of an expert, for `kernels.experts.ext`
 # attention backends by the values of --dsa-*-backend; flashmla_auto is the one that reads the KV cache
@@ -85,6 +102,7 @@ def resolve_kernels(
     topk, fp8_index = _resolve_index(load, facts, decode.name, kv, decisions)
     selected = {"decode": decode, "prefill": prefill}
     selected |= resolve_gemms(options, facts, machine, device, decode.name)
+    selected |= _resolve_index_scores(options, facts, machine, required, decode.name, fp8_index, decisions)
     for role, backend in selected.items():
         decisions.add(DECISION_NAMES[role], backend.name, backend.source, backend.reason)
     chosen = {role: backend.name for role, backend in selected.items()}
@@ -101,7 +119,12 @@ def _attention_wishes(load: LoadOptions, facts: ModelFacts, is_fp8: bool) -> tup
     """
     every = None if load.attention_backend is None else Wish(FLAG, load.attention_backend, load.attention_backend)
     own = dict[str, Wish]()
-    for role, known in (("prefill", DSA_BACKENDS), ("decode", DSA_BACKENDS), ("topk", TOPK_BACKENDS)):
+    for role, known in (
+        ("prefill", DSA_BACKENDS),
+        ("decode", DSA_BACKENDS),
+        ("topk", TOPK_BACKENDS),
+        ("paged_mqa_logits", LOGITS_BACKENDS),
+    ):
         flag = f"dsa_{role}_backend"
         value = getattr(load, flag)
         if value in (None, "auto"):
@@ -112,8 +135,8 @@ def _attention_wishes(load: LoadOptions, facts: ModelFacts, is_fp8: bool) -> tup
             there = ", ".join(("auto", *known))
             raise UnsupportedConfig(f"{flag}: {value} is no backend of sparse attention here; there is {there}")
         value = FLASHMLA[is_fp8] if value == "flashmla_auto" else value
-        own[role] = Wish(flag, value, SPARSE_BACKENDS[value])
-    own.pop("topk", None)
+        if role in ("prefill", "decode"):
+            own[role] = Wish(flag, value, SPARSE_BACKENDS[value])
     if not own:
         return every, every
     decode, prefill = (own.get(a) or every or own[b] for a, b in (("decode", "prefill"), ("prefill", "decode")))
@@ -175,6 +198,37 @@ def _resolve_index(
     return topk, fp8_index
 
 
+def _resolve_index_scores(
+    options: Options,
+    facts: ModelFacts,
+    machine: Machine,
+    attention: Required,
+    decode: str,
+    fp8_index: bool,
+    decisions: Decisions,
+) -> dict[str, Selected]:
+    """What computes an indexer's scores, as a field of `KernelConfig`. attention: what its backends need to support.
+    Raises UnsupportedConfig.
+    """
+    indexer, config, asked = facts.indexer, decisions.config(), options.load.dsa_paged_mqa_logits_backend
+    if indexer is None:
+        return {}
+    heads = indexer.heads // (config.attention_tp if options.parallel.shard_indexer else 1)
+    required = {name: attention[name] for name in ("chip", "deterministic", "divided", "installed")} | {
+        "attention": "torch" if decode in TORCH_ATTENTION else "kernels",
+        "index_keys": "e4m3" if fp8_index else "plain",
+        "other_index_heads": not _fits_deep_gemm(facts, heads),
+    }
+    catalog, wish = _on(backends.INDEX_SCORES, machine, 0, _sparse_dims(facts)), asked or "auto"
+    selected = select(DECISION_NAMES["index_scores"], required, catalog, LOGITS_NAMES.get(wish, wish))
+    return {"index_scores": selected}
+
+
+def _fits_deep_gemm(facts: ModelFacts, heads: int) -> bool:
+    """Whether it scores by the index heads of a device."""
+    return facts.indexer is not None and heads in LOGITS_HEADS and facts.indexer.dim in LOGITS_DIMS
+
+
 def _fits_flashmla(facts: ModelFacts, ranks: int) -> bool:
     """Whether its sparse kernels take the heads of each of so many devices, the latents and the choice."""
     mla, indexer = facts.mla, facts.indexer
@@ -201,6 +255,8 @@ def unsupported_layout(kernels: KernelConfig, facts: ModelFacts, ranks: int, is_
             return f"attention backend {backend}: {LACKS['other_shapes']}; use triton_sparse"
         if is_divided and True not in row.supports.divided:
             return f"attention backend {backend}: {LACKS['divided']}; use triton_sparse"
+    if is_divided and True not in backends.INDEX_SCORES[kernels.index_scores].supports.divided:
+        return f"{DECISION_NAMES['index_scores']} {kernels.index_scores}: {LACKS['divided']}; use triton"
     return ""
 
 

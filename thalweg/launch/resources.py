@@ -92,6 +92,7 @@ def resolve_resources(
     kernels = resolve_hisparse(options.memory, facts, machine, device, kernels, graph_mode, decisions)
     kept = {"mla": kernels.latent, "kv_cache_dtype": kernels.kv, "shared_experts_fusion": kernels.fusion}
     kept |= {"dsa_topk_backend": kernels.topk, "fp8_index_keys": kernels.fp8_index}
+    kept |= {"dsa_paged_mqa_logits_backend": kernels.index_scores}
     decisions.fields |= kept
     check_dcp(decisions.config(), facts)
     sizes = _resolve_dtype(options, device, free, measure, decisions)

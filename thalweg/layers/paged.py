@@ -5,10 +5,10 @@ batch.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,8 @@ from thalweg.memory.planes import Planes
 
 DECODE_QUERY = 4  # rows of up to so many query tokens are decoded on latents; longer ones expand their context
 CHUNK = 1 << 14  # tokens of cached context that are expanded at a time
+
+Plan = TypeVar("Plan")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +70,21 @@ class PagedStep:
     query_rows: QueryRows | None = None
     chosen_TK: list[Tensor] = field(default_factory=list)
     schedules: dict[int, Any] = field(default_factory=dict)  # see `kernels.dsa.backends.SparseKernel`
+    score_plans: dict[tuple[int, int], Any] = field(default_factory=dict)  # of index scores, by first token and end
 
     @property
     def selects(self) -> bool:
         """Whether layers with an indexer select context, or the first step of a draft has done so for this one."""
         shared = self.batch.draft_selection
         return shared is None or shared.is_first
+
+    def score_plan(self, tokens: slice, make: Callable[[], Plan]) -> Plan:
+        """What all layers share of the index scores of these tokens; the first layer makes it."""
+        key = tokens.start, tokens.stop
+        if key not in self.score_plans:
+            self.score_plans[key] = make()
+        plan: Plan = self.score_plans[key]
+        return plan
 
     def kv_write(self, tokens: slice) -> KvWrite:
         """Rotary tables and KV slots of these tokens."""

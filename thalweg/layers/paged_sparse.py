@@ -16,7 +16,7 @@ from thalweg.attention.exchange import exchange_stored
 from thalweg.attention.selection import SelectedContexts, Selection, select_top_k
 from thalweg.batch.batch import Batch
 from thalweg.batch.draft_selection import DraftSelection
-from thalweg.config.backends import DECODE, PREFILL
+from thalweg.config.backends import DECODE, INDEX_SCORES, PREFILL
 from thalweg.config.entry_point import load_entry
 from thalweg.config.model import ModelFacts
 from thalweg.core.kernels import RECORD
@@ -28,6 +28,7 @@ from thalweg.kernels.mla import triton as mla
 from thalweg.kernels.mla.backends import MlaDecodeKernel, MlaPrefillKernel
 from thalweg.kernels.norm.triton import rows_of
 from thalweg.layers.factory import LayerFactory
+from thalweg.layers.index_scores import IndexScores
 from thalweg.layers.index_shards import index_shards, unused_indexer
 from thalweg.layers.interface import Activation, ResidualStream
 from thalweg.layers.mla import KEY_NORM_EPS, Indexer
@@ -64,6 +65,7 @@ class SparseMla(LatentMla):
         shape = SparseShape(self.rank, self.topk, self.scale)
         self.sparse_decoder: SparseKernel = load_entry(DECODE[layers.kernels.decode].sparse)(shape)
         self.sparse_prefill: SparseKernel = load_entry(PREFILL[layers.kernels.prefill].sparse)(shape)
+        self.index_scores: IndexScores = load_entry(INDEX_SCORES[layers.kernels.index_scores].index_scores)()
         if not is_indexed:
             self.weights.skips.append(unused_indexer(name))
 
@@ -103,7 +105,7 @@ class SparseMla(LatentMla):
     ) -> Tensor:
         norm = dsa.KeyNorm(indexer.key_norm.weight, indexer.key_norm.bias, KEY_NORM_EPS)
         write, keys = step.kv_write(slice(None)), step.planes.paged("index", self.layer)
-        return dsa.write(key_Td, query_TX, weights_TH, norm, write, keys, indexer.turns)
+        return dsa.write(key_Td, query_TX, weights_TH, norm, write, keys, indexer.scale, indexer.turns)
 
     def _store_key(self, indexer: Indexer, key_Td: Tensor, step: PagedStep) -> list[Tensor]:
         """Of a step that does not select: → nothing to select with."""
@@ -163,18 +165,16 @@ class SparseMla(LatentMla):
             step.chosen_TK[:] = [self._shared(shared, step.batch)]
             return step.chosen_TK[0]
         (query_TX, weights_TH), parts = index, list[Tensor]()
-        longest, keys = max(group.max_kv_len for group in step.batch.groups), step.planes.paged("index", self.layer)
-        longest = self._stored_len(longest)
         axis, by_kernel = self.indexer.axis, self.indexer.selection is select_top_k
-        at_once = max(SCORES_AT_ONCE // (4 * longest * axis.size), 1)  # each rank gets the scores of all
         choose: Choose = (
             dsa.choose if by_kernel and self.choose == "triton" else partial(choose_by, self.indexer.selection)
         )
-        for first in range(0, len(query_TX), at_once):
-            some = slice(first, first + at_once)
-            own = rows.some(some)
-            scores_TS = dsa.scores(query_TX[some], weights_TH[some], keys, own, longest, self.indexer.scale)
-            parts.append(self._choose(choose, axis.all_reduce(scores_TS), own))
+        for scored in self.index_scores.parts(step, rows, step.planes.paged("index", self.layer)):
+            longest = self._stored_len(scored.max_kv_len)
+            # each rank gets the scores of all
+            for some in scored.launches(SCORES_AT_ONCE // (4 * longest * axis.size)):
+                scores_TS = scored.scores(query_TX, weights_TH, rows, some, longest)
+                parts.append(self._choose(choose, axis.all_reduce(scores_TS), rows.some(some)))
         step.chosen_TK[:] = parts if len(parts) == 1 else [torch.cat(parts)]
         if shared is not None:
             shared.store(step.chosen_TK[0], step.batch.positions_T)

@@ -64,7 +64,8 @@ def _turned(x_ND, ROWS: constexpr, DIM: constexpr, STEPS: constexpr):
 
 @triton.jit(do_not_specialize_on_alignment=["positions", "write"])
 def _write(
-    key, query, weight, bias, cos, sin, positions, write, plane, out, head_weights, eps, heads, key_token, query_token,
+    key, query, weight, bias, cos, sin, positions, write, plane, out, head_weights, eps, scale, heads, key_token,
+    query_token,
     DIM: constexpr, ROPE: constexpr, HEADS: constexpr, FP8: constexpr, STEPS: constexpr, PDL: constexpr,
 ):  # fmt: skip
     """Program (t, 0): the key of token t; (t, 1 + b): the b-th HEADS of its index queries. STEPS: of `_turned`, or
@@ -83,10 +84,10 @@ def _write(
         if FP8:
             if STEPS > 0:
                 x = _turned(x, 1, DIM, STEPS)
-            codes, scale = codes_of(x)
+            codes, key_scale = codes_of(x)
             page, slot = plane + place // 64 * (64 * (DIM + 4)), place % 64
             tl.store(page.to(tl.pointer_type(tl.float8e4nv)) + slot * DIM + dim[None, :], codes)
-            tl.store((page + 64 * DIM).to(tl.pointer_type(tl.float32)) + slot + tl.arange(0, 1), scale)
+            tl.store((page + 64 * DIM).to(tl.pointer_type(tl.float32)) + slot + tl.arange(0, 1), key_scale)
         else:
             tl.store(plane + place * DIM + dim[None, :], encode(x, None, plane.dtype.element_ty))
     else:
@@ -94,16 +95,18 @@ def _write(
         at_q, real = query + token * query_token + head[:, None] * DIM + dim[None, :], (head < heads)[:, None]
         used = real if FP8 else real & (dim < ROPE)[None, :]
         q = rotated(tl.load(at_q, mask=used, other=0.0).to(tl.float32), cos_P, sin_P, HEADS, DIM)
+        at_w, live = head_weights + token * heads + head, head < heads
+        head_weight = tl.load(at_w, mask=live, other=0.0) * scale
         if FP8:
             q = q.to(query.dtype.element_ty).to(tl.float32)
             if STEPS > 0:
                 q = _turned(q, HEADS, DIM, STEPS)
             q_codes, q_scale = codes_of(q)
             tl.store(out + (token * heads + head[:, None]) * DIM + dim[None, :], q_codes, mask=real)
-            at_w = head_weights + token * heads + head
-            tl.store(at_w, tl.load(at_w, mask=head < heads, other=0.0) * q_scale, mask=head < heads)
+            head_weight *= q_scale
         else:
             tl.store(at_q, q.to(query.dtype.element_ty), mask=used)
+        tl.store(at_w, head_weight, mask=live)
 
 
 def write(
@@ -113,10 +116,11 @@ def write(
     norm: KeyNorm,
     write: KvWrite,
     keys_PSd: Tensor,
+    scale: float,
     hadamard: bool = False,
 ) -> Tensor:
     """Norms, rotates and stores each token's index key, and rotates its index queries: → the queries as `scores` reads
-    them. The first dims rotate.
+    them. The first dims rotate. The weights of the heads are multiplied by `scale`, in place.
 
     key_Td: a view of a projection's output. query_TX: the queries of all index heads, likewise; X may be 0. keys_PSd:
     the plane of index keys: of the model's type [P, 64, d], and queries rotate in place; or e4m3 with scales, uint8
@@ -128,7 +132,7 @@ def write(
     out = query_TX.new_empty(query_TX.shape, dtype=torch.float8_e4m3fn) if is_fp8 else query_TX
     head_weights = norm.weight_d if weights_TH is None else weights_TH
     _write[tokens, 1 + triton.cdiv(heads, QUERIES_AT_ONCE)](
-        key_Td, query_TX, norm.weight_d, norm.bias_d, *write, keys_PSd, out, head_weights, norm.eps, heads,
+        key_Td, query_TX, norm.weight_d, norm.bias_d, *write, keys_PSd, out, head_weights, norm.eps, scale, heads,
         key_Td.stride(0), query_TX.stride(0), DIM=dim, ROPE=2 * write.cos_SC.shape[1], HEADS=QUERIES_AT_ONCE,
         FP8=is_fp8, STEPS=dim.bit_length() - 1 if hadamard else 0, **launch_config(key_Td, 4),
     )  # fmt: skip
@@ -137,7 +141,7 @@ def write(
 
 @triton.jit(do_not_specialize=["columns", "table_row"], do_not_specialize_on_alignment=["table", "positions", "rows"])
 def _scores(
-    query, weights, plane, rows, table, positions, paths, out, scale, heads, columns, query_token, table_row,
+    query, weights, plane, rows, table, positions, paths, out, heads, columns, query_token, table_row,
     DIM: constexpr, HEADS: constexpr, CHUNK: constexpr, FP8: constexpr, PDL: constexpr,
 ):  # fmt: skip
     """Program (t, c): the scores of CHUNK pages of token t's context. Those past its position are left as they are."""
@@ -148,7 +152,7 @@ def _scores(
     if first < last:
         dim, real = tl.arange(0, DIM), head < heads
         q = tl.load(query + token * query_token + head[:, None] * DIM + dim[None, :], mask=real[:, None], other=0.0)
-        weight = tl.load(weights + token * heads + head, mask=real, other=0.0) * scale
+        weight = tl.load(weights + token * heads + head, mask=real, other=0.0)
         row_pages = table + tl.load(rows + token).to(tl.int64) * table_row
         for page in range(first, tl.minimum(first + CHUNK, last)):
             column = page * 64 + key
@@ -169,19 +173,17 @@ def _scores(
             tl.store(out + token * columns + column, score, mask=column <= position)
 
 
-def scores(
-    query_TX: Tensor, weights_TH: Tensor, keys_PSd: Tensor, rows: QueryRows, max_kv_len: int, scale: float
-) -> Tensor:
-    """scale * Σ_h weight[t, h] * relu(query[t, h] · key[s]) of every context token: → float32 [T, S], S whole pages;
-    undefined past a token's own position.
+def scores(query_TX: Tensor, weights_TH: Tensor, keys_PSd: Tensor, rows: QueryRows, max_kv_len: int) -> Tensor:
+    """Σ_h weight[t, h] * relu(query[t, h] · key[s]) of every context token: → float32 [T, S], S whole pages; undefined
+    past a token's own position.
 
-    query_TX: as `write` has made them, the heads of a token side by side. weights_TH: float32, contiguous.
+    query_TX: as `write` has made them, the heads of a token side by side. weights_TH: likewise; float32, contiguous.
     """
     (tokens, heads), is_fp8 = weights_TH.shape, keys_PSd.dtype == torch.uint8
     pages, dim = triton.cdiv(max_kv_len, 64), query_TX.shape[1] // heads
     out = torch.empty(tokens, pages * 64, dtype=torch.float32, device=query_TX.device)
     _scores[tokens, triton.cdiv(pages, CHUNK)](
-        query_TX, weights_TH, keys_PSd, *rows, out, scale, heads, pages * 64, query_TX.stride(0),
+        query_TX, weights_TH, keys_PSd, *rows, out, heads, pages * 64, query_TX.stride(0),
         rows.table_RL.stride(0), DIM=dim, HEADS=max(triton.next_power_of_2(heads), 16), CHUNK=CHUNK, FP8=is_fp8,
         **launch_config(out, 4, 2),
     )  # fmt: skip
@@ -267,7 +269,7 @@ def choose(scores_TS: Tensor, positions_T: Tensor, topk: int) -> Tensor:
         parts = triton.cdiv(width, block)
         out = torch.empty(tokens, parts * topk, dtype=torch.int32, device=scores_TS.device)
         _choose[tokens, parts](
-            scores_TS, positions_T, chosen_TK, out, columns, width, K=topk, BLOCK=block,
+            scores_TS, positions_T, chosen_TK, out, scores_TS.stride(0), width, K=topk, BLOCK=block,
             **launch_config(scores_TS, min(max(block // 512, 4), 16)),
         )  # fmt: skip
         chosen_TK, width = out, parts * topk

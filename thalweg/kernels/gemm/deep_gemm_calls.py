@@ -21,8 +21,10 @@ from thalweg.kernels.check import FAILURES
 from thalweg.kernels.gemm import toolchain
 
 BLOCK = 1 << 30  # bytes
-# a grouped product of groups without rows reads and writes nothing, so its tensors may be larger than the block
-GROUPED = "m_grouped_"
+# a grouped product of groups without rows, and scores by an empty schedule, read and write nothing, so their tensors
+# may be larger than the block
+UNREAD = "m_grouped_", "fp8_paged_mqa_logits"
+SCHEDULE = "get_paged_mqa_logits_metadata"  # of no context at all it would divide nothing
 
 
 class Memory:
@@ -39,17 +41,17 @@ def encode(value: Any) -> Any:
     return [encode(one) for one in value] if isinstance(value, (tuple, list)) else value
 
 
-def decode(value: Any, block: Tensor, is_limited: bool) -> Any:
-    """The inverse of `encode`. Integers, the ends of groups, are 0; other tensors lie on the block. is_limited: raises
-    ValueError for one that is larger.
+def decode(value: Any, block: Tensor, is_limited: bool, end: int = 0) -> Any:
+    """The inverse of `encode`. Integers, which are ends of groups and of contexts, are `end`; other tensors, and bytes,
+    lie on the block. is_limited: raises ValueError for one that is larger.
     """
     if isinstance(value, list):
-        return tuple(decode(one, block, is_limited) for one in value)
+        return tuple(decode(one, block, is_limited, end) for one in value)
     if not isinstance(value, dict):
         return value
     shape, stride, dtype = value["shape"], value["stride"], getattr(torch, value["dtype"])
-    if not dtype.is_floating_point:
-        return torch.zeros(shape, dtype=dtype, device=block.device)
+    if not dtype.is_floating_point and dtype != torch.uint8:
+        return torch.full(shape, end, dtype=dtype, device=block.device)
     size = (1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))) * dtype.itemsize
     if size > len(block) and is_limited:
         raise ValueError(f"{size} bytes are more than the block has")
@@ -72,7 +74,8 @@ def main(argv: list[str]) -> int:
         name, arguments, options = json.loads(line)
         error = ""
         try:
-            getattr(library, name)(*decode(arguments, block, not name.startswith(GROUPED)), **options)
+            given = decode(arguments, block, not name.startswith(UNREAD), int(name == SCHEDULE))
+            getattr(library, name)(*given, **options)
             torch.cuda.synchronize()
         except FAILURES as reason:  # another process compiles this kernel, or it does not compile
             error = str(reason).partition("\n")[0]
