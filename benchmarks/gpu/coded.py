@@ -157,21 +157,28 @@ def compare(rows: list[dict[str, Any]]) -> None:
             print(f"{row['case']}: {row['us']:.1f} us, {row['to_fp8']:.2f} of FP8, {row['share']:.2f} of the floor")
 
 
-def main() -> None:
-    log, top = Log(0.0), ceilings()
-    print({key: f"{value:.4g}" for key, value in top.items()}, torch.cuda.get_device_name(), flush=True)
-    with torch.inference_mode():
-        for name in CODED:
-            for tokens in (1, 40, 700):
-                log.attempt(f"check {name} T={tokens}", check_codes, name, tokens)
-        time_all_experts(log, top)
-        time_all_products(log, top)
+def save(log: Log, top: dict[str, float]) -> None:
+    """Adds the ratios to FP8, and writes what there is."""
     compare(log.rows)
     record = {
         "command": "python benchmarks/gpu/coded.py", "device": torch.cuda.get_device_name(), "torch": torch.__version__,
         "triton": triton.__version__, "cuda": torch.version.cuda, "ceilings": top, "failed": log.failed, "rows": log.rows,
     }  # fmt: skip
     Path(os.environ.get("OUT", "."), "coded.json").write_text(json.dumps(record, indent=1))
+
+
+def main() -> None:
+    log, top = Log(0.0), ceilings()
+    print({key: f"{value:.4g}" for key, value in top.items()}, torch.cuda.get_device_name(), flush=True)
+    try:
+        with torch.inference_mode():
+            for name in CODED:
+                for tokens in (1, 40, 700):
+                    log.attempt(f"check {name} T={tokens}", check_codes, name, tokens)
+            time_all_experts(log, top)
+            time_all_products(log, top)
+    finally:  # Ctrl-C keeps what was measured
+        save(log, top)
     print(f"failed: {log.failed}")
     sys.exit(bool(log.failed))
 

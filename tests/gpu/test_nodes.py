@@ -17,7 +17,7 @@ SOCKETS = {
     "NCCL_SOCKET_IFNAME": "lo",
     "NCCL_DEBUG": "INFO",
 }
-SPARSE = ("--dsa-decode-backend", "triton")
+TRITON = "--dsa-decode-backend triton --moe-runner-backend triton --fp8-gemm-backend triton".split()  # start sooner
 LAYOUTS = {
     "tp2": ("--tp-size", "2"),
     "dp2 ep2": ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention", "--ep-size", "2"),
@@ -29,7 +29,7 @@ LAYOUTS = {
 def test_two_nodes_serve_and_one_is_lost_and_comes_back(layout: str, tmp_path: Path, cuda: torch.device) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("takes two GPUs")
-    flags = (*LAYOUTS[layout], *SPARSE, "--max-total-tokens", "32768")
+    flags = (*LAYOUTS[layout], *TRITON, "--max-total-tokens", "32768")
     each = [SOCKETS | {"CUDA_VISIBLE_DEVICES": str(gpu)} for gpu in range(2)]
     with contextlib.closing(Nodes(tmp_path, "127.0.0.1", flags, (), each)) as nodes:
         nodes.wait("ready", seconds=200)
