@@ -153,11 +153,6 @@ SPARSE = KernelConfig(decode="triton_sparse", prefill="triton_sparse")
         ({"enable_hisparse": False, "hisparse_device_buffer_size": 9}, "without --enable-hisparse"),
         ({"of": V3}, "no sparse attention"),
         ({"kernels": KernelConfig(latent=False)}, "--no-mla keeps no latents"),
-        ({"device": "cuda", "kernels": KernelConfig(decode="torch")}, "use --attention-backend triton_sparse"),
-        (
-            {"device": "cuda", "kernels": KernelConfig(decode="triton_sparse", prefill="flashmla_sparse")},
-            "flashmla_sparse attention does not read host memory",
-        ),
         ({"device": "cuda", "kernels": KernelConfig(decode="triton_sparse", deterministic=True)}, "deterministic"),
         ({"kernels": KernelConfig(deterministic=True)}, "deterministic"),
         ({"drafts": 16}, "use --speculative-num-draft-tokens 16 or fewer drafts"),

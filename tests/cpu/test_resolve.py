@@ -416,7 +416,7 @@ V32 = LATENT | {
 
 def test_sparse_attention_has_kernels_of_its_own() -> None:
     sparse = facts(**V32)
-    assert attention_of(sparse, EVERYTHING) == ("triton_sparse", "triton_sparse", ())
+    assert attention_of(sparse, EVERYTHING) == ("triton_sparse", "triton_sparse", ()), "FlashMLA takes other heads"
     assert attention_of(sparse, EVERYTHING, deterministic_inference=True) == ("torch", "torch", ())
     assert attention_of(sparse, EVERYTHING, kv_cache_dtype="fp8")[:2] == ("triton_sparse", "triton_sparse")
     for other in ({"capability": "7.5"}, {"capability": "8.0"}):  # without e4m3

@@ -55,7 +55,7 @@ def test_every_pair_of_sparse_backends_runs_or_is_refused(decode: str, prefill: 
     reader = ("flashmla_sparse", "flashmla_kv")[is_fp8]
     flags = {"dsa_decode_backend": decode, "dsa_prefill_backend": prefill, "kv_cache_dtype": cache or None}
     meant = [SPARSE_NAMES[reader if name == "flashmla_auto" else name] for name in (decode, prefill)]
-    meant = [meant[0] or meant[1] or "triton_sparse", meant[1] or meant[0] or "triton_sparse"]
+    meant = [meant[0] or meant[1] or "triton_sparse", meant[1] or meant[0] or reader]
     sparse = facts(**SPARSE)
     if "torch" in meant and meant[0] != meant[1]:
         told = refusal(sparse, EVERYTHING, **flags)
@@ -119,6 +119,16 @@ def test_heads_of_a_device_decide_whether_flashmla_computes_sparse_attention() -
     assert attention_of(sparse, eight, **divided, **wish)[0] == "flashmla_sparse"
 
 
+def test_latents_in_host_memory_are_for_kernels_that_read_them() -> None:
+    sparse, hot = facts(**SPARSE), {"enable_hisparse": True}
+    assert attention_of(sparse, EVERYTHING)[:2] == ("triton_sparse", "flashmla_sparse")
+    assert attention_of(sparse, H100)[:2] == ("triton_sparse", "triton_sparse"), "without the library"
+    assert attention_of(sparse, EVERYTHING, **hot)[:2] == ("triton_sparse", "triton_sparse")
+    for backend in ("torch", "flashmla_sparse"):
+        told = refusal(sparse, EVERYTHING, attention_backend=backend, **hot)
+        assert f"{backend}: it does not read latents in host memory" in told and "Use triton_sparse" in told
+
+
 @pytest.mark.parametrize("flags", [{"dcp_size": 2}, {"attn_cp_size": 2}], ids=str)
 def test_divided_contexts_keep_sparse_attention_on_triton(flags: dict[str, int]) -> None:
     two, sparse = dataclasses.replace(EVERYTHING, gpus=EVERYTHING.gpus * 2), facts(**SPARSE)
@@ -131,8 +141,8 @@ LIBRARY = dataclasses.replace(EVERYTHING, libraries=EVERYTHING.libraries | {"dee
 SCORES = {"dsa_paged_mqa_logits_backend": "deepgemm", "kv_cache_dtype": "fp8_ds_mla"}
 
 
-@pytest.mark.parametrize("name", ["deep_gemm", "deepgemm"])
-def test_index_scores_are_deep_gemms_where_it_is_named(name: str) -> None:
+@pytest.mark.parametrize("name", [None, "auto", "deep_gemm", "deepgemm"])
+def test_index_scores_are_deep_gemms(name: str | None) -> None:
     """Of FP8 index keys: of an FP8 cache, or of an FP8 checkpoint."""
     sparse = facts(**SPARSE)
     for of, flags in (
@@ -143,10 +153,9 @@ def test_index_scores_are_deep_gemms_where_it_is_named(name: str) -> None:
         resolved = run(of, LIBRARY, dsa_paged_mqa_logits_backend=name, **flags)[0]
         assert resolved.config.kernels.index_scores == "deep_gemm"
         assert graphs(resolved) != NO_GRAPHS
-        assert run(of, LIBRARY, **flags)[0].config.kernels.index_scores == "triton", "until it has run on a GPU"
-        for wish in ("auto", "triton"):
-            kernels = run(of, LIBRARY, dsa_paged_mqa_logits_backend=wish, **flags)[0].config.kernels
-            assert kernels.index_scores == "triton"
+        kernels = run(of, LIBRARY, dsa_paged_mqa_logits_backend="triton", **flags)[0].config.kernels
+        assert kernels.index_scores == "triton"
+    assert run(sparse, LIBRARY)[0].config.kernels.index_scores == "triton", "index keys in bfloat16"
     assert run(sparse, LIBRARY, dsa_decode_backend="torch")[0].config.kernels.index_scores == "torch"
 
 
@@ -188,8 +197,9 @@ def test_divided_contexts_keep_index_scores_on_triton(flags: dict[str, int]) -> 
     told = refusal(sparse, two, tp_size=2, **SCORES, **flags)
     assert "deep_gemm: it has not run with --dcp-size or --attn-cp-size above 1. Use triton." in told
     kernels = KernelConfig(decode="triton_sparse", prefill="triton_sparse", index_scores="deep_gemm", fp8_index=True)
-    assert unsupported_layout(kernels, sparse, 2, True).startswith("dsa_paged_mqa_logits_backend deep_gemm: ")
-    assert not unsupported_layout(kernels, sparse, 2, False)
+    named, layout = ("index_scores",), (sparse, 2)
+    assert unsupported_layout(kernels, named, *layout, True).startswith("dsa_paged_mqa_logits_backend deep_gemm: ")
+    assert not unsupported_layout(kernels, named, *layout, False) and not unsupported_layout(kernels, (), *layout, True)
 
 
 def test_deep_gemms_scores_are_checked_at_start() -> None:
@@ -214,12 +224,12 @@ def test_the_library_is_checked_at_start_and_for_each_layout() -> None:
         assert [(role, name) for role, name, _ in found] == [("decode", backend)]
         with pytest.raises(RuntimeError, match="FlashMLA's sparse attention does not run here"):
             found[0].run()
-        refused = [bool(unsupported_layout(kernels, of, ranks, False)) for ranks in (1, 2, 4, 8)]
+        refused = [bool(unsupported_layout(kernels, ("decode",), of, ranks, False)) for ranks in (1, 2, 4, 8)]
         assert refused == [False, False, True, True]
-        assert "--dcp-size or --attn-cp-size" in unsupported_layout(kernels, of, 1, True)
+        assert "--dcp-size or --attn-cp-size" in unsupported_layout(kernels, ("decode",), of, 1, True)
+        assert not unsupported_layout(kernels, ("prefill",), of, 8, True), "another is chosen there"
     own = KernelConfig(decode="triton_sparse", prefill="triton_sparse")
-    assert not unsupported_layout(own, of, 8, True)
+    assert not unsupported_layout(own, ("decode", "prefill"), of, 8, True)
     hot = msgspec.structs.replace(own, hot=4096)
-    assert unsupported_layout(hot, of, 1, True).startswith("enable_hisparse: ") and not unsupported_layout(
-        hot, of, 1, False
-    )
+    assert unsupported_layout(hot, (), of, 1, True).startswith("enable_hisparse: ")
+    assert not unsupported_layout(hot, (), of, 1, False)

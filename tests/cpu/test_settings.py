@@ -68,7 +68,7 @@ TEXTS = {  # of settings without choices that are no number
     "dsa_prefill_backend": "triton",
     "dsa_decode_backend": "triton",
     "dsa_topk_backend": "torch",
-    "dsa_paged_mqa_logits_backend": "deepgemm",
+    "dsa_paged_mqa_logits_backend": "triton",
     "moe_runner_backend": "deep_gemm",
     "fp8_gemm_backend": "deep_gemm",
     "speculative_draft_model_path": HEAD,

@@ -56,19 +56,19 @@ class Filled:
         self.weights, self.longest = normal(generator, count, heads).to(device), max(contexts)
         self.keys = self.planes.paged("index", 0)
 
-    def expected(self, token: int) -> Tensor:
-        """By the definition, of all that the token sees."""
+    def expected(self, token: int) -> tuple[Tensor, Tensor]:
+        """By the definition, of all that the token sees; and the sums of what is added up, each without its sign."""
         position = int(self.rows.positions_T[token])
         pages = self.rows.table_RL[self.rows.rows_T[token], : position // 64 + 1].long()
         numbers = self.planes.read("index", 0, self.keys[pages], torch.float32).flatten(0, 1)[: position + 1]
         heads = self.query[token].double().view(-1, DIM)
-        exact: Tensor = self.weights[token].double() @ (heads @ numbers.double().T).relu()
-        return exact
+        weights, products = self.weights[token].double(), (heads @ numbers.double().T).relu()
+        return weights @ products, weights.abs() @ products
 
     def assert_scores(self, got: Tensor, every: int = 1) -> None:
         for token in range(0, len(got), every):
-            exact = self.expected(token)
-            error = float((got[token, : len(exact)].double() - exact).norm() / exact.norm().clamp(min=1e-9))
+            exact, size = self.expected(token)
+            error = float((got[token, : len(exact)].double() - exact).norm() / size.norm().clamp(min=1e-9))
             assert error < 2e-3, (token, len(exact), error)
 
 

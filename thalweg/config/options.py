@@ -229,7 +229,7 @@ class LoadOptions(Section):
         meanings=LOGITS_BACKENDS,
         off="triton",
         on="deep_gemm",
-        auto="triton beside kernels, torch beside torch",
+        auto="deep_gemm where it fits, else triton; torch beside torch",
     )
     moe_runner_backend: str | None = setting(
         None,

@@ -34,6 +34,7 @@ from thalweg.engine.group import ALONE, RankContext
 from thalweg.engine.other_processes import OtherProcesses
 from thalweg.engine.routing import RequestRouter
 from thalweg.parallel.process_axis import leave
+from thalweg.runner.runner import Runner
 
 LONGEST_WAIT = 0.05  # seconds to wait for other processes, between two looks at the requests
 
@@ -113,6 +114,15 @@ class NoOthers:
 NO_OTHERS = NoOthers()
 
 
+def _end(others: OtherProcesses | NoOthers, held: list[Runner]) -> None:
+    """held: the runner whose graphs hold collectives of NCCL."""
+    others.close()
+    for runner in held:
+        runner.disable_graphs()
+        gc.collect()
+        leave()
+
+
 class LocalEngine:
     """`submit` requests, then `step` until `idle`."""
 
@@ -121,7 +131,8 @@ class LocalEngine:
         if config.nnodes > 1:
             raise UnsupportedConfig("nnodes: an engine in this process has one node; use `thalweg serve` for several")
         self.others = OtherProcesses(config) if config.processes > 1 else NO_OTHERS
-        self._close = weakref.finalize(self, self.others.close)
+        held = list[Runner]()
+        self._close = weakref.finalize(self, _end, self.others, held)  # also at the end of the interpreter
         self.channel = LocalChannel(self.others.wait)
         try:
             self.loop, self.runner, facts, self.config = build(config, self.channel, self.others.join())
@@ -129,6 +140,8 @@ class LocalEngine:
         except Exception as error:
             self.others.close(error)
             raise
+        if self.config.processes > 1 and self.config.device == "cuda":
+            held.append(self.runner)
         self.vocab, self.context = facts.vocab, self.loop.scheduler.context
         self.router = RequestRouter(config.dp_size, self.config.num_pages, self.config.page_size)
         self.next_uid = self.next_control = 0
@@ -138,10 +151,6 @@ class LocalEngine:
         """Ends the other processes that share the model. Nothing can be submitted any more."""
         self.is_broken = True
         self._close()
-        if self.config.processes > 1 and self.config.device == "cuda":
-            self.runner.disable_graphs()
-            gc.collect()
-            leave()
 
     @property
     def idle(self) -> bool:

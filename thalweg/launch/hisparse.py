@@ -11,7 +11,7 @@ from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.format import format_bytes
 from thalweg.core.kernels import MOST_HOT_ENTRIES, KernelConfig
 from thalweg.launch.decisions import Decisions
-from thalweg.launch.kernels import HOT_WHOLE_CONTEXTS, SPARSE
+from thalweg.launch.kernels import HOT_WHOLE_CONTEXTS
 
 HOST_SHARE = 0.8  # of the free host memory, beside a GPU: the rest is for the process and for other programs
 SETTINGS = "hisparse_device_buffer_size", "hisparse_host_memory_gb"
@@ -73,9 +73,6 @@ def _why_not(facts: ModelFacts, device: str, kernels: KernelConfig, graph_mode: 
     if device == "cpu":
         is_reference = kernels.decode == "reference"
         return "" if is_reference else f"{kernels.decode} attention has no swap-in on a CPU; use reference"
-    for backend in (kernels.decode, kernels.prefill):
-        if backend != SPARSE:
-            return f"{backend} attention does not read host memory; use --attention-backend {SPARSE}"
     if graph_mode == "full":
         return (
             "--cuda-graph-mode full computes tokens of a prompt as rows, which would share a hot set; use"

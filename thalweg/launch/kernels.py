@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple, TypeVar
 
 import msgspec
@@ -75,7 +75,8 @@ def resolve_kernels(
     decisions.record("deterministic_inference", is_deterministic, is_deterministic, reason)
     wishes = _attention_wishes(load, facts, kv in ("fp8_e4m3", RECORD))
     dims = _sparse_dims(facts) if _runs_sparse_kernels(load, machine, device, dtype) else ()
-    if facts.indexer is not None and load.mla:
+    is_latent_sparse = facts.indexer is not None and load.mla
+    if is_latent_sparse:
         kv = _sparse_cache_type(wishes, dims, kv)
     if kv == RECORD:
         _check_records(facts, load.mla)
@@ -94,6 +95,7 @@ def resolve_kernels(
         and facts.mla.kv_lora % LATENT_TILE > 0,
         "other_shapes": not _fits_flashmla(facts, decisions.config().attention_tp),
         "divided": options.parallel.dcp_size > 1 or options.parallel.attn_cp_size > 1,
+        "host_latents": options.memory.enable_hisparse and is_latent_sparse and not is_deterministic,
         "installed": True,
     }
     decode, prefill = _attention(wishes, required, machine, facts.heads, dims)
@@ -241,21 +243,26 @@ def _fits_flashmla(facts: ModelFacts, ranks: int) -> bool:
     )
 
 
-def unsupported_layout(kernels: KernelConfig, facts: ModelFacts, ranks: int, is_divided: bool) -> str:
-    """Why these backends do not attend with the heads of each of so many devices; "" where they do. is_divided: devices
-    divide a context or its tokens.
+def unsupported_layout(
+    kernels: KernelConfig, named: Collection[str], facts: ModelFacts, ranks: int, is_divided: bool
+) -> str:
+    """Why the backends that the user named do not attend with the heads of each of so many devices; "" where they do.
+    named: their fields in `kernels`. is_divided: devices divide a context or its tokens.
     """
     if kernels.hot and is_divided:
         return f"enable_hisparse: {HOT_WHOLE_CONTEXTS}"
-    for backend, row in (
-        (kernels.decode, backends.DECODE[kernels.decode]),
-        (kernels.prefill, backends.PREFILL[kernels.prefill]),
+    for role, backend, row in (
+        ("decode", kernels.decode, backends.DECODE[kernels.decode]),
+        ("prefill", kernels.prefill, backends.PREFILL[kernels.prefill]),
     ):
+        if role not in named:
+            continue
         if True not in row.supports.other_shapes and not _fits_flashmla(facts, ranks):
             return f"attention backend {backend}: {LACKS['other_shapes']}; use triton_sparse"
         if is_divided and True not in row.supports.divided:
             return f"attention backend {backend}: {LACKS['divided']}; use triton_sparse"
-    if is_divided and True not in backends.INDEX_SCORES[kernels.index_scores].supports.divided:
+    scores = backends.INDEX_SCORES[kernels.index_scores]
+    if "index_scores" in named and is_divided and True not in scores.supports.divided:
         return f"{DECISION_NAMES['index_scores']} {kernels.index_scores}: {LACKS['divided']}; use triton"
     return ""
 

@@ -455,6 +455,37 @@ def collectives(result: Result) -> Lines:
     return table(["way", *(f"{count} {'row' if count == 1 else 'rows'}" for count in counts), "largest error"], rows)
 
 
+def index_scores(result: Result) -> Lines:
+    """A row for each load that both backends computed."""
+    found: dict[str, dict[str, Result]] = {}
+    for one in result["rows"]:
+        load, _, backend = one["name"].rpartition(", ")
+        found.setdefault(load, {})[backend] = one
+    rows = [
+        [load, f"{by['triton']['us']:,.1f}", f"{by['deep_gemm']['us']:,.1f}", f"{by['deep_gemm']['share']:.2f}"]
+        for load, by in found.items()
+        if len(by) == 2
+    ]
+    return table(["tokens", "Triton µs", "DeepGEMM µs", "its share of the limit"], rows)
+
+
+def coded(result: Result) -> Lines:
+    """A row for each number of tokens, a column for each kind of weights: the time as a share of FP8's, and the share
+    of the limit.
+    """
+    cells: dict[str, dict[str, str]] = {}
+    for one in result["rows"]:
+        operation, _, tokens = one["case"].rpartition(", ")
+        if operation.startswith("experts w"):
+            kind = operation.removeprefix("experts ")
+            cells.setdefault(tokens, {})[kind] = f"{one['to_fp8']:.2f} · {one['share']:.2f}"
+    kinds = list(dict.fromkeys(kind for by in cells.values() for kind in by))
+    return table(
+        ["tokens", *kinds],
+        [[f"{int(tokens):,}", *(by.get(kind, "–") for kind in kinds)] for tokens, by in cells.items()],
+    )
+
+
 KINDS: dict[str, Callable[[Result], Lines]] = {
     "report": report,
     "eval": evaluation,
@@ -481,6 +512,8 @@ KINDS: dict[str, Callable[[Result], Lines]] = {
     "expert-balance": expert_balance,
     "plans": plans,
     "collectives": collectives,
+    "index-scores": index_scores,
+    "coded": coded,
 }
 
 SEVERAL: dict[str, Callable[..., Lines]] = {

@@ -16,6 +16,8 @@ from thalweg.config.model import ModelFacts
 from thalweg.config.options import Options, ParallelOptions
 from thalweg.core.errors import InsufficientMemory, UnsupportedConfig
 from thalweg.core.format import format_bytes
+from thalweg.core.kernels import DECISION_NAMES
+from thalweg.core.report import USER
 from thalweg.launch.hub import locate
 from thalweg.launch.planning import processor, search
 from thalweg.launch.planning.collectives import collectives
@@ -89,7 +91,10 @@ def forecast(options: Options, request: PlanRequest, folder: str) -> Forecast:
     load = _with_lengths(request.load, facts)
     if request.layout is not None and (reason := why_not(facts, request.layout)):
         raise UnsupportedConfig(f"layout {request.layout.name}: {reason}")
-    model = PlannedModel(facts, engine.dtype, engine.decode_attention_backend == "reference", engine.kernels)
+    decided = engine.report.current()
+    wished = [role for role, name in DECISION_NAMES.items() if name in decided and decided[name].source == USER]
+    is_reference = engine.decode_attention_backend == "reference"
+    model = PlannedModel(facts, engine.dtype, is_reference, engine.kernels, named=wished)
     outcomes: list[LayoutForecast] = []
     if engine.device == "cpu":
         hardware, room = None, None

@@ -84,7 +84,7 @@ class PlannedLayout:
         self.planning, self.layout, self.load = planning, layout, load
         self.facts, self.model = planning.model.facts, planning.model.on(layout)
         kernels, is_divided = planning.model.kernels, layout.cp > 1 or layout.dcp > 1
-        reason = unsupported_layout(kernels, self.facts, layout.attention, is_divided)
+        reason = unsupported_layout(kernels, planning.model.named, self.facts, layout.attention, is_divided)
         if layout.dcp > 1:
             reason = reason or whole_contexts(kernels, self.facts)
         if reason:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -122,11 +122,12 @@ class PlannedModel:
         is_reference: bool = False,
         kernels: KernelConfig | None = None,
         redundant: int = 0,
+        named: Collection[str] = (),
     ) -> None:
         """dtype: of weights that are not quantized. is_reference: plain torch computes, with all weights
-        dequantized.
+        dequantized. named: fields of `kernels` that the user chose; others suit each layout.
         """
-        self.facts, self.dtype, self.kernels = facts, DTYPES[dtype], kernels or KernelConfig()
+        self.facts, self.dtype, self.kernels, self.named = facts, DTYPES[dtype], kernels or KernelConfig(), named
         self.is_reference, self.experts = is_reference, ExpertLayout(redundant)
         self.schemes = Declared({} if is_reference else facts.quantization_config)
         self._by_layout: dict[ParallelLayout, RankModel] = {}
