@@ -33,7 +33,8 @@ from thalweg.kernels.gemm.deep_gemm import library
 
 COLUMNS = 256  # that a block computes: the library cuts a result of other widths out of a wider one
 PAIR = 2  # tokens of a row that go together at most
-PROMPT = 128  # tokens of a prompt from which it is faster: H200, behind 28,672, 64 in 127 µs (Triton: 101), 128 in 127 (195)
+# tokens of a prompt from which it is faster: H200, behind 28,672, 127 µs for 64 (Triton 101), 127 for 128 (Triton 195)
+PROMPT = 128
 
 
 class DecodePlan(NamedTuple):

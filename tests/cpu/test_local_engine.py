@@ -1,0 +1,39 @@
+"""An engine in this process that shares its model with other processes on GPUs: how it ends."""
+
+from __future__ import annotations
+
+import gc
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from thalweg.config.engine import EngineConfig
+from thalweg.engine import local
+from thalweg.engine.group import ALONE
+
+
+def test_an_engine_that_nobody_closes_gives_up_its_graphs_and_then_its_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL would wait for the graphs at the end of the interpreter."""
+    ended: list[str] = []
+    others = SimpleNamespace(join=lambda: ALONE, wait_ready=lambda: None, wait=lambda seconds: None)
+    others.close = lambda error=None: ended.append("processes")
+    runner = SimpleNamespace(disable_graphs=lambda: ended.append("graphs"))
+    loop = SimpleNamespace(scheduler=SimpleNamespace(context=64))
+
+    def build(config: EngineConfig, *_: Any) -> tuple[Any, ...]:
+        return loop, runner, SimpleNamespace(vocab=8), config
+
+    monkeypatch.setattr(local, "OtherProcesses", lambda config: others)
+    monkeypatch.setattr(local, "build", build)
+    monkeypatch.setattr(local, "leave", lambda: ended.append("group"))
+    engine = local.LocalEngine(EngineConfig(model_path="", device="cuda", tp_size=2))
+    assert engine._close.atexit
+    engine.close()
+    engine.close()
+    assert ended == ["processes", "graphs", "group"], "once"
+    ended.clear()
+    engine = local.LocalEngine(EngineConfig(model_path="", device="cuda", tp_size=2))
+    del engine
+    gc.collect()
+    assert ended == ["processes", "graphs", "group"]
