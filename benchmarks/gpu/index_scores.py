@@ -70,14 +70,14 @@ def decode(table: Table, rows: int, context: int, query: int) -> None:
         return [functools.partial(dsa.scores, asked, weights, keys, step, context) for step in steps]
 
     def library() -> Calls:
-        plans = [deep_gemm.plan_decode(step, query) for step in steps]
+        plans = [deep_gemm.schedule_decode(step, query) for step in steps]
         return [functools.partial(deep_gemm.decode_scores, asked, weights, keys, plan, context) for plan in plans]
 
     pairs, name = rows * query * context, f"{rows} x {query} tokens at {context}"
     work = rows * context * KEY + 4 * pairs, PAIR_FLOPS * pairs
     table.add(f"decode, {name}, triton", own, *work)
     table.add(f"decode, {name}, deep_gemm", library, *work)
-    plans: Calls = [functools.partial(deep_gemm.plan_decode, step, query) for step in steps]
+    plans: Calls = [functools.partial(deep_gemm.schedule_decode, step, query) for step in steps]
     table.add(f"plan of a step, {name}, deep_gemm", lambda: plans, 0, 0)
 
 
@@ -95,7 +95,7 @@ def prompts(table: Table, tokens: int, before: int) -> None:
         for some in launches:
             dsa.scores(asked[some], weights[some], keys, rows.some(some), context)
 
-    plans = [deep_gemm.plan_prompt(positions[some]) for some in launches]
+    plans = [deep_gemm.prompt_bounds(positions[some]) for some in launches]
 
     def library(table_RL: Tensor) -> None:
         gathered = deep_gemm.gather_keys(keys, table_RL[0])

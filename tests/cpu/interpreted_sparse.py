@@ -184,7 +184,7 @@ def by_deep_gemm() -> None:
     """
     library = DeepGemm()
     library.install()
-    vars(deep_gemm)["PROMPT"] = 30
+    vars(deep_gemm)["MIN_PROMPT_TOKENS"] = 30
     by_kernel, by_library = (
         pair(select_top_k, "FF", 32, index_scores=name, **FP8)[0] for name in ("triton", "deep_gemm")
     )

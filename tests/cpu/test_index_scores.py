@@ -67,7 +67,7 @@ def test_rows_of_every_length_are_scored_in_pairs_where_they_can(query: int, lib
     asked = torch.randn(rows * query, 32 * 32, generator=generator).to(torch.float8_e4m3fn)
     weights = torch.randn(rows * query, 32, generator=generator)
     keys = planes.paged("index", 0)
-    got = deep_gemm.decode_scores(asked, weights, keys, deep_gemm.plan_decode(of, query), 190)
+    got = deep_gemm.decode_scores(asked, weights, keys, deep_gemm.schedule_decode(of, query), 190)
     together = 2 if query % 2 == 0 else 1
     assert library.calls[-1] == ("fp8_paged_mqa_logits", (rows * query // together, together))
     assert got.shape == (rows * query, 256) and got.is_contiguous()
@@ -76,6 +76,23 @@ def test_rows_of_every_length_are_scored_in_pairs_where_they_can(query: int, lib
         seen = numbers[table[token // query].long()].flatten(0, 1)[: position + 1]
         want = weights[token] @ (asked[token].float().view(32, 32) @ seen.T).relu()
         torch.testing.assert_close(got[token, : position + 1], want)
+
+
+def test_padding_inside_a_row_shortens_no_other_tokens_context(library: DeepGemm) -> None:
+    """The library reads the second length of a pair; padding is at position 0."""
+    positions = torch.tensor((7, 8, 300, 0))
+    of = QueryRows(torch.tensor((0, 0, 1, 1)).int(), torch.zeros(2, 8).int(), positions)
+    assert deep_gemm.schedule_decode(of, 2).lengths_Bn.tolist() == [[8, 9], [301, 301]]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_a_schedules_kernels_are_compiled_for_every_number_of_rows() -> None:
+    from thalweg.engine.dry_run import _kinds
+
+    lengths = torch.zeros(70, 2, dtype=torch.int32)
+    made = list(_kinds("get_paged_mqa_logits_metadata", (lengths, 64, 132)))
+    assert [(tuple(one.shape), *rest) for one, *rest in made] == [((rows, 2), 64, 132) for rows in (32, 64, 96)]
+    assert list(_kinds("fp8_gemm_nt", (1, 2))) == [(1, 2)]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -104,19 +121,20 @@ def test_each_token_of_a_step_has_one_kernel(library: DeepGemm) -> None:
             for part in cast(Any, parts)
         ]
 
-    own, prompt, few = "by_triton", deep_gemm.PROMPT, deep_gemm.PROMPT - 1
+    own, prompt, few = "by_triton", deep_gemm.MIN_PROMPT_TOKENS, deep_gemm.MIN_PROMPT_TOKENS - 1
     assert kinds([(5, 1, 300)], 5) == [("decode_rows", 5, 1)]
     assert kinds([(5, 4, 300)], 20) == [("decode_rows", 20, 4)]
     assert kinds([(5, 4, 300)], 20, has_trees=True) == [(own, 20, 1)]
     assert kinds([(1, prompt, 300), (1, prompt, 200)], 0) == [("prompt", prompt, 1)] * 2
+    assert kinds([(2, prompt, 300)], 0) == [("prompt", prompt, 1)] * 2, "prompts of one length are one group"
     mixed = [(2, 1, 300), (1, few, 300), (1, 3, 100), (1, prompt, 400), (7, 1, 1)]
     assert kinds(mixed, 2) == [("decode_rows", 2, 1), (own, few + 3, 1), ("prompt", prompt, 1), (own, 7, 1)]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-def test_a_launch_parts_no_row() -> None:
+def test_chunks_part_no_row() -> None:
     from thalweg.layers.index_scores import ScoredTokens
 
     part = ScoredTokens(slice(4, 24), 300, cast(Any, None), together=4)
-    assert [(some.start, some.stop) for some in part.launches(11)] == [(4, 12), (12, 20), (20, 24)]
-    assert [some.stop - some.start for some in part.launches(1)] == [4] * 5
+    assert [(some.start, some.stop) for some in part.chunks(11)] == [(4, 12), (12, 20), (20, 24)]
+    assert [some.stop - some.start for some in part.chunks(1)] == [4] * 5

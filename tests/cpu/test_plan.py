@@ -273,7 +273,7 @@ def test_layouts_that_serve_refuses_are_not_planned(plan: Run, v3: str, tmp_path
             ("--tp-size", "8", "--attn-cp-size", "8", "--dsa-decode-backend", "flashmla_sparse"),
             "flashmla_sparse",
         ),
-        (sparse, ("--tp-size", "8", "--shard-indexer"), "shard_indexer: its sums of scores have no price"),
+        (sparse, ("--tp-size", "8", "--shard-indexer"), "shard_indexer: plans do not count its sums of scores"),
         (v3, ("--tp-size", "8", "--dcp-size", "8", "--deterministic-inference"), "the deterministic kernels attend"),
     ):
         done = plan(path, "--machine", "h200x8", *flags)

@@ -55,7 +55,8 @@ def test_every_pair_of_sparse_backends_runs_or_is_refused(decode: str, prefill: 
     reader = ("flashmla_sparse", "flashmla_kv")[is_fp8]
     flags = {"dsa_decode_backend": decode, "dsa_prefill_backend": prefill, "kv_cache_dtype": cache or None}
     meant = [SPARSE_NAMES[reader if name == "flashmla_auto" else name] for name in (decode, prefill)]
-    meant = [meant[0] or meant[1] or "triton_sparse", meant[1] or meant[0] or reader]
+    torch_both = "torch" if "torch" in meant else None
+    meant = [meant[0] or torch_both or "triton_sparse", meant[1] or torch_both or reader]
     sparse = facts(**SPARSE)
     if "torch" in meant and meant[0] != meant[1]:
         told = refusal(sparse, EVERYTHING, **flags)
@@ -109,6 +110,14 @@ def test_sparse_backends_may_be_named_beside_attention_backend() -> None:
     assert attention_of(sparse, EVERYTHING, dsa_decode_backend="flashmla_sparse", trees=True)[0] == "flashmla_sparse"
 
 
+def test_a_role_that_no_flag_names_has_the_fastest_kernel_that_fits() -> None:
+    sparse, other = facts(**SPARSE), facts(**SPARSE | {"index_head_dim": 64})
+    wish = {"dsa_decode_backend": "triton"}
+    assert attention_of(sparse, EVERYTHING, **wish)[:2] == ("triton_sparse", "flashmla_sparse")
+    assert attention_of(other, EVERYTHING, **wish)[:2] == ("triton_sparse", "triton_sparse"), "not torch beside it"
+    assert attention_of(sparse, EVERYTHING, dsa_prefill_backend="torch")[:2] == ("torch", "torch")
+
+
 def test_heads_of_a_device_decide_whether_flashmla_computes_sparse_attention() -> None:
     """Data-parallel attention leaves all heads on a device, tensor parallelism divides them."""
     eight = dataclasses.replace(EVERYTHING, gpus=EVERYTHING.gpus * 8)
@@ -127,6 +136,8 @@ def test_latents_in_host_memory_are_for_kernels_that_read_them() -> None:
     for backend in ("torch", "flashmla_sparse"):
         told = refusal(sparse, EVERYTHING, attention_backend=backend, **hot)
         assert f"{backend}: it does not read latents in host memory" in told and "Use triton_sparse" in told
+    for wishes in ({"attention_backend": "reference"}, {"dtype": "float32"}):
+        assert "reference attention does not read host memory on a GPU" in refusal(sparse, EVERYTHING, **hot, **wishes)
 
 
 @pytest.mark.parametrize("flags", [{"dcp_size": 2}, {"attn_cp_size": 2}], ids=str)
@@ -134,7 +145,7 @@ def test_divided_contexts_keep_sparse_attention_on_triton(flags: dict[str, int])
     two, sparse = dataclasses.replace(EVERYTHING, gpus=EVERYTHING.gpus * 2), facts(**SPARSE)
     assert attention_of(sparse, two, tp_size=2, dsa_decode_backend="triton", **flags)[0] == "triton_sparse"
     told = refusal(sparse, two, tp_size=2, dsa_decode_backend="flashmla_sparse", **flags)
-    assert "it has not run with --dcp-size or --attn-cp-size above 1. Use triton." in told
+    assert "it has not run with --dcp-size or --attn-cp-size above 1, or --shard-indexer. Use triton." in told
 
 
 LIBRARY = dataclasses.replace(EVERYTHING, libraries=EVERYTHING.libraries | {"deep_gemm"})
@@ -163,8 +174,8 @@ def test_index_scores_are_deep_gemms(name: str | None) -> None:
     ("on", "changed", "flags", "told"),
     [
         (H100, {}, {}, "the library is not installed. Use triton."),
-        (LIBRARY, {"index_n_heads": 16}, {}, "32 or 64 index heads on each device, of 32, 64 or 128 dims"),
-        (LIBRARY, {"index_head_dim": 256}, {}, "32 or 64 index heads on each device, of 32, 64 or 128 dims"),
+        (LIBRARY, {"index_n_heads": 16}, {}, "32 or 64 index heads of 32, 64 or 128 dims"),
+        (LIBRARY, {"index_head_dim": 256}, {}, "32 or 64 index heads of 32, 64 or 128 dims"),
         (LIBRARY, {}, {"kv_cache_dtype": "bfloat16"}, "index_keys plain, not e4m3. Use triton."),
         (
             LIBRARY,
@@ -191,11 +202,13 @@ def test_index_scores_of_other_backends_are_refused() -> None:
     assert "has no sparse attention" in refusal(facts(**LATENT), LIBRARY, **{flag: "deepgemm"})
 
 
-@pytest.mark.parametrize("flags", [{"dcp_size": 2}, {"attn_cp_size": 2}], ids=str)
+@pytest.mark.parametrize("flags", [{"dcp_size": 2}, {"attn_cp_size": 2}, {"shard_indexer": True}], ids=str)
 def test_divided_contexts_keep_index_scores_on_triton(flags: dict[str, int]) -> None:
     two, sparse = dataclasses.replace(LIBRARY, gpus=LIBRARY.gpus * 2), facts(**SPARSE)
     told = refusal(sparse, two, tp_size=2, **SCORES, **flags)
-    assert "deep_gemm: it has not run with --dcp-size or --attn-cp-size above 1. Use triton." in told
+    assert (
+        "deep_gemm: it has not run with --dcp-size or --attn-cp-size above 1, or --shard-indexer. Use triton." in told
+    )
     kernels = KernelConfig(decode="triton_sparse", prefill="triton_sparse", index_scores="deep_gemm", fp8_index=True)
     named, layout = ("index_scores",), (sparse, 2)
     assert unsupported_layout(kernels, named, *layout, True).startswith("dsa_paged_mqa_logits_backend deep_gemm: ")
@@ -214,6 +227,16 @@ def test_deep_gemms_scores_are_checked_at_start() -> None:
     named = config.started([Decision("dsa_paged_mqa_logits_backend", "deep_gemm", USER, "")])
     with pytest.raises(UnsupportedConfig, match=missing):
         replace_failing(named, [check])
+
+
+@pytest.mark.parametrize("role", ["decode", "prefill"])
+def test_a_sparse_library_that_fails_is_replaced_by_sparse_kernels(role: str) -> None:
+    kernels = KernelConfig(**{"decode": "triton_sparse", "prefill": "triton_sparse"} | {role: "flashmla_sparse"})
+    config = EngineConfig(
+        model_path="m", decode_attention_backend=kernels.decode, prefill_attention_backend=kernels.prefill
+    )
+    replaced = replace_failing(config, self_checks(kernels, facts(**SPARSE), torch.device("cpu")))
+    assert (replaced.kernels.decode, replaced.kernels.prefill) == ("triton_sparse", "triton_sparse")
 
 
 def test_the_library_is_checked_at_start_and_for_each_layout() -> None:

@@ -83,7 +83,7 @@ def test_the_self_check_passes(heads: int, cuda: torch.device) -> None:
 def test_scores_of_decode_rows_are_plain_torchs(query: int, heads: int, cuda: torch.device) -> None:
     contexts = tuple(max(context, query) for context in CONTEXTS)
     filled = Filled(contexts, query, heads, cuda, padding=3)
-    plan = deep_gemm.plan_decode(filled.rows, query)
+    plan = deep_gemm.schedule_decode(filled.rows, query)
     got = deep_gemm.decode_scores(filled.query, filled.weights, filled.keys, plan, filled.longest)
     assert got.is_contiguous() and got.shape[1] % 256 == 0
     filled.assert_scores(got)
@@ -94,7 +94,7 @@ def test_scores_of_decode_rows_are_plain_torchs(query: int, heads: int, cuda: to
 def test_scores_of_many_rows_are_plain_torchs(count: int, cuda: torch.device) -> None:
     """As many as a block of the schedule holds, and one more."""
     filled = Filled(tuple(1 + 37 * row % 1500 for row in range(count)), 1, 64, cuda)
-    plan = deep_gemm.plan_decode(filled.rows, 1)
+    plan = deep_gemm.schedule_decode(filled.rows, 1)
     filled.assert_scores(
         deep_gemm.decode_scores(filled.query, filled.weights, filled.keys, plan, 1500), max(count // 40, 1)
     )
@@ -106,7 +106,7 @@ def test_scores_of_prompts_are_plain_torchs(count: int, before: int, heads: int,
     context = before + count
     filled = Filled((context,), count, heads, cuda)
     keys = deep_gemm.gather_keys(filled.keys, filled.rows.table_RL[0, : -(-context // 64)])
-    plan = deep_gemm.plan_prompt(filled.rows.positions_T)
+    plan = deep_gemm.prompt_bounds(filled.rows.positions_T)
     got = deep_gemm.prompt_scores(filled.query, filled.weights, keys, plan, context)
     assert got.is_contiguous() and len(got) == count
     filled.assert_scores(got, max(count // 40, 1))
@@ -120,7 +120,7 @@ def test_a_captured_step_is_the_eager_one(query: int, cuda: torch.device) -> Non
     held = QueryRows(rows.rows_T, torch.zeros_like(rows.table_RL), torch.zeros_like(rows.positions_T))
 
     def step() -> Tensor:
-        plan = deep_gemm.plan_decode(held, query)
+        plan = deep_gemm.schedule_decode(held, query)
         return deep_gemm.decode_scores(filled.query, filled.weights, filled.keys, plan, most)
 
     step()
@@ -167,10 +167,10 @@ def test_keys_that_are_not_written_yet_are_not_read(count: int, is_prompt: bool,
         if wait:
             torch.cuda.synchronize()
         if is_prompt:
-            keys, plan = deep_gemm.gather_keys(filled.keys, table[0]), deep_gemm.plan_prompt(rows.positions_T)
+            keys, plan = deep_gemm.gather_keys(filled.keys, table[0]), deep_gemm.prompt_bounds(rows.positions_T)
             out = deep_gemm.prompt_scores(codes, weights, keys, plan, 256)
         else:
-            out = deep_gemm.decode_scores(codes, weights, filled.keys, deep_gemm.plan_decode(rows, 1), 256)
+            out = deep_gemm.decode_scores(codes, weights, filled.keys, deep_gemm.schedule_decode(rows, 1), 256)
         if wait:
             torch.cuda.synchronize()
         return out

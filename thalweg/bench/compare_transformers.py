@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from thalweg.bench.command import OUTPUT, PartialRun, command, parse_engine_flags
+from thalweg.bench.command import ENGINE_FLAGS, OUTPUT, PartialRun, command, parse_engine_flags
 from thalweg.bench.display import progress_bar, show
 from thalweg.bench.in_process import (
     BENCH_SEED,
@@ -159,7 +159,8 @@ def main(argv: list[str]) -> int:
     text = (
         "Tokens a second of Thalweg and of the fastest of transformers' generate, on the same prompts in the same run."
     )
-    args, options = parse_engine_flags(argv, "thalweg bench compare-transformers", text, {"Comparison": FLAGS})
+    name, flags = "thalweg bench compare-transformers", {"Comparison": FLAGS}
+    args, options = parse_engine_flags(argv, name, text, flags, ENGINE_FLAGS[:5])  # one process has all threads
     resolved, engine = start(reserve(options, max(args.batch_size), args.input_len, args.output_len))
     if (dtype := resolved.engine.dtype) != "float32":
         raise UnsupportedConfig(

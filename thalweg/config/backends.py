@@ -88,8 +88,8 @@ class IndexCapabilities(Capabilities):
     index_keys: tuple[str, ...]  # type of index keys: "e4m3", or "plain" for that of activations
     installed: tuple[bool, ...]
     deterministic: tuple[bool, ...]  # whether bits can be independent of the batch
-    other_index_heads: tuple[bool, ...]  # of each device, or dims of them, than DeepGEMM's
-    divided: tuple[bool, ...]  # ranks divide a context (DCP) or its tokens (CP)
+    other_index_heads: tuple[bool, ...]  # or dims of them, than DeepGEMM's
+    divided: tuple[bool, ...]  # ranks divide a context (DCP), its tokens (CP) or the index heads
 
 
 C = TypeVar("C", bound=Capabilities)
@@ -241,7 +241,7 @@ PREFILL: dict[str, KernelBackend[AttentionCapabilities]] = {
     "triton": KernelBackend(supports=_TRITON, mla=_TRITON_PREFILL, gqa=_TRITON_GQA),
     "torch": KernelBackend(supports=_TORCH),
     # Five layers of DeepSeek-V3.2 on an H200: a prompt of 32,768 tokens in 0.54 s and one of 131,072 in 3.76 s; with
-    # Triton's kernel 0.86 and 5.12 s. Decode steps take the same time with both.
+    # Triton's kernel 0.86 and 5.12 s.
     **_sparse_flashmla(_TRITON_PREFILL, V32_DIMS),
     "triton_sparse": KernelBackend(
         supports=_SPARSE, mla=_TRITON_PREFILL, sparse=_TRITON_SPARSE, preferred_dims=V32_DIMS

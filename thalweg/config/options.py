@@ -69,7 +69,7 @@ TOPK_BACKENDS = {"triton": "Triton kernels", "torch": "PyTorch on a GPU"}
 LOGITS_BACKENDS = {
     "triton": "Triton kernels",
     "deep_gemm": "DeepGEMM on Hopper, of FP8 index keys; Triton for few tokens of prompts and for trees of drafts",
-    "deepgemm": "the same",
+    "deepgemm": "SGLang's spelling of deep_gemm",
     "torch": "PyTorch, where it attends",
 }
 DSA_BACKENDS = {
@@ -205,14 +205,14 @@ class LoadOptions(Section):
         "what computes sparse attention (DSA) of prompts",
         meanings=DSA_BACKENDS,
         foreign=("nsa-prefill-backend", "nsa-prefill"),
-        auto="by --attention-backend, or as decode rows",
+        auto="by --attention-backend, else FlashMLA for V3.2 where it fits, or triton",
     )
     dsa_decode_backend: str | None = setting(
         None,
         "what computes sparse attention (DSA) of decode rows; torch cannot be combined with another backend",
         meanings=DSA_BACKENDS,
         foreign=("nsa-decode-backend", "nsa-decode"),
-        auto="by --attention-backend, or as prompts",
+        auto="by --attention-backend, else triton for V3.2",
     )
     dsa_topk_backend: str | None = setting(
         None,

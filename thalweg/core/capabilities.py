@@ -30,9 +30,9 @@ LACKS = {
     "unaligned_latents": "its batch-invariant kernel needs a kv_lora_rank in whole tiles of 64",
     "other_shapes": "it needs 64 or 128 attention heads on each device, latents of 512 + 64 dims and an index_topk in"
     " whole tiles of 128",
-    "divided": "it has not run with --dcp-size or --attn-cp-size above 1",
+    "divided": "it has not run with --dcp-size or --attn-cp-size above 1, or --shard-indexer",
     "host_latents": "it does not read latents in host memory (--enable-hisparse)",
-    "other_index_heads": "it needs 32 or 64 index heads on each device, of 32, 64 or 128 dims",
+    "other_index_heads": "it needs 32 or 64 index heads of 32, 64 or 128 dims",
     "unaligned_experts": "its grouped products need a hidden size in whole tiles of 128 and, on each rank, experts as"
     " as whole tiles of 64",
 }

@@ -27,7 +27,7 @@ from thalweg.quant.catalog import quantized, scheme_of_experts
 
 log = logging.getLogger("thalweg.engine")
 
-OWN = "triton"  # replaces a library that fails
+OWN, OWN_SPARSE = "triton", "triton_sparse"  # replace a library that fails
 
 
 class SelfCheck(NamedTuple):
@@ -98,7 +98,9 @@ def replace_failing(config: EngineConfig, checks: Iterable[SelfCheck]) -> Engine
         except RuntimeError as error:
             if config.report.is_users(name):
                 raise UnsupportedConfig(f"{name}: {error}") from error
-            log.warning("%s: %s is not used, %s takes its place: %s", name, backend, OWN, error)
-            failed = Decision(name, OWN, START_UP, f"{backend} failed its self-check: {error}")
-            config = config.started([failed], **{name: OWN})
+            row = {"decode": DECODE, "prefill": PREFILL}.get(role, {}).get(backend)
+            own = OWN_SPARSE if row is not None and row.sparse else OWN
+            log.warning("%s: %s is not used, %s takes its place: %s", name, backend, own, error)
+            failed = Decision(name, own, START_UP, f"{backend} failed its self-check: {error}")
+            config = config.started([failed], **{name: own})
     return config

@@ -15,7 +15,7 @@ import os
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -31,7 +31,7 @@ from thalweg.engine.calibration_memory import runner_without_cache
 from thalweg.engine.calibration_warmup import Work, warm_up_work
 from thalweg.engine.compile_ahead import DryRunMessage, Job
 from thalweg.kernels.gemm import toolchain
-from thalweg.kernels.gemm.deep_gemm_calls import encode
+from thalweg.kernels.gemm.deep_gemm_calls import SCHEDULE, encode
 from thalweg.kernels.gqa import fa3
 from thalweg.kernels.launch import SMS
 from thalweg.kernels.tuned import TUNED
@@ -156,10 +156,11 @@ def replace_libraries() -> None:
             raise AttributeError(name)
 
         def call(*args: Any, **options: Any) -> Any:
-            message = DryRunMessage(call=[name, encode(args), options])
-            if (line := msgspec.json.encode(message)) not in reported:
-                reported.add(line)
-                send(message)
+            for kind in _kinds(name, args):
+                message = DryRunMessage(call=[name, encode(kind), options])
+                if (line := msgspec.json.encode(message)) not in reported:
+                    reported.add(line)
+                    send(message)
             return RESULTS[name](*args, **options) if name in RESULTS else None
 
         return call
@@ -185,6 +186,18 @@ def _flash_mla(query: Tensor, plane: Tensor, table: Any, lengths: Any, rank: int
 
 def _flash_mla_sparse(query: Tensor, plane: Tensor, places: Tensor, scale: float, rank: int, **options: Any) -> Any:
     return query.new_empty(*query.shape[:2], rank), None, None
+
+
+def _kinds(name: str, args: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
+    """The arguments of each kernel that serving may need beside this call's. A schedule's kernel is of so many rows in
+    whole blocks of 32, and a step may have fewer rows than this one.
+    """
+    if name == SCHEDULE:
+        lengths, *rest = args
+        for rows in range(32, len(lengths) + 32, 32):
+            yield lengths.new_empty(rows, *lengths.shape[1:]), *rest
+    else:
+        yield args
 
 
 def _schedule(lengths: Tensor, page: int, processors: int) -> Tensor:

@@ -116,11 +116,14 @@ NO_OTHERS = NoOthers()
 
 def _end(others: OtherProcesses | NoOthers, held: list[Runner]) -> None:
     """held: the runner whose graphs hold collectives of NCCL."""
-    others.close()
-    for runner in held:
-        runner.disable_graphs()
-        gc.collect()
-        leave()
+    try:
+        others.close()
+        for runner in held:
+            runner.disable_graphs()
+            gc.collect()
+    finally:
+        if held:
+            leave()
 
 
 class LocalEngine:
@@ -136,12 +139,12 @@ class LocalEngine:
         self.channel = LocalChannel(self.others.wait)
         try:
             self.loop, self.runner, facts, self.config = build(config, self.channel, self.others.join())
+            if self.config.processes > 1 and self.config.device == "cuda":
+                held.append(self.runner)
             self.others.wait_ready()
         except Exception as error:
             self.others.close(error)
             raise
-        if self.config.processes > 1 and self.config.device == "cuda":
-            held.append(self.runner)
         self.vocab, self.context = facts.vocab, self.loop.scheduler.context
         self.router = RequestRouter(config.dp_size, self.config.num_pages, self.config.page_size)
         self.next_uid = self.next_control = 0

@@ -14,7 +14,7 @@ MAX_CAPTURED_ROWS = 256  # larger steps keep the device busier than Python
 MAX_PIECEWISE_TOKENS = 2304
 WHOLE_STEPS = ("full", "full_decode_only", "full_and_piecewise")
 PIECEWISE = ("piecewise", "full_and_piecewise")
-SHARED_INDEXER = "ranks that share an indexer add up scores, which a step captured whole has of the longest context"
+SHARED_INDEXER = "with --shard-indexer a step captured whole would add up the scores of the longest context"
 
 
 def resolve_graphs(
@@ -34,7 +34,9 @@ def resolve_graphs(
     auto = "full_and_piecewise"
     if decisions.config().shard_indexer:
         if mode in WHOLE_STEPS:
-            raise UnsupportedConfig(f"{name}: {mode}, but {SHARED_INDEXER}; use piecewise, or leave shard_indexer out")
+            raise UnsupportedConfig(
+                f"{name}: {mode}, but {SHARED_INDEXER}; use piecewise, or leave --shard-indexer out"
+            )
         auto, reason = "piecewise", SHARED_INDEXER
     mode = decisions.choose(name, mode, auto, reason)
     _note_unused(options, mode, f"--cuda-graph-mode {mode} captures no such steps", decisions)

@@ -73,6 +73,8 @@ def _why_not(facts: ModelFacts, device: str, kernels: KernelConfig, graph_mode: 
     if device == "cpu":
         is_reference = kernels.decode == "reference"
         return "" if is_reference else f"{kernels.decode} attention has no swap-in on a CPU; use reference"
+    if kernels.decode == "reference":
+        return "reference attention does not read host memory on a GPU; use --attention-backend triton_sparse"
     if graph_mode == "full":
         return (
             "--cuda-graph-mode full computes tokens of a prompt as rows, which would share a hot set; use"

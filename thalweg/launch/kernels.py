@@ -41,7 +41,7 @@ FLAG, REFERENCE, SPARSE = "attention_backend", "reference", "triton_sparse"
 SPARSE_KERNELS = frozenset(name for name, row in backends.DECODE.items() if row.sparse)
 FLASHMLA = {False: "flashmla_sparse", True: "flashmla_kv"}  # by whether latents are FP8 records
 FLASHMLA_HEADS, FLASHMLA_DIMS, FLASHMLA_TILE = (64, 128), (512, 64), 128  # of a device; of latents; of a choice
-LOGITS_HEADS, LOGITS_DIMS = (32, 64), (32, 64, 128)  # of DeepGEMM: index heads of a device, and their dims
+LOGITS_HEADS, LOGITS_DIMS = (32, 64), (32, 64, 128)  # of DeepGEMM: index heads, and their dims
 LOGITS_NAMES = {"deepgemm": "deep_gemm"}  # other names of what computes index scores
 HOT_WHOLE_CONTEXTS = "it cannot be combined with --dcp-size or --attn-cp-size; leave one of them out"
 HIDDEN_TILE, WIDTH_TILE = 128, 64  # of an expert, for `kernels.experts.ext`
@@ -73,8 +73,8 @@ def resolve_kernels(
     reason = "kernels may round differently in another batch, and are faster"
     is_deterministic = load.deterministic_inference
     decisions.record("deterministic_inference", is_deterministic, is_deterministic, reason)
-    wishes = _attention_wishes(load, facts, kv in ("fp8_e4m3", RECORD))
     dims = _sparse_dims(facts) if _runs_sparse_kernels(load, machine, device, dtype) else ()
+    wishes = _attention_wishes(load, facts, kv in ("fp8_e4m3", RECORD), dims == V32_DIMS)
     is_latent_sparse = facts.indexer is not None and load.mla
     if is_latent_sparse:
         kv = _sparse_cache_type(wishes, dims, kv)
@@ -115,9 +115,12 @@ def resolve_kernels(
     return msgspec.structs.replace(other, **chosen)
 
 
-def _attention_wishes(load: LoadOptions, facts: ModelFacts, is_fp8: bool) -> tuple[Wish | None, Wish | None]:
-    """Backends that the user named for decode and prefill. A role that no flag names is that of the other one. is_fp8:
-    the KV cache. Raises UnsupportedConfig.
+def _attention_wishes(
+    load: LoadOptions, facts: ModelFacts, is_fp8: bool, has_kernels: bool
+) -> tuple[Wish | None, Wish | None]:
+    """Backends that the user named for decode and prefill; None: the fastest that fits. is_fp8: the KV cache.
+    has_kernels: sparse kernels are the default for this model; where they are not, or where torch is named, a role
+    that no flag names has the other one's backend. Raises UnsupportedConfig.
     """
     every = None if load.attention_backend is None else Wish(FLAG, load.attention_backend, load.attention_backend)
     own = dict[str, Wish]()
@@ -141,7 +144,11 @@ def _attention_wishes(load: LoadOptions, facts: ModelFacts, is_fp8: bool) -> tup
             own[role] = Wish(flag, value, SPARSE_BACKENDS[value])
     if not own:
         return every, every
-    decode, prefill = (own.get(a) or every or own[b] for a, b in (("decode", "prefill"), ("prefill", "decode")))
+    named = [*own.values()][-1]
+    other = None if has_kernels and named.backend != TORCH else named
+    decode, prefill = (own.get(role) or every or other for role in ("decode", "prefill"))
+    if decode is None or prefill is None:
+        return decode, prefill
     if decode.backend != prefill.backend and not {decode.backend, prefill.backend} <= SPARSE_KERNELS:
         wishes = sorted((prefill, decode), key=lambda wish: wish.flag == FLAG)
         named_flags = " and ".join(f"--{wish.flag.replace('_', '-')} {wish.value}" for wish in wishes)
@@ -212,23 +219,24 @@ def _resolve_index_scores(
     """What computes an indexer's scores, as a field of `KernelConfig`. attention: what its backends need to support.
     Raises UnsupportedConfig.
     """
-    indexer, config, asked = facts.indexer, decisions.config(), options.load.dsa_paged_mqa_logits_backend
-    if indexer is None:
+    asked = options.load.dsa_paged_mqa_logits_backend
+    if facts.indexer is None:
         return {}
-    heads = indexer.heads // (config.attention_tp if options.parallel.shard_indexer else 1)
-    required = {name: attention[name] for name in ("chip", "deterministic", "divided", "installed")} | {
+    required = {name: attention[name] for name in ("chip", "deterministic", "installed")} | {
+        "divided": attention["divided"] or options.parallel.shard_indexer,
         "attention": "torch" if decode in TORCH_ATTENTION else "kernels",
         "index_keys": "e4m3" if fp8_index else "plain",
-        "other_index_heads": not _fits_deep_gemm(facts, heads),
+        "other_index_heads": not _fits_deep_gemm(facts),
     }
     catalog, wish = _on(backends.INDEX_SCORES, machine, 0, _sparse_dims(facts)), asked or "auto"
     selected = select(DECISION_NAMES["index_scores"], required, catalog, LOGITS_NAMES.get(wish, wish))
     return {"index_scores": selected}
 
 
-def _fits_deep_gemm(facts: ModelFacts, heads: int) -> bool:
-    """Whether it scores by the index heads of a device."""
-    return facts.indexer is not None and heads in LOGITS_HEADS and facts.indexer.dim in LOGITS_DIMS
+def _fits_deep_gemm(facts: ModelFacts) -> bool:
+    """Whether it scores by these index heads."""
+    index = facts.indexer
+    return index is not None and index.heads in LOGITS_HEADS and index.dim in LOGITS_DIMS
 
 
 def _fits_flashmla(facts: ModelFacts, ranks: int) -> bool:

@@ -26,7 +26,7 @@ class ScoredTokens(NamedTuple):
     scores: Scores
     together: int = 1  # tokens that stay in one launch
 
-    def launches(self, most: int) -> Iterator[slice]:
+    def chunks(self, most: int) -> Iterator[slice]:
         """Of up to so many tokens each, or as many as stay together."""
         count = max(most // self.together, 1) * self.together
         for first in range(self.tokens.start, self.tokens.stop, count):
@@ -63,18 +63,21 @@ class DeepGemmScores:
         first, longest = 0, 0  # of the tokens before this group that are left to our kernel
         for group in step.batch.groups:
             is_decode = group.token_slice.stop <= step.decode
-            if not is_decode and (group.rows > 1 or group.query < deep_gemm.PROMPT):
+            if not is_decode and group.query < deep_gemm.MIN_PROMPT_TOKENS:
                 longest = max(longest, group.max_kv_len)
                 continue
             if longest:
                 yield ScoredTokens(slice(first, group.token_start), longest, own)
             first, longest = group.token_slice.stop, 0
             if is_decode:
-                by, together = partial(_decode_rows, step, keys_PSd, group.query), group.query
-            else:
-                pages_P = rows.table_RL[group.row_start, : -(-group.max_kv_len // PAGE)]
-                by, together = partial(_prompt, step, deep_gemm.gather_keys(keys_PSd, pages_P)), 1
-            yield ScoredTokens(group.token_slice, group.max_kv_len, by, together)
+                by = partial(_decode_rows, step, keys_PSd, group.query)
+                yield ScoredTokens(group.token_slice, group.max_kv_len, by, group.query)
+                continue
+            for i in range(group.rows):
+                pages_P = rows.table_RL[group.row_start + i, : -(-group.max_kv_len // PAGE)]
+                by = partial(_prompt, step, deep_gemm.gather_keys(keys_PSd, pages_P))
+                token = group.token_start + i * group.query
+                yield ScoredTokens(slice(token, token + group.query), group.max_kv_len, by)
         if longest:
             yield ScoredTokens(slice(first, len(rows.rows_T)), longest, own)
 
@@ -95,7 +98,7 @@ def _decode_rows(
     some: slice,
     max_kv_len: int,
 ) -> Tensor:
-    plan = step.score_plan(some, lambda: deep_gemm.plan_decode(rows.some(some), query))
+    plan = step.metadata_of_scores(some, lambda: deep_gemm.schedule_decode(rows.some(some), query))
     return deep_gemm.decode_scores(query_TX[some], weights_TH[some], keys_PSd, plan, max_kv_len)
 
 
@@ -108,5 +111,5 @@ def _prompt(
     some: slice,
     max_kv_len: int,
 ) -> Tensor:
-    plan = step.score_plan(some, lambda: deep_gemm.plan_prompt(rows.positions_T[some]))
+    plan = step.metadata_of_scores(some, lambda: deep_gemm.prompt_bounds(rows.positions_T[some]))
     return deep_gemm.prompt_scores(query_TX[some], weights_TH[some], keys, plan, max_kv_len)

@@ -34,7 +34,7 @@ from thalweg.memory.planes import Planes
 DECODE_QUERY = 4  # rows of up to so many query tokens are decoded on latents; longer ones expand their context
 CHUNK = 1 << 14  # tokens of cached context that are expanded at a time
 
-Plan = TypeVar("Plan")
+Metadata = TypeVar("Metadata")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class PagedStep:
     query_rows: QueryRows | None = None
     chosen_TK: list[Tensor] = field(default_factory=list)
     schedules: dict[int, Any] = field(default_factory=dict)  # see `kernels.dsa.backends.SparseKernel`
-    score_plans: dict[tuple[int, int], Any] = field(default_factory=dict)  # of index scores, by first token and end
+    score_metadata: dict[tuple[int, int], Any] = field(default_factory=dict)  # of index scores, by first token and end
 
     @property
     def selects(self) -> bool:
@@ -78,13 +78,13 @@ class PagedStep:
         shared = self.batch.draft_selection
         return shared is None or shared.is_first
 
-    def score_plan(self, tokens: slice, make: Callable[[], Plan]) -> Plan:
+    def metadata_of_scores(self, tokens: slice, make: Callable[[], Metadata]) -> Metadata:
         """What all layers share of the index scores of these tokens; the first layer makes it."""
         key = tokens.start, tokens.stop
-        if key not in self.score_plans:
-            self.score_plans[key] = make()
-        plan: Plan = self.score_plans[key]
-        return plan
+        if key not in self.score_metadata:
+            self.score_metadata[key] = make()
+        metadata: Metadata = self.score_metadata[key]
+        return metadata
 
     def kv_write(self, tokens: slice) -> KvWrite:
         """Rotary tables and KV slots of these tokens."""

@@ -99,8 +99,8 @@ class HotSparseMla(SparseMla):
 
 def _launches(batch: Batch, first: int, last: int) -> list[Launch]:
     """The rows of the step's tokens `first` to `last`. Rows that read copies share a launch, up to CHUNK tokens of
-    context: each choice is split by the number of tokens in a launch, so rows in launches of their own would take
-    longer, and be rounded otherwise than where latents are on the device.
+    context: a row by itself is split into more parts, which takes longer and is rounded otherwise than where latents
+    are on the device.
     """
     launches: list[Launch] = []
     for group in batch.groups:

@@ -172,7 +172,7 @@ class SparseMla(LatentMla):
         for scored in self.index_scores.parts(step, rows, step.planes.paged("index", self.layer)):
             longest = self._stored_len(scored.max_kv_len)
             # each rank gets the scores of all
-            for some in scored.launches(SCORES_AT_ONCE // (4 * longest * axis.size)):
+            for some in scored.chunks(SCORES_AT_ONCE // (4 * longest * axis.size)):
                 scores_TS = scored.scores(query_TX, weights_TH, rows, some, longest)
                 parts.append(self._choose(choose, axis.all_reduce(scores_TS), rows.some(some)))
         step.chosen_TK[:] = parts if len(parts) == 1 else [torch.cat(parts)]

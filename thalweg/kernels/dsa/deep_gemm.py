@@ -31,13 +31,13 @@ from thalweg.kernels.case import normal
 from thalweg.kernels.check import check_results
 from thalweg.kernels.gemm.deep_gemm import library
 
-COLUMNS = 256  # that a block computes: the library cuts a result of other widths out of a wider one
-PAIR = 2  # tokens of a row that go together at most
-# tokens of a prompt from which it is faster: H200, behind 28,672, 127 µs for 64 (Triton 101), 127 for 128 (Triton 195)
-PROMPT = 128
+COLUMN_BLOCK = 256  # that a block computes: the library cuts a result of other widths out of a wider one
+MAX_QUERY_TOKENS = 2  # tokens of a row that go together at most
+# tokens of a prompt from which it is faster: H200, behind 28,672, 121 µs for 64 (Triton 101), 121 for 128 (Triton 195)
+MIN_PROMPT_TOKENS = 128
 
 
-class DecodePlan(NamedTuple):
+class PagedSchedule(NamedTuple):
     """What all layers of a step share."""
 
     lengths_Bn: Tensor  # int32: what each token sees
@@ -45,7 +45,7 @@ class DecodePlan(NamedTuple):
     schedule: Tensor  # int32 [multiprocessors + 1, 2]: where each begins
 
 
-class PromptPlan(NamedTuple):
+class PromptBounds(NamedTuple):
     """What all layers of a step share: int32 [T], the first of the gathered keys that a token sees, and the end."""
 
     starts_T: Tensor
@@ -59,16 +59,19 @@ class GatheredKeys(NamedTuple):
     scales_S: Tensor  # float32
 
 
-def plan_decode(rows: QueryRows, query: int) -> DecodePlan:
+def schedule_decode(rows: QueryRows, query: int) -> PagedSchedule:
     """Of whole rows with `query` tokens each."""
-    together = 1 if query % PAIR else PAIR
+    together = 1 if query % MAX_QUERY_TOKENS else MAX_QUERY_TOKENS
     lengths_Bn = (rows.positions_T + 1).to(torch.int32).view(-1, together)
+    lengths_Bn[:, -1] = lengths_Bn.amax(1)  # the library reads the last; padding inside a row is at position 0
     table_BL = rows.table_RL.index_select(0, rows.rows_T[::together])
     schedule = library().get_paged_mqa_logits_metadata(lengths_Bn, PAGE, library().get_num_sms())
-    return DecodePlan(lengths_Bn, table_BL, schedule)
+    return PagedSchedule(lengths_Bn, table_BL, schedule)
 
 
-def decode_scores(query_TX: Tensor, weights_TH: Tensor, keys_PSd: Tensor, plan: DecodePlan, max_kv_len: int) -> Tensor:
+def decode_scores(
+    query_TX: Tensor, weights_TH: Tensor, keys_PSd: Tensor, plan: PagedSchedule, max_kv_len: int
+) -> Tensor:
     """As `triton.scores`: float32 [T, S], S at least `max_kv_len`. keys_PSd: e4m3 with scales."""
     query_BnHd = query_TX.view(*plan.lengths_Bn.shape, weights_TH.shape[1], -1)
     scores_TS: Tensor = library().fp8_paged_mqa_logits(
@@ -77,10 +80,10 @@ def decode_scores(query_TX: Tensor, weights_TH: Tensor, keys_PSd: Tensor, plan: 
     return scores_TS
 
 
-def plan_prompt(positions_T: Tensor) -> PromptPlan:
+def prompt_bounds(positions_T: Tensor) -> PromptBounds:
     """Of tokens of one row."""
     ends_T = (positions_T + 1).to(torch.int32)
-    return PromptPlan(torch.zeros_like(ends_T), ends_T)
+    return PromptBounds(torch.zeros_like(ends_T), ends_T)
 
 
 def gather_keys(keys_PSd: Tensor, pages_P: Tensor) -> GatheredKeys:
@@ -93,7 +96,7 @@ def gather_keys(keys_PSd: Tensor, pages_P: Tensor) -> GatheredKeys:
 
 
 def prompt_scores(
-    query_TX: Tensor, weights_TH: Tensor, keys: GatheredKeys, plan: PromptPlan, max_kv_len: int
+    query_TX: Tensor, weights_TH: Tensor, keys: GatheredKeys, plan: PromptBounds, max_kv_len: int
 ) -> Tensor:
     """As `decode_scores`, of tokens of one row."""
     query_THd, columns = query_TX.view(*weights_TH.shape, -1), _columns(max_kv_len)
@@ -104,7 +107,7 @@ def prompt_scores(
 
 
 def _columns(max_kv_len: int) -> int:
-    return -(-max_kv_len // COLUMNS) * COLUMNS
+    return -(-max_kv_len // COLUMN_BLOCK) * COLUMN_BLOCK
 
 
 def check(device: torch.device, case: CheckCase) -> None:
@@ -128,9 +131,9 @@ def check(device: torch.device, case: CheckCase) -> None:
     def run() -> list[Tensor]:
         rows, paged = QueryRows(rows_T.to(device), table.to(device), positions.to(device)), plane.to(device)
         q, w = query.to(device), weights.to(device)
-        found = [decode_scores(q, w, paged, plan_decode(rows, query), 300) for query in (1, PAIR)]
+        found = [decode_scores(q, w, paged, schedule_decode(rows, query), 300) for query in (1, MAX_QUERY_TOKENS)]
         for row, some in (0, slice(0, 2)), (1, slice(2, 6)):
-            plan, keys = plan_prompt(rows.positions_T[some]), gather_keys(paged, rows.table_RL[row])
+            plan, keys = prompt_bounds(rows.positions_T[some]), gather_keys(paged, rows.table_RL[row])
             found.append(prompt_scores(q[some], w[some], keys, plan, 300))
         every = [*found[0], *found[1], *found[2], *found[3]]
         return [scores[: len(right)] for scores, right in zip(every, exact * 3, strict=True)]

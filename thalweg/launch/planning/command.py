@@ -181,7 +181,7 @@ def _layout(options: Options, machine: Hardware) -> ParallelLayout | None:
     if wish == default:
         return None
     if wish.shard_indexer:
-        raise UnsupportedConfig("shard_indexer: its sums of scores have no price in a plan; leave it out")
+        raise UnsupportedConfig("shard_indexer: plans do not count its sums of scores; leave it out")
     # this loads torch, which --help need not
     from thalweg.launch.planning.layouts import ParallelLayout, why_not_on_nodes
 
