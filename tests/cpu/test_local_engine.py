@@ -28,7 +28,6 @@ def test_an_engine_that_nobody_closes_gives_up_its_graphs_and_then_its_group(mon
     monkeypatch.setattr(local, "build", build)
     monkeypatch.setattr(local, "leave", lambda: ended.append("group"))
     engine = local.LocalEngine(EngineConfig(model_path="", device="cuda", tp_size=2))
-    assert engine._close.atexit
     engine.close()
     engine.close()
     assert ended == ["processes", "graphs", "group"], "once"
