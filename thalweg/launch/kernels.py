@@ -75,29 +75,11 @@ def resolve_kernels(
     decisions.record("deterministic_inference", is_deterministic, is_deterministic, reason)
     dims = _sparse_dims(facts) if _runs_sparse_kernels(load, machine, device, dtype) else ()
     wishes = _attention_wishes(load, facts, kv in ("fp8_e4m3", RECORD), dims == V32_DIMS)
-    is_latent_sparse = facts.indexer is not None and load.mla
-    if is_latent_sparse:
+    if facts.indexer is not None and load.mla:
         kv = _sparse_cache_type(wishes, dims, kv)
     if kv == RECORD:
         _check_records(facts, load.mla)
-    required = {
-        "device": device,
-        "chip": machine.chip if device == "cuda" else "",
-        "heads": "gqa" if facts.mla is None else "mla" if load.mla else "mha",
-        "sparse": facts.indexer is not None,
-        "kv": kv or dtype,
-        "dtype": dtype,
-        "deterministic": is_deterministic,
-        "trees": has_trees,
-        "unaligned_latents": is_deterministic
-        and load.mla
-        and facts.mla is not None
-        and facts.mla.kv_lora % LATENT_TILE > 0,
-        "other_shapes": not _fits_flashmla(facts, decisions.config().attention_tp),
-        "divided": options.parallel.dcp_size > 1 or options.parallel.attn_cp_size > 1,
-        "host_latents": options.memory.enable_hisparse and is_latent_sparse and not is_deterministic,
-        "installed": True,
-    }
+    required = _requirements(options, facts, machine, device, kv or dtype, dtype, has_trees, decisions)
     decode, prefill = _attention(wishes, required, machine, facts.heads, dims)
     asked = load.attention_backend
     decisions.record(FLAG, asked or "auto", asked is not None, "the fastest that fits")
@@ -113,6 +95,37 @@ def resolve_kernels(
         kv=kv, latent=load.mla, deterministic=is_deterministic, fusion=fusion, topk=topk, fp8_index=fp8_index
     )
     return msgspec.structs.replace(other, **chosen)
+
+
+def _requirements(
+    options: Options,
+    facts: ModelFacts,
+    machine: Machine,
+    device: str,
+    kv: str,
+    dtype: str,
+    has_trees: bool,
+    decisions: Decisions,
+) -> Required:
+    """What attention needs. kv, dtype: of the KV cache and of activations. has_trees: drafts form a tree."""
+    is_deterministic, parallel = options.load.deterministic_inference, options.parallel
+    mla = facts.mla if options.load.mla else None
+    in_host = options.memory.enable_hisparse and facts.indexer is not None and mla is not None
+    return {
+        "device": device,
+        "chip": machine.chip if device == "cuda" else "",
+        "heads": "gqa" if facts.mla is None else "mha" if mla is None else "mla",
+        "sparse": facts.indexer is not None,
+        "kv": kv,
+        "dtype": dtype,
+        "deterministic": is_deterministic,
+        "trees": has_trees,
+        "unaligned_latents": is_deterministic and mla is not None and mla.kv_lora % LATENT_TILE > 0,
+        "other_shapes": not _fits_flashmla(facts, decisions.config().attention_tp),
+        "divided": parallel.dcp_size > 1 or parallel.attn_cp_size > 1,
+        "host_latents": in_host and not is_deterministic,
+        "installed": True,
+    }
 
 
 def _attention_wishes(
