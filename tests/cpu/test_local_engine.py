@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from thalweg.config.engine import EngineConfig
-from thalweg.engine import local
+from thalweg.engine import local, other_processes
 from thalweg.engine.group import ALONE
 
 
@@ -26,7 +26,7 @@ def test_an_engine_that_nobody_closes_gives_up_its_graphs_and_then_its_group(mon
 
     monkeypatch.setattr(local, "OtherProcesses", lambda config: others)
     monkeypatch.setattr(local, "build", build)
-    monkeypatch.setattr(local, "leave", lambda: ended.append("group"))
+    monkeypatch.setattr(other_processes, "leave", lambda: ended.append("group"))
     engine = local.LocalEngine(EngineConfig(model_path="", device="cuda", tp_size=2))
     engine.close()
     engine.close()

@@ -4,7 +4,6 @@ processes share the model, the caller's is the first of them.
 
 from __future__ import annotations
 
-import gc
 import time
 import weakref
 from typing import Callable, Sequence, TypedDict, Unpack
@@ -31,9 +30,8 @@ from thalweg.core.retention import CacheRetention
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.build import build
 from thalweg.engine.group import ALONE, RankContext
-from thalweg.engine.other_processes import OtherProcesses
+from thalweg.engine.other_processes import OtherProcesses, end
 from thalweg.engine.routing import RequestRouter
-from thalweg.parallel.process_axis import leave
 from thalweg.runner.runner import Runner
 
 LONGEST_WAIT = 0.05  # seconds to wait for other processes, between two looks at the requests
@@ -114,18 +112,6 @@ class NoOthers:
 NO_OTHERS = NoOthers()
 
 
-def _end(others: OtherProcesses | NoOthers, held: list[Runner]) -> None:
-    """held: the runner whose graphs hold collectives of NCCL."""
-    try:
-        others.close()
-        for runner in held:
-            runner.disable_graphs()
-            gc.collect()
-    finally:
-        if held:
-            leave()
-
-
 class LocalEngine:
     """`submit` requests, then `step` until `idle`."""
 
@@ -135,7 +121,7 @@ class LocalEngine:
             raise UnsupportedConfig("nnodes: an engine in this process has one node; use `thalweg serve` for several")
         self.others = OtherProcesses(config) if config.processes > 1 else NO_OTHERS
         held = list[Runner]()
-        self._close = weakref.finalize(self, _end, self.others, held)  # also at the end of the interpreter
+        self._close = weakref.finalize(self, end, self.others.close, held)  # also at the end of the interpreter
         self.channel = LocalChannel(self.others.wait)
         try:
             self.loop, self.runner, facts, self.config = build(config, self.channel, self.others.join())

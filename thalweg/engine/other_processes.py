@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import select
 import tempfile
 import threading
+from collections.abc import Callable
 from multiprocessing.connection import wait as wait_for
 from pathlib import Path
 
@@ -15,7 +17,8 @@ from thalweg.core.errors import EngineDead
 from thalweg.core.messages import EngineReady, Fatal, FromEngine, Rejected, StepUpdate, Submit, ToEngine
 from thalweg.engine.group import RankContext, join, place_of
 from thalweg.engine.processes import EngineProcesses
-from thalweg.parallel.process_axis import abort, disconnect
+from thalweg.parallel.process_axis import abort, disconnect, leave
+from thalweg.runner.runner import Runner
 
 LOSS_S = 2.0  # in which the loss of another process is noticed and explained
 
@@ -123,3 +126,15 @@ class OtherProcesses:
             disconnect()
         if why:
             raise EngineDead(why) from error
+
+
+def end(close: Callable[[], None], held: list[Runner]) -> None:
+    """close: ends the other processes. held: the runner whose graphs hold collectives of NCCL."""
+    try:
+        close()
+        for runner in held:
+            runner.disable_graphs()
+            gc.collect()
+    finally:
+        if held:
+            leave()
