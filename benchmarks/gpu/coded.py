@@ -88,8 +88,8 @@ def time_experts(
     flops = 6 * tokens * (SLIM.rule.topk + SLIM.rule.shared) * SLIM.hidden * SLIM.inner
     ideal = max(moved / top["read"], flops / top[math])
     return {
-        "us": took * 1e6, "floor_us": ideal * 1e6, "share": ideal / took, "experts": covered, "GB/s": moved / took / 1e9,
-        "TFLOP/s": flops / took / 1e12,
+        "us": took * 1e6, "floor_us": ideal * 1e6, "share": ideal / took, "experts": covered,
+        "GB/s": moved / took / 1e9, "TFLOP/s": flops / took / 1e12,
     }  # fmt: skip
 
 
@@ -162,7 +162,8 @@ def save(log: Log, top: dict[str, float]) -> None:
     compare(log.rows)
     record = {
         "command": "python benchmarks/gpu/coded.py", "device": torch.cuda.get_device_name(), "torch": torch.__version__,
-        "triton": triton.__version__, "cuda": torch.version.cuda, "ceilings": top, "failed": log.failed, "rows": log.rows,
+        "triton": triton.__version__, "cuda": torch.version.cuda, "ceilings": top, "failed": log.failed,
+        "rows": log.rows,
     }  # fmt: skip
     Path(os.environ.get("OUT", "."), "coded.json").write_text(json.dumps(record, indent=1))
 

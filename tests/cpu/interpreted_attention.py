@@ -1,5 +1,5 @@
-"""Attention kernels under Triton's interpreter, which needs no GPU: a context cut into parts and merged by its LSE is the
-whole. A process of its own, since Triton looks once whether it interprets.
+"""Attention kernels under Triton's interpreter, which needs no GPU: a context cut into parts and merged by its LSE is
+the whole. A process of its own, since Triton looks once whether it interprets.
 
     TRITON_INTERPRET=1 python -m tests.cpu.interpreted_attention
 """
@@ -261,7 +261,8 @@ def chosen_of_ties() -> None:
         positions = torch.tensor([columns - 1, columns - 7, columns - 70])
         chosen = dsa.choose(scores, positions, topk)
         for t, position in enumerate(positions.tolist()):
-            wanted = sorted(sorted(range(position + 1), key=lambda i, t=t: (-float(scores[t, i]), i))[:topk])  # type: ignore[misc]
+            row = scores[t].tolist()
+            wanted = sorted(sorted(range(position + 1), key=lambda i, row=row: (-row[i], i))[:topk])  # type: ignore[misc]
             assert chosen[t].tolist() == wanted + [-1] * (topk - len(wanted)), (topk, columns, t)
 
 

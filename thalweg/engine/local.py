@@ -120,13 +120,13 @@ class LocalEngine:
         if config.nnodes > 1:
             raise UnsupportedConfig("nnodes: an engine in this process has one node; use `thalweg serve` for several")
         self.others = OtherProcesses(config) if config.processes > 1 else NO_OTHERS
-        held = list[Runner]()
-        self._close = weakref.finalize(self, end, self.others.close, held)  # also at the end of the interpreter
+        runners = list[Runner]()
+        self._close = weakref.finalize(self, end, self.others.close, runners)  # also at the end of the interpreter
         self.channel = LocalChannel(self.others.wait)
         try:
             self.loop, self.runner, facts, self.config = build(config, self.channel, self.others.join())
             if self.config.processes > 1 and self.config.device == "cuda":
-                held.append(self.runner)
+                runners.append(self.runner)
             self.others.wait_ready()
         except Exception as error:
             self.others.close(error)

@@ -128,13 +128,13 @@ class OtherProcesses:
             raise EngineDead(why) from error
 
 
-def end(close: Callable[[], None], held: list[Runner]) -> None:
-    """close: ends the other processes. held: the runner whose graphs hold collectives of NCCL."""
+def end(close: Callable[[], None], runners: list[Runner]) -> None:
+    """close: ends the other processes. runners: this process's, whose graphs hold collectives of NCCL, if any."""
     try:
         close()
-        for runner in held:
+        for runner in runners:
             runner.disable_graphs()
             gc.collect()
     finally:
-        if held:
+        if runners:
             leave()

@@ -98,8 +98,8 @@ def _decode_rows(
     some: slice,
     max_kv_len: int,
 ) -> Tensor:
-    plan = step.metadata_of_scores(some, lambda: deep_gemm.schedule_decode(rows.some(some), query))
-    return deep_gemm.decode_scores(query_TX[some], weights_TH[some], keys_PSd, plan, max_kv_len)
+    metadata = step.metadata_of_scores(some, lambda: deep_gemm.schedule_decode(rows.some(some), query))
+    return deep_gemm.decode_scores(query_TX[some], weights_TH[some], keys_PSd, metadata, max_kv_len)
 
 
 def _prompt(
@@ -111,5 +111,5 @@ def _prompt(
     some: slice,
     max_kv_len: int,
 ) -> Tensor:
-    plan = step.metadata_of_scores(some, lambda: deep_gemm.prompt_bounds(rows.positions_T[some]))
-    return deep_gemm.prompt_scores(query_TX[some], weights_TH[some], keys, plan, max_kv_len)
+    metadata = step.metadata_of_scores(some, lambda: deep_gemm.prompt_bounds(rows.positions_T[some]))
+    return deep_gemm.prompt_scores(query_TX[some], weights_TH[some], keys, metadata, max_kv_len)

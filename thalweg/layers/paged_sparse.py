@@ -124,7 +124,7 @@ class SparseMla(LatentMla):
         return self._values(query_THD, step, chosen_TK, step.query_rows)
 
     def _values(self, query_THD: Tensor, step: PagedStep, chosen_TK: Tensor | None, rows: QueryRows) -> Tensor:
-        """Attention of the step's first tokens to their choice. chosen_TK: None is all that they see. → [T, H * v]."""
+        """Attention of the step's first tokens to their choice: → [T, H * v]. chosen_TK: None is all they see."""
         tokens, parts = len(query_THD), list[Tensor]()
         border = tokens if self.sparse_decoder == self.sparse_prefill else min(step.decode, tokens)
         for kernel, some in (self.sparse_decoder, slice(0, border)), (self.sparse_prefill, slice(border, tokens)):

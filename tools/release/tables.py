@@ -211,7 +211,8 @@ def acceptance(result: Result) -> Lines:
                 cells["as plain"] = f"**{one['wrong_answers']} answers differ**"
             cells["as plain"] = cells["as plain"] or "all"
     drawn = ["temperature", "top-p"] if sampled else []
-    lines = [[*key, *(cells.get(head, "–") for head in ("tokens", *heads, "as plain"))] for key, cells in found.items()]
+    columns = "tokens", *heads, "as plain"
+    lines = [[*key, *(cells.get(head, "–") for head in columns)] for key, cells in found.items()]
     return table(["task", *drawn, "tokens", *heads, "as plain decoding"], lines)
 
 

@@ -70,12 +70,12 @@ def schedule_decode(rows: QueryRows, query: int) -> PagedSchedule:
 
 
 def decode_scores(
-    query_TX: Tensor, weights_TH: Tensor, keys_PSd: Tensor, plan: PagedSchedule, max_kv_len: int
+    query_TX: Tensor, weights_TH: Tensor, keys_PSd: Tensor, metadata: PagedSchedule, max_kv_len: int
 ) -> Tensor:
     """As `triton.scores`: float32 [T, S], S at least `max_kv_len`. keys_PSd: e4m3 with scales."""
-    query_BnHd = query_TX.view(*plan.lengths_Bn.shape, weights_TH.shape[1], -1)
+    query_BnHd = query_TX.view(*metadata.lengths_Bn.shape, weights_TH.shape[1], -1)
     scores_TS: Tensor = library().fp8_paged_mqa_logits(
-        query_BnHd, keys_PSd.unsqueeze(2), weights_TH, *plan, _columns(max_kv_len), clean_logits=False
+        query_BnHd, keys_PSd.unsqueeze(2), weights_TH, *metadata, _columns(max_kv_len), clean_logits=False
     )
     return scores_TS
 
@@ -96,12 +96,12 @@ def gather_keys(keys_PSd: Tensor, pages_P: Tensor) -> GatheredKeys:
 
 
 def prompt_scores(
-    query_TX: Tensor, weights_TH: Tensor, keys: GatheredKeys, plan: PromptBounds, max_kv_len: int
+    query_TX: Tensor, weights_TH: Tensor, keys: GatheredKeys, metadata: PromptBounds, max_kv_len: int
 ) -> Tensor:
     """As `decode_scores`, of tokens of one row."""
     query_THd, columns = query_TX.view(*weights_TH.shape, -1), _columns(max_kv_len)
     scores_TS: Tensor = library().fp8_mqa_logits(
-        query_THd, tuple(keys), weights_TH, *plan, clean_logits=False, max_seqlen_k=columns
+        query_THd, tuple(keys), weights_TH, *metadata, clean_logits=False, max_seqlen_k=columns
     )
     return scores_TS
 
@@ -133,8 +133,8 @@ def check(device: torch.device, case: CheckCase) -> None:
         q, w = query.to(device), weights.to(device)
         found = [decode_scores(q, w, paged, schedule_decode(rows, query), 300) for query in (1, MAX_QUERY_TOKENS)]
         for row, some in (0, slice(0, 2)), (1, slice(2, 6)):
-            plan, keys = prompt_bounds(rows.positions_T[some]), gather_keys(paged, rows.table_RL[row])
-            found.append(prompt_scores(q[some], w[some], keys, plan, 300))
+            metadata, keys = prompt_bounds(rows.positions_T[some]), gather_keys(paged, rows.table_RL[row])
+            found.append(prompt_scores(q[some], w[some], keys, metadata, 300))
         every = [*found[0], *found[1], *found[2], *found[3]]
         return [scores[: len(right)] for scores, right in zip(every, exact * 3, strict=True)]
 

@@ -1,5 +1,5 @@
-"""DSA over pages (DeepSeek-V3.2 report §2.1): the indexer scores every context token of a query, the `topk` highest are
-chosen, and latent attention reads those alone. All lengths are on the device.
+"""DSA over pages (DeepSeek-V3.2 report §2.1): the indexer scores every context token of a query, the `topk` highest
+are chosen, and latent attention reads those alone. All lengths are on the device.
 
 Index keys and queries are of the model's type, or e4m3 with a power of two as scale of each: keys in pages of 64 keys
 and then their 64 float32 scales, queries with their scale in the weights of the heads. Latents are of the model's type,
@@ -119,8 +119,8 @@ def write(
     scale: float,
     hadamard: bool = False,
 ) -> Tensor:
-    """Norms, rotates and stores each token's index key, and rotates its index queries: → the queries as `scores` reads
-    them. The first dims rotate. The weights of the heads are multiplied by `scale`, in place.
+    """Norms, rotates and stores each token's index key, and rotates its index queries: → the queries as `scores`
+    reads them. The first dims rotate. The weights of the heads are multiplied by `scale`, in place.
 
     key_Td: a view of a projection's output. query_TX: the queries of all index heads, likewise; X may be 0. keys_PSd:
     the plane of index keys: of the model's type [P, 64, d], and queries rotate in place; or e4m3 with scales, uint8
@@ -174,8 +174,8 @@ def _scores(
 
 
 def scores(query_TX: Tensor, weights_TH: Tensor, keys_PSd: Tensor, rows: QueryRows, max_kv_len: int) -> Tensor:
-    """Σ_h weight[t, h] * relu(query[t, h] · key[s]) of every context token: → float32 [T, S], S whole pages; undefined
-    past a token's own position.
+    """Σ_h weight[t, h] * relu(query[t, h] · key[s]) of every context token: → float32 [T, S], S whole pages;
+    undefined past a token's own position.
 
     query_TX: as `write` has made them, the heads of a token side by side. weights_TH: likewise; float32, contiguous.
     """
@@ -206,8 +206,8 @@ def _head_weights(x, weight, out, tokens, heads, hidden, x_token, HEADS: constex
 
 
 def head_weights(x_TH: Tensor, weight_HX: Tensor) -> Tensor:
-    """The product with the weights of an indexer's heads, float32 [H, hidden]: → float32 [T, H]. A token's bits do not
-    depend on the others.
+    """The product with the weights of an indexer's heads, float32 [H, hidden]: → float32 [T, H]. A token's bits do
+    not depend on the others.
     """
     (tokens, hidden), heads = x_TH.shape, len(weight_HX)
     out = torch.empty(tokens, heads, dtype=torch.float32, device=x_TH.device)
@@ -352,7 +352,8 @@ def attend(
     rank: int,
     splits: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Absorbed attention to the chosen tokens: → (partial [T, H, s, r], LSE float32 [T, H, s]), as `mla.triton.decode`.
+    """Absorbed attention to the chosen tokens: → (partial [T, H, s, r], LSE float32 [T, H, s]), as
+    `mla.triton.decode`.
 
     query_THD: multiplied by W_UK and rotated. chosen_TK: None is all that a token sees, `topk` at most. splits: 0 is
     the fastest number; a given one and `topk` alone decide how a token's context is cut.

@@ -24,7 +24,7 @@ BLOCK = 1 << 30  # bytes
 # a grouped product of groups without rows, and scores by an empty schedule, read and write nothing, so their tensors
 # may be larger than the block
 UNREAD = "m_grouped_", "fp8_paged_mqa_logits"
-SCHEDULE = "get_paged_mqa_logits_metadata"  # of no context at all it would divide nothing
+SCHEDULE = "get_paged_mqa_logits_metadata"  # all lengths 0 leave nothing to schedule
 
 
 class Memory:
@@ -74,8 +74,8 @@ def main(argv: list[str]) -> int:
         name, arguments, options = json.loads(line)
         error = ""
         try:
-            given = decode(arguments, block, not name.startswith(UNREAD), int(name == SCHEDULE))
-            getattr(library, name)(*given, **options)
+            operands = decode(arguments, block, not name.startswith(UNREAD), int(name == SCHEDULE))
+            getattr(library, name)(*operands, **options)
             torch.cuda.synchronize()
         except FAILURES as reason:  # another process compiles this kernel, or it does not compile
             error = str(reason).partition("\n")[0]
