@@ -4,8 +4,8 @@
     python benchmarks/gpu/several.py --out benchmarks/gpu/h200x4 --table
     python benchmarks/gpu/several.py --models FOLDER --out benchmarks/gpu/h100x4 --layers 20
 
---models has folders of true shapes (qwen2.5-72b, deepseek-v3: config.json and a tokenizer); weights are random. A cell
-whose result is there does not run again, so the same command goes on where it ended. A cell that does not end in time,
+--models has folders of true shapes (qwen2.5-72b, deepseek-v3, deepseek-v32-slim: config.json and a tokenizer); weights
+are random. A cell whose result is there does not run again, so the same command goes on where it ended. A cell that does not end in time,
 or fails, leaves the end of its output in NAME.failed.txt and is tried again by the next command.
 """
 
@@ -46,6 +46,11 @@ FP8_CHANNEL = {  # compressed-tensors with a scale for each output channel, and 
     }
 }
 LAYERS = 45  # of DeepSeek-V3: what four H200 hold in FP8
+WHOLE = {  # all layers, experts in 4 bits and the rest in FP8, as `thalweg quantize --format w4afp8` writes it
+    "num_hidden_layers": 61,
+    "first_k_dense_replace": 3,
+    "quantization_config": {"quant_method": "w4afp8", "group_size": 128, "weight_block_size": [128, 128]},
+}
 FIRST = {"num_hidden_layers": 11}  # of DeepSeek-V3: what one H200 holds
 PROMPT = "--batch-size 1 --input-len 32768 131072 --output-len 2 --context-length 131200 --chunked-prefill-size 16384"
 LONG = "--batch-size 8 32 --input-len 32768 --output-len 64 --context-length 32896 --chunked-prefill-size 16384"
@@ -73,7 +78,7 @@ def drafts(count: int) -> str:
     return f"--speculative-algorithm NEXTN {steps} --speculative-simulate-accept-length 2.5"
 
 
-QWEN, V3 = "qwen2.5-72b", "deepseek-v3"
+QWEN, V3, V32 = "qwen2.5-72b", "deepseek-v3", "deepseek-v32-slim"
 CELLS = {
     "collectives": Cell("", "--tp-size 4", command="bench collectives"),
     "qwen-tp4": Cell(
@@ -92,6 +97,11 @@ CELLS = {
     "prompt-cp4": Cell(V3, "--tp-size 4 --attn-cp-size 4", FIRST, lengths=PROMPT),
     "long-tp4": Cell(V3, "--tp-size 4", FIRST, lengths=LONG),
     "long-dcp4": Cell(V3, "--tp-size 4 --dcp-size 4", FIRST, lengths=LONG),
+    "671b-tp4": Cell(V3, "--tp-size 4 --batch-size 1 64 --output-len 64", WHOLE, (Goal(1, 0.45), Goal(64, 0.76))),
+    "671b-dp4": Cell(V3, f"{DP4} --batch-size 256 --output-len 64", WHOLE, (Goal(256, 0.77),)),
+    "671b-tp4-nextn2": Cell(V3, f"--tp-size 4 --batch-size 1 --output-len 128 {drafts(2)}", WHOLE),
+    "v32-671b-tp4": Cell(V32, "--tp-size 4 --batch-size 1 64 --output-len 64", WHOLE),
+    "v32-671b-dp4": Cell(V32, f"{DP4} --batch-size 256 --output-len 64", WHOLE),
     # of two GPUs
     "eleven-tp2": Cell(V3, "--tp-size 2 --batch-size 1 64 --output-len 64", FIRST),
     "eleven-pp2": Cell(V3, "--pp-size 2 --batch-size 1 64 --output-len 64", FIRST),
