@@ -5,12 +5,16 @@ duplicated such loads, and each copy is another way through the memory of the GP
 from __future__ import annotations
 
 import importlib.util
+import json
+import re
+from math import prod
 from typing import Any
 
 import pytest
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 WORDS = {"WORDS": 3584, "BLOCK": 4096, "PHASE": 0, "PDL": True}
+LAYOUT = r"(#blocked\d*) = #ttg.blocked<{sizePerThread = (.*?), threadsPerWarp = (.*?), warpsPerCTA = (.*?), order"
 
 
 def compiled(kernel: Any, constants: dict[str, Any], pointers: dict[str, str], warps: int) -> dict[str, str]:
@@ -30,30 +34,57 @@ def compiled(kernel: Any, constants: dict[str, Any], pointers: dict[str, str], w
     return made
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize(("kernel", "part", "looks"), [("_one_shot", 448, 1), ("_two_shot", 1792, 2)])
-def test_each_look_of_a_sum_is_one_load(kernel: str, part: int, looks: int, ranks: int) -> None:
-    """Each `receive` has a first load and one in its loop."""
+def looks_of(code: str) -> int:
+    """How many loads wait for other ranks. Each word of their tiles is in one thread: the loop that waits for a tile
+    asks one thread for each word, and other threads with the same word may not have seen it yet. Of a tile of one word
+    every thread asks itself.
+    """
+    layouts = {name: [json.loads(part) for part in parts] for name, *parts in re.findall(LAYOUT, code)}
+    tiles = re.findall(r"isVolatile = true.* : tensor<([\dx]+)x!tt.ptr<i64>, (#blocked\d*)>", code)
+    for shape, layout in ((shape, layout) for shape, layout in tiles if shape != "1"):
+        held = [prod(sizes) for sizes in zip(*layouts[layout], strict=True)]
+        assert all(size <= int(rows) for size, rows in zip(held, shape.split("x"), strict=True)), (shape, held)
+    return len(tiles)
+
+
+def compiled_sum(kernel: str, words: int, part: int, ranks: int) -> dict[str, str]:
     import triton
 
     from thalweg.kernels.all_reduce import triton as all_reduce
 
+    sizes = {"WORDS": words, "BLOCK": triton.next_power_of_2(words)}
     parts = {"PART": part, "BLOCK_PART": triton.next_power_of_2(part), "W": ranks}
-    constants = WORDS | parts | {"codes": None, "scales": None}
+    constants = WORDS | sizes | parts | {"codes": None, "scales": None}
     pointers = dict.fromkeys(("partial", "x", "x_out", "rows_out", "state", "failed"), "*i32")
     pointers |= {"weight": "*fp32", "peers": "*i64"}
-    made = compiled(vars(all_reduce)[kernel], constants, pointers, all_reduce.WARPS)
-    assert made["ttgir"].count("isVolatile = true") == 2 * looks
+    warps = all_reduce.warps_for(ranks, sizes["BLOCK"], parts["BLOCK_PART"], kernel == "_two_shot")
+    return compiled(vars(all_reduce)[kernel], constants, pointers, warps)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(("kernel", "part", "looks"), [("_one_shot", 448, 1), ("_two_shot", 1792, 2)])
+def test_each_look_of_a_sum_is_one_load(kernel: str, part: int, looks: int, ranks: int) -> None:
+    """Each `receive` has a first load and one in its loop."""
+    assert looks_of(compiled_sum(kernel, 3584, part, ranks)["ttgir"]) == 2 * looks
+
+
+@pytest.mark.parametrize(("words", "part"), [(64, 64), (128, 64), (1024, 128), (3584, 448), (4096, 512)])
+@pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.parametrize("kernel", ["_one_shot", "_two_shot"])
+def test_each_word_of_narrow_rows_is_in_one_thread(kernel: str, words: int, part: int, ranks: int) -> None:
+    """Rows of models that are narrower than a program has threads for; with parts as small as they get."""
+    assert looks_of(compiled_sum(kernel, words, part, ranks)["ttgir"])
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(("words", "block"), [(3584, 4096), (65, 128), (33, 64)])
 @pytest.mark.parametrize(("kernel", "looks"), [("_dispatch", 2), ("_combine", 1)])
-def test_each_look_of_an_exchange_is_one_load(kernel: str, looks: int, ranks: int) -> None:
+def test_each_look_of_an_exchange_is_one_load(kernel: str, looks: int, words: int, block: int, ranks: int) -> None:
     """At the number of each rank's rows, and at each of them."""
     from thalweg.kernels.exchange import triton as exchange
 
-    constants = WORDS | {"W": ranks} | ({"MARKED": 9} if kernel == "_dispatch" else {})
+    constants = WORDS | {"W": ranks, "WORDS": words, "BLOCK": block} | ({"MARKED": 9} if kernel == "_dispatch" else {})
     pointers = dict.fromkeys(("x", "results", "places", "counts", "counts_out", "state", "failed"), "*i32")
     pointers |= {"goes": "*i1", "peers": "*i64", "out": "*i32" if kernel == "_dispatch" else "*fp32"}
-    made = compiled(vars(exchange)[kernel], constants, pointers, 8)
-    assert made["ttgir"].count("isVolatile = true") == 2 * looks * ranks
+    made = compiled(vars(exchange)[kernel], constants, pointers, exchange.warps_for(block))
+    assert looks_of(made["ttgir"]) == 2 * looks * ranks

@@ -12,7 +12,7 @@ from thalweg.bench.collectives import main
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="takes two GPUs")
-@pytest.mark.parametrize("width", [2048, 7168])
+@pytest.mark.parametrize("width", [256, 2048, 7168])
 def test_ranks_have_the_same_bits_and_the_right_sum(width: int, tmp_path: Path) -> None:
     """Each way, eagerly and in a graph; a rank that differs in a bit is an error."""
     path = tmp_path / "result.json"

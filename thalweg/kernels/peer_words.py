@@ -47,6 +47,13 @@ class PeerMemory:
         return len(self.peers_W)
 
 
+def most_warps(words: int, wanted: int) -> int:
+    """Of these warps, how many a program may have that waits for tiles of so many words or more: each word in one
+    thread. Where several threads hold a word they look at different times, and `receive` asks only one of them.
+    """
+    return min(wanted, words // 32)
+
+
 @triton.jit
 def low_half(words):
     return (words << 16).to(tl.float32, bitcast=True)
@@ -78,7 +85,8 @@ def send(words, call, to, mask):
 def receive(at, mask, call, failed):
     """Waits until the words at these addresses are of this call. → their data, int32. Sets `failed` if it gives up.
 
-    Only words that have not come are read again: a tile may have 130 KB, and all programs of a GPU poll.
+    Only words that have not come are read again: a tile may have 130 KB, and all programs of a GPU poll. The program
+    has at most `most_warps`.
     """
     got = tl.load(at, mask=mask, other=0, volatile=True)
     missing = mask & ((got >> 32).to(tl.int32) != call)

@@ -31,6 +31,7 @@ from thalweg.kernels.peer_words import (
     high_half,
     low_half,
     memory_of,
+    most_warps,
     packed_halves,
     receive,
     send,
@@ -162,6 +163,12 @@ def _two_shot(
         finish(state, tl.num_programs(0) * tl.num_programs(1))
 
 
+def warps_for(ranks: int, block: int, block_part: int, two_shot: bool) -> int:
+    """block, block_part: words of a row and of a program's part of it, rounded up to a power of two."""
+    received = min(ranks * block_part, block) if two_shot else ranks * block  # words of the smallest tile
+    return most_warps(received, WARPS if ranks * block <= WIDE else 2 * WARPS)
+
+
 def add_norm(
     partial_TH: Tensor,
     x_TH: Tensor,
@@ -188,11 +195,12 @@ def add_norm(
     tensors = (x.view(torch.int32) for x in (partial_TH, x_TH))
     outputs = x_out.view(torch.int32), rows_out.view(torch.int32), codes, scales
     grid = min(rows, PROGRAMS // parts) if two_shot else rows, triton.cdiv(words, part)
-    config = launch_config(x_TH, WARPS if buffers.size * block <= WIDE else 2 * WARPS)
+    block_part = triton.next_power_of_2(part)
+    config = launch_config(x_TH, warps_for(buffers.size, block, block_part, two_shot))
     (_two_shot if two_shot else _one_shot)[grid](
         *tensors, weight_H, *outputs, buffers.peers_W, buffers.state, buffers.failed, buffers.rank, rows,
         buffers.rows * words, 0 if scales is None else scales.stride(1), eps,
-        WORDS=words, BLOCK=block, PART=part, BLOCK_PART=triton.next_power_of_2(part), W=buffers.size, PHASE=phase,
+        WORDS=words, BLOCK=block, PART=part, BLOCK_PART=block_part, W=buffers.size, PHASE=phase,
         **config,
     )  # fmt: skip
     return NormedRows(x_out, rows_out, codes, scales)

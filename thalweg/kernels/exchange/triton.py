@@ -25,7 +25,17 @@ from triton.language import constexpr
 
 from thalweg.kernels.launch import launch_config
 from thalweg.kernels.pdl import pdl_wait
-from thalweg.kernels.peer_words import PROGRAMS, PeerMemory, finish, high_half, low_half, memory_of, receive, send
+from thalweg.kernels.peer_words import (
+    PROGRAMS,
+    PeerMemory,
+    finish,
+    high_half,
+    low_half,
+    memory_of,
+    most_warps,
+    receive,
+    send,
+)
 
 ALL, SEND, RECEIVE = (constexpr(phase) for phase in range(3))
 
@@ -134,10 +144,15 @@ def _combine(
         finish(state, every)
 
 
+def warps_for(block: int) -> int:
+    """block: words of a row, rounded up to a power of two."""
+    return most_warps(block, 8 if block >= 2048 else 4)
+
+
 def _options(x: Tensor, rows: int, words: int) -> tuple[tuple[int], int, dict[str, Any]]:
     """Grid, block, and how it is launched."""
     block = triton.next_power_of_2(words)
-    return (max(min(rows, PROGRAMS), 8),), block, launch_config(x, 8 if block >= 2048 else 4)
+    return (max(min(rows, PROGRAMS), 8),), block, launch_config(x, warps_for(block))
 
 
 def dispatch(
