@@ -338,7 +338,8 @@ def gather_rows(
     """
     first, second, *scales = planes
     dtype = first.dtype if scales[0] is None else torch.bfloat16
-    out = torch.empty(chunk.tokens, columns[0] + columns[1], dtype=dtype, device=first.device)
+    device = table_RL.device  # planes may be in host memory
+    out = torch.empty(chunk.tokens, columns[0] + columns[1], dtype=dtype, device=device)
     rows = len(chunk.starts_R1) - 1
     _gather[triton.cdiv(chunk.max_tokens, at_once), rows + is_padded](
         first, second, table_RL, chunk.starts_R1, chunk.first_R, out, *scales, chunk.tokens, rows, table_RL.stride(0),
