@@ -48,21 +48,32 @@ def _signed_bytes(codes, PTX: constexpr):
 @triton.jit
 def int4_sum(
     codes_NK, scale_GN, n_N, at_N, live_N, x_M, first, last, stride_g,
-    K: constexpr, GROUP: constexpr, IS_EXPONENT: constexpr, BLOCK_M: constexpr, BLOCK_N: constexpr, STAGES: constexpr,
-    PTX: constexpr,
+    K: constexpr, GROUP: constexpr, IS_EXPONENT: constexpr, BLOCK_M: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr,
+    STAGES: constexpr, PTX: constexpr,
 ):  # fmt: skip
-    """`triton._sum` of INT4 and e4m3, without the scale of x. GROUP: a multiple of 128, or 0."""
+    """`triton._sum` of INT4 and e4m3, without the scale of x. GROUP: a multiple of 128, or 0. A step is one block of
+    128 columns, or several. The scales of a step are on their way while its products are computed.
+    """
     half = tl.arange(0, 64)
     acc_NM = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     code_at, x_at = codes_NK + n_N[:, None] * (K // 2) + half[None, :], x_M[:, None] + half[None, :]
-    for start in tl.range(first, last, 128, num_stages=STAGES):
-        codes = tl.load(code_at + start // 2)  # rows past the end read another row, of the weight and of x
-        x_low, x_high = tl.load(x_at + start), tl.load(x_at + start + 64)
-        low, high = _signed_bytes(codes, PTX)
-        part_NM = tl.dot(high, x_high.T, tl.dot(low, x_low.T))
+    for start in tl.range(first, last, BLOCK_K, num_stages=STAGES):
+        scales, parts = (), ()
         if scale_GN is not None:
-            part_NM *= group_scales(scale_GN + start // GROUP * stride_g + at_N, live_N, IS_EXPONENT)[:, None]
-        acc_NM += part_NM
+            for block in tl.static_range(0, BLOCK_K, 128):
+                at = (start + block) // GROUP * stride_g + at_N
+                scales = scales + (group_scales(scale_GN + at, live_N, IS_EXPONENT),)  # type: ignore[assignment]
+        for block in tl.static_range(0, BLOCK_K, 128):
+            # rows past the end read another row, of the weight and of x
+            codes = tl.load(code_at + start // 2 + block // 2)
+            x_low, x_high = tl.load(x_at + start + block), tl.load(x_at + start + block + 64)
+            low, high = _signed_bytes(codes, PTX)
+            parts = parts + (tl.dot(high, x_high.T, tl.dot(low, x_low.T)),)  # type: ignore[assignment]
+        for i in tl.static_range(BLOCK_K // 128):
+            part_NM = parts[i]
+            if scale_GN is not None:
+                part_NM *= scales[i][:, None]
+            acc_NM += part_NM
     return acc_NM * 512.0
 
 

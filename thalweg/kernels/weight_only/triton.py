@@ -144,10 +144,13 @@ def _zeros(zero_GN, at, live_N, KIND: constexpr):
 def _paired_sum(
     words_NK, scale_GN, zero_GN, n_N, at_N, live_N, x_M, live_M, first, last, stride_g,
     K: constexpr, GROUP: constexpr, KIND: constexpr, IS_EXPONENT: constexpr,
-    BLOCK_M: constexpr, BLOCK_N: constexpr, STAGES: constexpr, PTX: constexpr,
+    BLOCK_M: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr, STAGES: constexpr, PTX: constexpr,
 ):  # fmt: skip
-    """`_sum` of codes of 4 bits. A step is a block of columns, in four products."""
+    """`_sum` of codes of 4 bits. A step has blocks of columns, each in four products. The scales of a step are on
+    their way while its products are computed.
+    """
     BLOCK: constexpr = 64 if K % 128 else 128
+    STEP: constexpr = max(BLOCK, BLOCK_K)
     PRODUCT: constexpr = BLOCK // 4
     IS_SMALL: constexpr = GROUP > 0 and GROUP < PRODUCT  # two groups in a product: numbers are scaled, not sums
     ALL: constexpr = BLOCK if GROUP == 0 or GROUP > BLOCK else PRODUCT if IS_SMALL else GROUP
@@ -157,29 +160,37 @@ def _paired_sum(
     acc_NM = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     word_at = words_NK + n_N[:, None] * (K // 8) + c[None, :]
     x_at = x_M[:, None] + tl.arange(0, PRODUCT)[None, :]
-    for start in tl.range(first, last, BLOCK, num_stages=STAGES):
-        words = tl.load(word_at + start // 8)  # rows past the end read another row
-        for g in tl.static_range(BLOCK // ALL):
-            part = acc_NM if scale_GN is None or IS_SMALL else tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-            at = (start + g * ALL) // (GROUP if GROUP else ALL) * stride_g + at_N
-            zero = _zeros(zero_GN, at, live_N, KIND)
-            factor = None
-            if IS_SMALL:
-                first_N = group_scales(scale_GN + at, live_N, IS_EXPONENT)
-                second_N = group_scales(scale_GN + at + stride_g, live_N, IS_EXPONENT)
-                factor = tl.where(c[None, :] < PRODUCT // 4, first_N[:, None], second_N[:, None])
-                factor *= 1.2980742146337069e33  # 2^110
-            zeros = tl.broadcast_to(zero[:, None], (BLOCK_N, PRODUCT))
-            for i in tl.static_range(g * SHARED, g * SHARED + SHARED):
-                x = tl.load(x_at + start + PRODUCT * i, mask=live_M[:, None], other=0.0).T
-                number = _pairs(words, zero[:, None], factor, i, KIND, IS_SHIFTED, PTX).to(x.dtype)
-                part = tl.dot(number, x, part, input_precision="ieee")
-                if IS_SHIFTED:
-                    part = tl.dot((-zeros).to(x.dtype), x, part, input_precision="ieee")
-            if scale_GN is None or IS_SMALL:
-                acc_NM = part
-            else:
-                acc_NM += part * group_scales(scale_GN + at, live_N, IS_EXPONENT)[:, None]
+    for start in tl.range(first, last, STEP, num_stages=STAGES):
+        scales, zeros, parts = (), (), ()
+        for group in tl.static_range(0, STEP, ALL):
+            at = (start + group) // (GROUP if GROUP else ALL) * stride_g + at_N
+            zeros = zeros + (_zeros(zero_GN, at, live_N, KIND),)  # type: ignore[assignment]
+            if scale_GN is not None:
+                scales = scales + (group_scales(scale_GN + at, live_N, IS_EXPONENT),)  # type: ignore[assignment]
+        for block in tl.static_range(0, STEP, BLOCK):
+            words = tl.load(word_at + (start + block) // 8)  # rows past the end read another row
+            for g in tl.static_range(BLOCK // ALL):
+                part = acc_NM if scale_GN is None or IS_SMALL else tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+                zero, factor = zeros[block // ALL + g], None
+                if IS_SMALL:
+                    at = (start + block + g * ALL) // GROUP * stride_g + at_N
+                    second_N = group_scales(scale_GN + at + stride_g, live_N, IS_EXPONENT)
+                    factor = tl.where(c[None, :] < PRODUCT // 4, scales[block // ALL + g][:, None], second_N[:, None])
+                    factor *= 1.2980742146337069e33  # 2^110
+                off = tl.broadcast_to(-zero[:, None], (BLOCK_N, PRODUCT))
+                for i in tl.static_range(g * SHARED, g * SHARED + SHARED):
+                    x = tl.load(x_at + start + block + PRODUCT * i, mask=live_M[:, None], other=0.0).T
+                    number = _pairs(words, zero[:, None], factor, i, KIND, IS_SHIFTED, PTX).to(x.dtype)
+                    part = tl.dot(number, x, part, input_precision="ieee")
+                    if IS_SHIFTED:
+                        part = tl.dot(off.to(x.dtype), x, part, input_precision="ieee")
+                if scale_GN is None or IS_SMALL:
+                    acc_NM = part
+                else:
+                    parts = parts + (part,)  # type: ignore[assignment]
+        if scale_GN is not None and not IS_SMALL:
+            for i in tl.static_range(STEP // ALL):
+                acc_NM += parts[i] * scales[i][:, None]
     return acc_NM * 65536.0 if IS_SMALL else acc_NM
 
 
@@ -233,7 +244,7 @@ def _sum(
         if KIND == "int4":
             sums_NM = int4_sum(
                 codes_NK, scale_GN, n_N, at_N, live_N, x_M, first, last, stride_g,
-                K, GROUP, IS_EXPONENT, BLOCK_M, BLOCK_N, STAGES, PTX,
+                K, GROUP, IS_EXPONENT, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, PTX,
             )  # fmt: skip
         else:
             sums_NM = int8_sum(
@@ -249,7 +260,7 @@ def _sum(
     else:
         return _paired_sum(
             codes_NK, scale_GN, zero_GN, n_N, at_N, live_N, x_M, live_M, first, last, stride_g,
-            K, GROUP, KIND, IS_EXPONENT, BLOCK_M, BLOCK_N, STAGES, PTX,
+            K, GROUP, KIND, IS_EXPONENT, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, PTX,
         )  # fmt: skip
 
 
