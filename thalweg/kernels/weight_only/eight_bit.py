@@ -46,6 +46,13 @@ def _signed_bytes(codes, PTX: constexpr):
 
 
 @triton.jit
+def beside(left, right):
+    """[N, 2 K] of two [N, K]."""
+    both = tl.permute(tl.join(left, right), (0, 2, 1))
+    return tl.reshape(both, (left.shape[0], 2 * left.shape[1]))
+
+
+@triton.jit
 def int4_sum(
     codes_NK, scale_GN, n_N, at_N, live_N, x_M, first, last, stride_g,
     K: constexpr, GROUP: constexpr, IS_EXPONENT: constexpr, BLOCK_M: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr,
@@ -54,9 +61,9 @@ def int4_sum(
     """`triton._sum` of INT4 and e4m3, without the scale of x. GROUP: a multiple of 128, or 0. A step is one block of
     128 columns, or several. The scales of a step are on their way while its products are computed.
     """
-    half = tl.arange(0, 64)
     acc_NM = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    code_at, x_at = codes_NK + n_N[:, None] * (K // 2) + half[None, :], x_M[:, None] + half[None, :]
+    code_at = codes_NK + n_N[:, None] * (K // 2) + tl.arange(0, 64)[None, :]
+    x_at = x_M[:, None] + tl.arange(0, 128)[None, :]
     for start in tl.range(first, last, BLOCK_K, num_stages=STAGES):
         scales, parts = (), ()
         if scale_GN is not None:
@@ -66,11 +73,10 @@ def int4_sum(
         for block in tl.static_range(0, BLOCK_K, 128):
             # rows past the end read another row, of the weight and of x
             codes = tl.load(code_at + start // 2 + block // 2)
-            x_low, x_high = tl.load(x_at + start + block), tl.load(x_at + start + block + 64)
-            low, high = _signed_bytes(codes, PTX)
-            parts = parts + (tl.dot(high, x_high.T, tl.dot(low, x_low.T)),)  # type: ignore[assignment]
+            x = tl.load(x_at + start + block)
+            parts = parts + (tl.dot(beside(*_signed_bytes(codes, PTX)), x.T),)  # type: ignore[assignment]
         for i in tl.static_range(BLOCK_K // 128):
-            part_NM = parts[i]
+            part_NM = parts[i]  # type: ignore[var-annotated]
             if scale_GN is not None:
                 part_NM *= scales[i][:, None]
             acc_NM += part_NM

@@ -6,9 +6,9 @@ computes Wxᵀ, so that codes become bf16 in registers and are the left operand 
 shared memory.
 
 Codes of 4 bits become numbers two at a time, by the bits of their word (`ref.arranged`); all are exact. Integers q are
-the bf16 number 128 + q. With few rows of x, when the tensor cores wait for memory, a second product takes their zero
-off; with many it is taken off each number. The sums of a group are scaled in float32, but for groups of 16, which share
-a product. Codes of 8 bits in groups of less than a step are scaled in bf16. The scale of a row is applied at the end.
+the bf16 number 128 + q, from which their zero is taken. The sums of a group are scaled in float32, but for groups of
+16, which share a product. Codes of 8 bits in groups of less than a step are scaled in bf16. The scale of a row is
+applied at the end.
 
 Few rows of x: a weight with too few rows to fill the machine is cut along K, too, and a second launch adds the parts in
 order. Results repeat bit by bit.
@@ -32,10 +32,12 @@ from thalweg.kernels.pdl import pdl_launch, pdl_wait
 from thalweg.kernels.quantize.triton import quantize_rows
 from thalweg.kernels.router.triton import RouterOutput
 from thalweg.kernels.silu_mul.triton import gated
-from thalweg.kernels.weight_only.eight_bit import group_scales, int4_sum, int8_sum
+from thalweg.kernels.weight_only.eight_bit import beside, group_scales, int4_sum, int8_sum
 from thalweg.kernels.weight_only.ref import FOUR_BITS, KernelCodes
 
 DETERMINISTIC = 48  # rows of an expert for which tiles are chosen where bits must not depend on the batch
+LONG_STEP = 256  # columns of a step of codes of 4 bits, with few rows, in groups of whole blocks of 128
+MULTIPLY, SUBTRACT = (constexpr(f"{name}.rn.bf16x2 $0, $1, $2;") for name in ("mul", "sub"))
 DIRECT = 4  # tokens up to which each pair of token and expert is a tile
 
 
@@ -56,10 +58,13 @@ def linear_tile(rows: int, outputs: int, inputs: int, group: int, is_paired: boo
     share the numbers that a code becomes.
     """
     k = 64 if inputs % 128 or not is_paired and group in (16, 32, 64) else 128
+    if rows <= 32 and is_paired and _has_long_steps(inputs, group):
+        k = LONG_STEP
     if rows > 64:
         m, n, stages, warps = 64 if rows <= 128 else 128, 128, 3, 8
     else:
-        m, n, stages, warps = 16 if rows <= 16 else 32 if rows <= 32 else 64, 64, 4, 4
+        m, n, warps = 16 if rows <= 16 else 32 if rows <= 32 else 64, 64, 4
+        stages = 3 if k == LONG_STEP else 4
         if is_paired and m == 16 and _programs(outputs, 128, inputs // k) >= 2 * SMS:
             n, warps = 128, 8
     blocks = -(-outputs // n) * -(-rows // m)
@@ -79,11 +84,27 @@ def _programs(outputs: int, n: int, steps: int) -> int:
     return blocks * _splits(blocks, steps)
 
 
-def expert_tile(rows: float, inputs: int, group: int) -> WeightOnlyTile:
-    """rows: those that an expert is expected to have."""
+def _has_long_steps(inputs: int, group: int) -> bool:
+    return inputs % LONG_STEP == 0 and group % 128 == 0
+
+
+def expert_tile(rows: float, inputs: int, group: int, is_paired: bool, has_bytes: bool) -> WeightOnlyTile:
+    """From times of V3's experts on an H200. rows: those that an expert is expected to have. is_paired: codes of 4
+    bits. has_bytes: activations of 8 bits.
+    """
     k = 64 if inputs % 128 or group == 64 else 128
+    m = 16 if rows <= 12 else 32 if rows <= 24 else 64
+    if is_paired and _has_long_steps(inputs, group):
+        if m == 64:
+            return (
+                WeightOnlyTile(64, 128, LONG_STEP, 3, 4)
+                if has_bytes and rows > 48
+                else WeightOnlyTile(64, 128, k, 4, 8)
+            )
+        is_narrow = m == 16 and not has_bytes
+        return WeightOnlyTile(m, 64 if is_narrow else 128, LONG_STEP, 3, 4 if is_narrow else 8)
     if rows <= 48:
-        return WeightOnlyTile(16 if rows <= 12 else 32 if rows <= 24 else 64, 64, k, 4, 4)
+        return WeightOnlyTile(m, 64, k, 4, 4)
     return WeightOnlyTile(64 if rows <= 128 else 128, 128, 64 if group not in (0, 128) else k, 3, 8)
 
 
@@ -104,9 +125,9 @@ def _twice(values):
 
 
 @triton.jit
-def _pairs(words, zero, factor, i: constexpr, KIND: constexpr, IS_SHIFTED: constexpr, PTX: constexpr):
-    """bf16 numbers [N, 2 W] of nibbles i and i + 4 of words [N, W], side by side. factor [N, W]: of floats, in
-    place of 2^126; products are exact. IS_SHIFTED: integers stay 128 too large, and their zero is not taken off.
+def _pairs(words, zero, factor, i: constexpr, KIND: constexpr, PTX: constexpr):
+    """bf16 numbers [N, 2 W] of nibbles i and i + 4 of words [N, W], side by side; all are exact. zero [N, 1]: of
+    integers, see `_zeros`. factor [N, W]: of floats, in place of 2^126.
     """
     if KIND == "e2m1":  # the exponent's and the fraction's bits where bf16 has them, 126 binades too low
         at: constexpr = 6 - 4 * i
@@ -114,11 +135,13 @@ def _pairs(words, zero, factor, i: constexpr, KIND: constexpr, IS_SHIFTED: const
         bits = _masked_or(words << 12 - 4 * i, -0x7FFF8000, magnitudes, PTX)
     else:
         bits = _masked_or(words >> 4 * i, 0x000F000F, 0x43004300, PTX)  # 128 + code
-    if KIND == "e2m1" and PTX:
-        asm: constexpr = "mul.rn.bf16x2 $0, $1, $2;"
-        both = 0x7E807E80 if factor is None else _twice(factor)
+    if PTX:
+        asm: constexpr = MULTIPLY if KIND == "e2m1" else SUBTRACT
+        if KIND == "e2m1":
+            both = 0x7E807E80 if factor is None else _twice(factor)
+        else:
+            both = _twice(zero) if KIND == "uint4" else 0x43084308
         bits = tl.inline_asm_elementwise(asm, "=r,r,r", [bits, both], tl.int32, is_pure=True, pack=1)
-    if IS_SHIFTED or KIND == "e2m1" and PTX:
         low = (bits & 0xFFFF).to(tl.uint16).to(tl.bfloat16, bitcast=True)
         high = (bits >> 16 & 0xFFFF).to(tl.uint16).to(tl.bfloat16, bitcast=True)
     else:
@@ -130,6 +153,17 @@ def _pairs(words, zero, factor, i: constexpr, KIND: constexpr, IS_SHIFTED: const
             low, high = low - zero, high - zero
         low, high = low.to(tl.bfloat16), high.to(tl.bfloat16)
     return tl.reshape(tl.join(low, high), (low.shape[0], 2 * low.shape[1]))
+
+
+@triton.jit
+def _numbers(words, zero, factor, first: constexpr, COUNT: constexpr, KIND: constexpr, PTX: constexpr):
+    """`_pairs` of COUNT nibbles from the first on, 1, 2 or 4, side by side."""
+    numbers = _pairs(words, zero, factor, first, KIND, PTX)
+    if COUNT >= 2:
+        numbers = beside(numbers, _pairs(words, zero, factor, first + 1, KIND, PTX))
+    if COUNT == 4:
+        numbers = beside(numbers, _numbers(words, zero, factor, first + 2, 2, KIND, PTX))
+    return numbers
 
 
 @triton.jit
@@ -146,20 +180,18 @@ def _paired_sum(
     K: constexpr, GROUP: constexpr, KIND: constexpr, IS_EXPONENT: constexpr,
     BLOCK_M: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr, STAGES: constexpr, PTX: constexpr,
 ):  # fmt: skip
-    """`_sum` of codes of 4 bits. A step has blocks of columns, each in four products. The scales of a step are on
-    their way while its products are computed.
+    """`_sum` of codes of 4 bits. A step has blocks of columns, with a product for each group. The scales of a step are
+    on their way while its products are computed.
     """
     BLOCK: constexpr = 64 if K % 128 else 128
     STEP: constexpr = max(BLOCK, BLOCK_K)
-    PRODUCT: constexpr = BLOCK // 4
-    IS_SMALL: constexpr = GROUP > 0 and GROUP < PRODUCT  # two groups in a product: numbers are scaled, not sums
-    ALL: constexpr = BLOCK if GROUP == 0 or GROUP > BLOCK else PRODUCT if IS_SMALL else GROUP
-    SHARED: constexpr = ALL // PRODUCT  # products of a group
-    IS_SHIFTED: constexpr = KIND != "e2m1" and BLOCK_M <= 32  # few rows: a second product takes the zero off
+    LEAST: constexpr = BLOCK // 4  # columns of a product
+    IS_SMALL: constexpr = GROUP > 0 and GROUP < LEAST  # two groups in a product: numbers are scaled, not sums
+    ALL: constexpr = BLOCK if GROUP == 0 or GROUP > BLOCK else LEAST if IS_SMALL else GROUP
     c = tl.arange(0, BLOCK // 8)
     acc_NM = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     word_at = words_NK + n_N[:, None] * (K // 8) + c[None, :]
-    x_at = x_M[:, None] + tl.arange(0, PRODUCT)[None, :]
+    x_at = x_M[:, None] + tl.arange(0, ALL)[None, :]
     for start in tl.range(first, last, STEP, num_stages=STAGES):
         scales, zeros, parts = (), (), ()
         for group in tl.static_range(0, STEP, ALL):
@@ -171,19 +203,15 @@ def _paired_sum(
             words = tl.load(word_at + (start + block) // 8)  # rows past the end read another row
             for g in tl.static_range(BLOCK // ALL):
                 part = acc_NM if scale_GN is None or IS_SMALL else tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-                zero, factor = zeros[block // ALL + g], None
+                zero, factor = zeros[block // ALL + g], None  # type: ignore[var-annotated]
                 if IS_SMALL:
                     at = (start + block + g * ALL) // GROUP * stride_g + at_N
                     second_N = group_scales(scale_GN + at + stride_g, live_N, IS_EXPONENT)
-                    factor = tl.where(c[None, :] < PRODUCT // 4, scales[block // ALL + g][:, None], second_N[:, None])
+                    factor = tl.where(c[None, :] < LEAST // 4, scales[block // ALL + g][:, None], second_N[:, None])
                     factor *= 1.2980742146337069e33  # 2^110
-                off = tl.broadcast_to(-zero[:, None], (BLOCK_N, PRODUCT))
-                for i in tl.static_range(g * SHARED, g * SHARED + SHARED):
-                    x = tl.load(x_at + start + block + PRODUCT * i, mask=live_M[:, None], other=0.0).T
-                    number = _pairs(words, zero[:, None], factor, i, KIND, IS_SHIFTED, PTX).to(x.dtype)
-                    part = tl.dot(number, x, part, input_precision="ieee")
-                    if IS_SHIFTED:
-                        part = tl.dot(off.to(x.dtype), x, part, input_precision="ieee")
+                x = tl.load(x_at + start + block + g * ALL, mask=live_M[:, None], other=0.0).T
+                number = _numbers(words, zero[:, None], factor, g * ALL // LEAST, ALL // LEAST, KIND, PTX)
+                part = tl.dot(number.to(x.dtype), x, part, input_precision="ieee")
                 if scale_GN is None or IS_SMALL:
                     acc_NM = part
                 else:
@@ -465,7 +493,10 @@ def run_experts(
     experts, hidden, inner = w2.codes.shape[0], w2.codes.shape[1], w2.columns
     rows = tokens * choices / experts
     rows = DETERMINISTIC if deterministic else rows
-    up, down = expert_tile(rows, hidden, w13.group), expert_tile(rows, inner, w2.group)
+    up, down = (
+        expert_tile(rows, columns, w.group, w.kind in FOUR_BITS, w.activations is not None)
+        for columns, w in ((hidden, w13), (inner, w2))
+    )
     is_direct, pairs = tokens <= DIRECT and not deterministic, tokens * choices
     count = pairs
     table: tuple[Tensor | None, ...] = (None, routed.ids_TK, None, None, None)
