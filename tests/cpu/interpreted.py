@@ -33,10 +33,12 @@ from thalweg.kernels.draft_state import triton as draft
 from thalweg.kernels.exchange import case as exchange
 from thalweg.kernels.exchange import triton as exchange_kernel
 from thalweg.kernels.exchange.ref import bytes_for
+from thalweg.kernels.expert_slots import case as expert_slots
 from thalweg.kernels.experts import case as expert_case
 from thalweg.kernels.experts import triton as experts
 from thalweg.kernels.moe_align import triton as align
 from thalweg.kernels.moe_align.ref import order
+from thalweg.kernels.pack_rows import case as pack_rows
 from thalweg.kernels.penalties import triton as penalties
 from thalweg.kernels.quantize import case as quantize_case
 from thalweg.kernels.quantize.ref import rounded_rows
@@ -170,6 +172,14 @@ def exchanged() -> None:
     for one in exchange.cases(torch.Generator().manual_seed(1)):
         errors = one.errors(exchange.run_triton(**one.fresh_inputs()))
         assert max(errors) <= one.tolerance, (one.name, errors)
+
+
+def dispatched() -> None:
+    """What goes with tokens to the ranks of their experts, and in which slots these are."""
+    for operation in (expert_slots, pack_rows):
+        for one in operation.cases(torch.Generator().manual_seed(1)):
+            errors = one.errors(operation.run_triton(**one.fresh_inputs()))
+            assert max(errors) <= one.tolerance, (one.name, errors)
 
 
 def missing_rank() -> None:
@@ -390,6 +400,7 @@ def main() -> int:
     trees()
     summed_over_ranks()
     exchanged()
+    dispatched()
     missing_rank()
     concluded()
     for vocab in (300, 5000):

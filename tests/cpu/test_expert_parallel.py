@@ -17,10 +17,10 @@ from torch import Tensor
 from tests.cpu.ranks import ThreadAxis, layouts, on_ranks
 from thalweg.core.errors import UnsupportedConfig
 from thalweg.kernels.exchange import ref as exchange
+from thalweg.kernels.pack_rows.ref import packed, unpacked
 from thalweg.parallel import balancer as balancing
 from thalweg.parallel import deepep, dispatch
 from thalweg.parallel.balancer import BalancePolicy, ExpertBalancer
-from thalweg.parallel.dispatch import packed, unpacked
 from thalweg.parallel.experts import ExpertPlacement
 from thalweg.parallel.layout import SINGLE_RANK, ExpertLayout, Layout
 
@@ -143,10 +143,10 @@ def test_a_token_finds_the_same_copies_in_any_batch() -> None:
     placement = ExpertPlacement(64, 1, layout, CPU, 0)
     ids_TK = torch.rand(2000, 64, generator=torch.Generator().manual_seed(1)).topk(8).indices
     ids_TK = torch.cat((ids_TK, torch.full((2000, 1), 64)), 1)
-    together = placement._choose(ids_TK)
+    together = placement.choose(ids_TK)
     for token in (0, 7, 150):
         order = torch.randperm(9, generator=torch.Generator().manual_seed(token))
-        assert torch.equal(placement._choose(ids_TK[token : token + 1, order]), together[token : token + 1, order])
+        assert torch.equal(placement.choose(ids_TK[token : token + 1, order]), together[token : token + 1, order])
     for expert, copies in ((0, 4), (1, 2), (2, 1), (64, 2)):
         used = together[ids_TK == expert].bincount()
         assert int((used > 0).sum()) == copies

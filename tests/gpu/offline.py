@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -36,8 +37,10 @@ from thalweg.kernels.draft_state import triton as drafting
 from thalweg.kernels.draft_state.ref import DraftChain, DraftedTokens, DraftRows, TokenPlaces
 from thalweg.kernels.dsa import triton as dsa
 from thalweg.kernels.dsa.places import places
+from thalweg.kernels.expert_slots import case as expert_slots
 from thalweg.kernels.nsa import triton as nsa
 from thalweg.kernels.nsa.ref import NsaConfig, NsaPlanes
+from thalweg.kernels.pack_rows import case as pack_rows
 from thalweg.kernels.rope.triton import LatentNorm, mla_absorb, mla_write
 from thalweg.kernels.router.triton import RouterOutput
 from thalweg.kernels.swap_in import triton as swap
@@ -217,6 +220,14 @@ def weight_only() -> None:
             codes.run_experts(torch.empty_like(x), x, routed, stacks)
 
 
+def dispatched() -> None:
+    """What a dispatch of tokens to other ranks launches but for the exchange, see tests/cpu/test_peer_words_compile."""
+    for operation in (expert_slots, pack_rows):
+        for one in operation.cases(torch.Generator().manual_seed(1)):
+            with suppress(RuntimeError):  # nothing is computed
+                operation.run_triton(**one.fresh_inputs())
+
+
 def sparse() -> None:
     """Attention to a chosen context, of DeepSeek-V3.2's sizes and of its heads on 1 to 8 ranks."""
     rows_T, positions, angles = torch.zeros(3, dtype=torch.int32), torch.zeros(3, dtype=torch.int64), torch.empty(8, 32)
@@ -283,6 +294,7 @@ def main(wanted: list[str]) -> int:
             if not wanted or shape in wanted or f"{shape}:{choice}" in wanted:
                 steps(shape, choice)
                 print(f"{shape} {choice}: {len(compiled.launches)} kernels so far", flush=True)
+    dispatched()
     for rows, query in ((1, 2), (1, 4), (16, 3), (64, 9)):
         drafts(rows, query, 7168)
         trees(rows, 4 * query, query)

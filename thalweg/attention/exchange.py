@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from thalweg.batch.batch import Batch
+from thalweg.kernels.launch import implementation
 from thalweg.memory.planes import Planes, put, take
-from thalweg.parallel.dispatch import packed, unpacked
 
 
 def exchange_stored(batch: Batch, planes: Planes, names: Sequence[str], layer: int) -> None:
@@ -18,5 +18,5 @@ def exchange_stored(batch: Batch, planes: Planes, names: Sequence[str], layer: i
     if share is None:
         return
     entries = [part for name in names for part in planes.entries(name, layer)]
-    own = take(entries, batch.write_T)
-    put(entries, share.write_all, unpacked(share.ranks.all_gather(packed(own)).flatten(0, 1), own))
+    own, kernels = take(entries, batch.write_T), implementation("pack_rows", batch.write_T.device)
+    put(entries, share.write_all, kernels.unpacked(share.ranks.all_gather(kernels.packed(own)).flatten(0, 1), own))

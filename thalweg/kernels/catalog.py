@@ -14,9 +14,9 @@ from thalweg.kernels.weight_only.case import EIGHT_BIT, EIGHT_BIT_EXPERTS
 from thalweg.kernels.weight_only.case import EXPERTS as WEIGHT_ONLY_EXPERTS
 
 FOLDERS = (
-    "all_reduce", "batch_invariant_gemm", "exchange", "expand_latents", "experts", "fp8_block", "gemm", "gqa",
-    "indexer", "mla", "moe_align", "norm", "nsa", "quantize", "rope", "router", "silu_mul", "temperature", "topk_topp",
-    "verify", "weight_only",
+    "all_reduce", "batch_invariant_gemm", "exchange", "expand_latents", "expert_slots", "experts", "fp8_block", "gemm",
+    "gqa", "indexer", "mla", "moe_align", "norm", "nsa", "pack_rows", "quantize", "rope", "router", "silu_mul",
+    "temperature", "topk_topp", "verify", "weight_only",
 )  # fmt: skip
 
 

@@ -47,7 +47,7 @@ class ExpertBlock(Protocol):
         """h += moe(x), in place, with all experts on this rank. real_T: False where a token is padding."""
 
     def partial(self, x: Activation, real_T: Tensor | None) -> Tensor:
-        """This rank's part of the sum over tensor-parallel ranks, float32 [T, H], for experts divided over ranks."""
+        """This rank's part of the sum over tensor-parallel ranks, [T, H] of its own, for experts divided over ranks."""
 
 
 class ResidualStream(Protocol):

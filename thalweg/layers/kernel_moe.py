@@ -70,9 +70,12 @@ class KernelMoe(Module):
         self.run(h_TH, x, self._route(x, real_T, self.experts.reads_codes), self.experts.stacks())
 
     def partial(self, x: Rows, real_T: Tensor | None) -> Tensor:
-        """float32 [T, H]: this rank's part of the sum over tensor-parallel ranks."""
-        placement, x_TH = self.placement, norm.rows_of(x)
+        """[T, H]: this rank's part of the sum over tensor-parallel ranks."""
+        placement = self.placement
         assert placement is not None, "one rank adds to the stream itself"
+        if placement.is_whole:
+            return self._sum(x, self._route(x, real_T, self.experts.reads_codes))
+        x_TH = norm.rows_of(x)
         # codes of the rows are half as many bytes to send
         sends_codes = self.experts.reads_codes and placement.dispatcher.sends_codes
         routed = self._route(x_TH, real_T, sends_codes)
@@ -87,15 +90,21 @@ class KernelMoe(Module):
     def _stored_sum(self, ids_TK: Tensor, weights_TK: Tensor, x_TH: Tensor, scales_TG: Tensor | None = None) -> Tensor:
         """Of the slots on this rank. x: rows, or their codes with scales."""
         codes_TH: Tensor | None = None
-        sum_TH = torch.empty(x_TH.shape, dtype=self.dtype, device=x_TH.device)
         if scales_TG is not None:
             codes_TH, received = x_TH, scales_TG
-            scales_TG = scales_like(len(x_TH), x_TH.shape[1], x_TH.device)
-            scales_TG.copy_(received)
+            if received.stride(0) == 1:
+                scales_TG = received
+            else:
+                scales_TG = scales_like(len(x_TH), x_TH.shape[1], x_TH.device).copy_(received)
         elif self.experts.reads_codes:
             codes_TH, scales_TG = norm.codes_of(x_TH)
-        routed = routing.RouterOutput(weights_TK, ids_TK, codes_TH, scales_TG)
-        self.run(sum_TH, x_TH, routed, self.experts.stacks(), accumulate=False)
+        return self._sum(x_TH, routing.RouterOutput(weights_TK, ids_TK, codes_TH, scales_TG))
+
+    def _sum(self, x: Rows, routed: routing.RouterOutput) -> Tensor:
+        """[T, H]: the sum of the chosen slots. x: rows or their norm; not read if routed has their codes."""
+        device = routed.ids_TK.device
+        sum_TH = torch.empty(len(x), self.router.weight.shape[1], dtype=self.dtype, device=device)
+        self.run(sum_TH, x, routed, self.experts.stacks(), accumulate=False)
         return sum_TH
 
     def _route(self, x: Rows, real_T: Tensor | None, with_codes: bool) -> routing.RouterOutput:

@@ -60,7 +60,7 @@ class MoeBlock(Module):
             h_TH.copy_(total)
 
     def partial(self, x: Activation, real_T: Tensor | None) -> Tensor:
-        """float32 [T, H]: this rank's part of the sum over tensor-parallel ranks."""
+        """[T, H]: this rank's part of the sum over tensor-parallel ranks."""
         placement, x_TH = self.placement, rows_of(x)
         assert placement is not None, "one rank adds to the stream itself"
         weights_TK, ids_TK = self.router.forward(x_TH)

@@ -66,7 +66,9 @@ class ShardedStream:
             linear.add_(self.x_TH, x)
         elif self.pending_TH is None:
             self.pending_TH = linear.forward(x)
-        else:  # of experts it is float32, of products the model's dtype
+        elif self.pending_TH.dtype == self.x_TH.dtype:
+            linear.add_(self.pending_TH, x)
+        else:  # what other ranks' experts have sent back is float32
             self.pending_TH = self.pending_TH + linear.forward(x)
 
     def add_experts(self, experts: ExpertBlock, x: Activation, real_T: Tensor | None) -> None:

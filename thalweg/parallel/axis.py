@@ -79,7 +79,7 @@ class SingleRank:
         return partial.float()
 
     def add_(self, x: Tensor, partial: Tensor) -> None:
-        x.copy_(x.float() + partial.float())
+        x.add_(partial)  # in the wider type
 
     def all_gather(self, x: Tensor) -> Tensor:
         return x.unsqueeze(0)

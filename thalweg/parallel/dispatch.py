@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from thalweg.kernels.launch import implementation
 from thalweg.parallel.layout import Layout
 
 
@@ -20,7 +21,7 @@ class Dispatched(NamedTuple):
 
     slot_NK: Tensor  # int32: the slots of their experts, on any rank; -1 is none
     rows: tuple[Tensor, ...]  # [N, ...], what came with them
-    # [N, H], sums over the experts here → float32 [T, H], still to be summed over tensor-parallel ranks
+    # [N, H], sums over the experts here → [T, H], still to be summed over tensor-parallel ranks
     combine: Callable[[Tensor], Tensor]
 
 
@@ -46,14 +47,16 @@ class AllGatherDispatch:
 
     def dispatch(self, slot_TK: Tensor, stride: int, weights_TK: Tensor, rows: Sequence[Tensor]) -> Dispatched:
         dp, sent = self.dp, (slot_TK, weights_TK, *rows)
+        if dp.size == 1:
+            return Dispatched(slot_TK, sent[1:], lambda partial: partial)
+        kernels = implementation("pack_rows", slot_TK.device)
         combine: Callable[[Tensor], Tensor] = dp.reduce_scatter
-        if dp.size > 1:
-            bytes_NB = packed(sent)
-            if dp.exchange is not None and dp.exchange.takes(*bytes_NB.shape):
-                all_RNB, combine = dp.exchange.dispatch(bytes_NB, slot_TK.shape[1])
-            else:
-                all_RNB = dp.all_gather(bytes_NB)
-            sent = unpacked(all_RNB.flatten(0, 1), sent)
+        bytes_NB = kernels.packed(sent)
+        if dp.exchange is not None and dp.exchange.takes(*bytes_NB.shape):
+            all_RNB, combine = dp.exchange.dispatch(bytes_NB, slot_TK.shape[1])
+        else:
+            all_RNB = dp.all_gather(bytes_NB)
+        sent = kernels.unpacked(all_RNB.flatten(0, 1), sent)
         return Dispatched(sent[0], sent[1:], lambda partial: combine(partial.view(dp.size, -1, partial.shape[1])))
 
 
@@ -73,9 +76,9 @@ class AllToAllDispatch:
     def dispatch(self, slot_TK: Tensor, stride: int, weights_TK: Tensor, rows: Sequence[Tensor]) -> Dispatched:
         ep, moe_tp, tokens = self.ep, self.moe_tp, len(slot_TK)
         sent = self.own.take(slot_TK, weights_TK, *rows)
-        each = len(sent[0])
-        all_NB = moe_tp.all_gather(packed(sent)).flatten(0, 1)
-        slot_NK = unpacked(all_NB, sent[:1])[0]
+        each, kernels = len(sent[0]), implementation("pack_rows", slot_TK.device)
+        all_NB = moe_tp.all_gather(kernels.packed(sent)).flatten(0, 1)
+        slot_NK = kernels.unpacked(all_NB, sent[:1])[0]
         rank_R11 = torch.arange(ep.size, device=slot_NK.device).view(-1, 1, 1)
         goes_RN = (slot_NK.div(stride, rounding_mode="floor") == rank_R11).any(-1)
         if ep.exchange is not None and ep.exchange.takes(*all_NB.shape):
@@ -83,7 +86,7 @@ class AllToAllDispatch:
         else:
             arrived_RNB, combine_rows = self._whole_buffers(all_NB, goes_RN)
         # the rest of a buffer are tokens without an expert on its rank
-        received = unpacked(arrived_RNB.flatten(0, 1), sent)
+        received = kernels.unpacked(arrived_RNB.flatten(0, 1), sent)
 
         def combine(partial_NH: Tensor) -> Tensor:
             total_NH = combine_rows(partial_NH.view(ep.size, -1, partial_NH.shape[1]))
@@ -125,22 +128,6 @@ class OwnTokens:
         all_TH = own_NH.new_zeros(len(own_NH) * tp.size, own_NH.shape[1])
         all_TH[tp.rank :: tp.size] = own_NH
         return all_TH[:tokens]
-
-
-def packed(tensors: Sequence[Tensor]) -> Tensor:
-    """Tensors [N, ...] as bytes [N, B], so that one collective moves them."""
-    return torch.cat([x.flatten(1).contiguous().view(torch.uint8) for x in tensors], 1)
-
-
-def unpacked(bytes_NB: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The tensors of `packed`, as many rows as there are. like: those that were packed, or the first of them."""
-    found, first = [], 0
-    for x in like:
-        size = x[0].nbytes if len(x) else x.new_empty(1, *x.shape[1:]).nbytes
-        part = bytes_NB[:, first : first + size].clone(memory_format=torch.contiguous_format)  # aligned, one row too
-        found.append(part.view(x.dtype).view(len(bytes_NB), *x.shape[1:]))
-        first += size
-    return tuple(found)
 
 
 def dispatcher(layout: Layout) -> TokenDispatcher:

@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from thalweg.kernels.launch import implementation
 from thalweg.parallel.axis import share_of
 from thalweg.parallel.dispatch import dispatcher
 from thalweg.parallel.layout import Layout
 
-MIXERS = 0x9E3779B1, 0x85EBCA6B  # odd, with bits all over: neighbouring ids give unlike products
 Compute = Callable[..., Tensor]
 
 
@@ -34,12 +34,15 @@ class ExpertPlacement:
         self.slots = len(self.by_slot) // ranks  # of routed experts on this rank
         self.stride = self.slots + shared  # slots of a rank
         self.dispatcher, is_moving = dispatcher(layout), layout.experts.is_moving
+        self._kernels = implementation("expert_slots", device)
         self.is_deterministic = deterministic
         # a sum over ranks groups a token's experts by rank, which changes its bits when one moves
         self.sums_pairs = deterministic and is_moving
         copies = max(layout.experts.redundant + 1, ranks if shared else 1)
         self.slot_EC = torch.zeros(experts + shared, copies, dtype=torch.int64, device=device)
         self.count_E = torch.ones(experts + shared, dtype=torch.int64, device=device)
+        # whether tokens stay, and each expert has the slot of its number
+        self.is_whole = layout.dp.size == ranks == 1 and not is_moving and self.by_slot == list(range(experts))
         # tokens that chose each routed expert since the last reset; the last number counts all else
         self.load_E = torch.zeros(experts + 1 if is_moving else 0, dtype=torch.int64, device=device)
         for number in range(shared):
@@ -72,26 +75,27 @@ class ExpertPlacement:
         self.count_E[some].copy_(torch.tensor([len(of_expert) for of_expert in slots]))
 
     def compute(self, ids_TK: Tensor, weights_TK: Tensor, rows: Sequence[Tensor], compute: Compute) -> Tensor:
-        """Σ_k weights · expert(x) → float32 [T, H], still to be summed over tensor-parallel ranks.
+        """Σ_k weights · expert(x) → [T, H], still to be summed over tensor-parallel ranks.
 
         ids: logical experts; one beyond them is none. rows: tensors [T, ...] that go with the tokens. compute(ids [N,
         K], weights, *rows): the sum over the slots of this rank, [N, H]; an id of `stride` is none.
         """
-        if len(self.load_E):
-            chosen = ids_TK.flatten().long().clamp(max=self.experts)
-            self.load_E.index_add_(0, chosen, torch.ones_like(chosen))
-        slot_TK = self._choose(ids_TK.long())
+        if self.is_whole:
+            return compute(ids_TK, weights_TK, *rows)
+        slot_TK = self.choose(ids_TK)
         if self.sums_pairs:
             return self._compute_pairs(ids_TK, slot_TK, weights_TK, rows, compute)
-        return self._dispatched(slot_TK, weights_TK, rows, compute, ids_TK.dtype)
+        return self._dispatched(slot_TK, weights_TK, rows, compute)
 
-    def _dispatched(
-        self, slot_TK: Tensor, weights_TK: Tensor, rows: Sequence[Tensor], compute: Compute, dtype: torch.dtype
-    ) -> Tensor:
-        slot_NK, received, combine = self.dispatcher.dispatch(slot_TK.int(), self.stride, weights_TK, rows)
-        local_NK = slot_NK - self.layout.ep.rank * self.stride
-        is_here_NK = (slot_NK >= 0) & (local_NK >= 0) & (local_NK < self.stride)
-        return combine(compute(torch.where(is_here_NK, local_NK, self.stride).to(dtype), *received))
+    def choose(self, ids_TK: Tensor) -> Tensor:
+        """`expert_slots.choose`, and counts the choices where experts move."""
+        load_E = self.load_E if len(self.load_E) else None
+        slot_TK: Tensor = self._kernels.choose(ids_TK, self.slot_EC, self.count_E, load_E)
+        return slot_TK
+
+    def _dispatched(self, slot_TK: Tensor, weights_TK: Tensor, rows: Sequence[Tensor], compute: Compute) -> Tensor:
+        slot_NK, received, combine = self.dispatcher.dispatch(slot_TK, self.stride, weights_TK, rows)
+        return combine(compute(self._kernels.here(slot_NK, self.layout.ep.rank * self.stride, self.stride), *received))
 
     def _compute_pairs(
         self, ids_TK: Tensor, slot_TK: Tensor, weights_TK: Tensor, rows: Sequence[Tensor], compute: Compute
@@ -100,22 +104,12 @@ class ExpertPlacement:
         tp, (tokens, columns), order_TK = self.layout.tp, ids_TK.shape, ids_TK.argsort(1)
         slot_P1, weights_P1 = (x.gather(1, order_TK).view(-1, 1) for x in (slot_TK, weights_TK))
         rows_P = [x.repeat_interleave(columns, 0) for x in rows]
-        pair_PH = tp.all_reduce(self._dispatched(slot_P1, weights_P1, rows_P, compute, ids_TK.dtype))
+        pair_PH = tp.all_reduce(self._dispatched(slot_P1, weights_P1, rows_P, compute))
         pair_TKH = pair_PH.view(tokens, columns, -1)
         total_TH = pair_TKH[:, 0].clone()
         for k in range(1, columns):
             total_TH += pair_TKH[:, k]
         return total_TH if tp.rank == 0 else torch.zeros_like(total_TH)
-
-    def _choose(self, ids_TK: Tensor) -> Tensor:
-        """The slot of each chosen expert; -1 of none. All of a token's experts decide, in whatever order."""
-        is_expert_TK = ids_TK < len(self.count_E)
-        ids_TK = ids_TK * is_expert_TK
-        if self.slot_EC.shape[1] == 1:
-            return self.slot_EC[ids_TK, 0].masked_fill(~is_expert_TK, -1)
-        token_T1 = ((ids_TK + 1) * MIXERS[0] & 0xFFFFFFFF).sum(1, keepdim=True)
-        copy_TK = (token_T1 * MIXERS[1] >> 16 & 0xFFFF) % self.count_E[ids_TK]
-        return self.slot_EC[ids_TK, copy_TK].masked_fill(~is_expert_TK, -1)
 
 
 def expert_of_slots(experts: int, layout: Layout, layer: int) -> list[int]:

@@ -1,0 +1,1 @@
+"""Where the chosen experts of tokens are."""
