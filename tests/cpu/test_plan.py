@@ -263,6 +263,18 @@ def test_gpus_that_share_contexts(plan: Run, v3: str) -> None:
     assert (capped["pages"], capped["kv_tokens"]) == (128, 65536)
 
 
+def test_shared_index_heads_trade_scoring_for_sums_of_scores(plan: Run, tmp_path: Path) -> None:
+    flags = folder(tmp_path / "v32", DEEPSEEK | INDEXER), "--machine", "h200x8", "--tp-size", "8", "--json"
+    plain, shared = (json.loads(plan(*flags, *more).out) for more in ((), ("--shard-indexer",)))
+    assert "--shard-indexer" in shared["best"]["command"]
+    longest = [made["decode_bounds"][-1] for made in (plain, shared)]
+    rows, context = longest[1]["batch"], longest[1]["context"]
+    sent = 7 * 4 * rows * context * 61 / 450e9  # float32 scores to seven others, in each layer
+    assert longest[1]["phases"]["sending"] - longest[0]["phases"]["sending"] == pytest.approx(sent, rel=0.2)
+    keys = 132 * rows * context * 61 / 4.8e12  # are read on every GPU
+    assert keys * 0.9 < longest[1]["phases"]["index"] <= longest[0]["phases"]["index"]
+
+
 def test_layouts_that_serve_refuses_are_not_planned(plan: Run, v3: str, tmp_path: Path) -> None:
     sparse = folder(tmp_path / "v32", DEEPSEEK | INDEXER)
     one_indexer = "F" + 60 * "S"
@@ -273,7 +285,8 @@ def test_layouts_that_serve_refuses_are_not_planned(plan: Run, v3: str, tmp_path
             ("--tp-size", "8", "--attn-cp-size", "8", "--dsa-decode-backend", "flashmla_sparse"),
             "flashmla_sparse",
         ),
-        (sparse, ("--tp-size", "8", "--shard-indexer"), "shard_indexer: plans do not count its sums of scores"),
+        (sparse, ("--tp-size", "8", "--dp-size", "8", "--enable-dp-attention", "--shard-indexer"), "has one rank"),
+        (v3, ("--tp-size", "8", "--shard-indexer"), "has no indexer"),
         (v3, ("--tp-size", "8", "--dcp-size", "8", "--deterministic-inference"), "the deterministic kernels attend"),
     ):
         done = plan(path, "--machine", "h200x8", *flags)

@@ -127,32 +127,40 @@ def _check_heads(facts: ModelFacts, tp: int, groups: int) -> None:
 
 
 def _resolve_indexer(config: EngineConfig, facts: ModelFacts, decisions: Decisions) -> None:
-    """Ranks of an attention can share the heads of its indexer, unless they share contexts."""
-    tp, groups = config.attention_tp, config.attention_dp * config.attn_cp_size
     if not config.shard_indexer:
         return
+    tp, groups = config.attention_tp, config.attention_dp * config.attn_cp_size
+    if reason := unshared_indexer(facts, tp, groups, config.dcp_size):
+        raise UnsupportedConfig(reason)
+    assert facts.indexer is not None, "it is shared"
+    heads = facts.indexer.heads
+    reason = f"{heads // tp} of {heads} index heads on each rank, and one sum of scores for each layer that selects"
+    decisions.entries.append(Decision("shard_indexer", True, USER, reason))
+
+
+def unshared_indexer(facts: ModelFacts, ranks: int, groups: int, dcp: int) -> str:
+    """Why the ranks of an attention cannot share the heads of its indexer (--shard-indexer); "" where they can. groups:
+    attentions of the ranks of a layer. dcp: ranks that share each context.
+    """
     if facts.indexer is None:
-        raise UnsupportedConfig(
-            f"shard_indexer: {facts.architecture} has no indexer (index_topk in config.json); leave it out"
-        )
+        return f"shard_indexer: {facts.architecture} has no indexer (index_topk in config.json); leave it out"
     heads = facts.indexer.heads
     legal = [size * groups for size in _tensor_parallel_sizes(facts) if size > 1 and heads % size == 0]
-    if tp == 1 and groups > 1:
-        raise UnsupportedConfig(
+    if ranks == 1 and groups > 1:
+        return (
             "shard_indexer: each attention has one rank, so there is nothing to share; use a smaller --dp-size or"
             " --attn-cp-size, or leave it out"
         )
-    if tp == 1 or heads % tp:
-        why = "it is for several ranks" if tp == 1 else f"{heads} index heads cannot be shared by {tp} ranks"
+    if ranks == 1 or heads % ranks:
+        why = "it is for several ranks" if ranks == 1 else f"{heads} index heads cannot be shared by {ranks} ranks"
         use = f"use --tp-size {_or(legal)}, or leave it out" if legal else "leave it out"
-        raise UnsupportedConfig(f"shard_indexer: {why}; {use}")
-    if config.dcp_size > 1:
-        raise UnsupportedConfig(
-            f"shard_indexer: with --dcp-size {config.dcp_size} each rank scores its own part of a context by all heads;"
+        return f"shard_indexer: {why}; {use}"
+    if dcp > 1:
+        return (
+            f"shard_indexer: with --dcp-size {dcp} each rank scores its own part of a context by all heads;"
             " leave one of them out"
         )
-    reason = f"{heads // tp} of {heads} index heads on each rank, and one sum of scores for each layer that selects"
-    decisions.entries.append(Decision("shard_indexer", True, USER, reason))
+    return ""
 
 
 def whole_contexts(kernels: KernelConfig, facts: ModelFacts) -> str:

@@ -19,6 +19,7 @@ from thalweg.launch.planning.roofline import StepShape
 LATENCY = 5e-6
 ACTIVATION = 2  # bytes of a number between layers
 LSE = 4  # bytes of a head's log-sum-exp
+SCORE = 4  # bytes of a position's score by an indexer
 CANDIDATE = 8  # bytes of a score and its position
 HEADER = 16  # bytes before a token that is dispatched
 SHARED, PAIRWISE, ONWARD = "shared", "pairwise", "onward"  # to all ranks alike, to each its own, to the next rank
@@ -63,6 +64,9 @@ def collectives(facts: ModelFacts, shape: StepShape, layout: ParallelLayout) -> 
         found.append(Collective("all-reduce", count, inner, 2 * among * tokens * row))
         logits = shape.rows * facts.vocab * ACTIVATION
         found.append(Collective("all-gather of logits", 1, inner, among / inner * logits))
+    if layout.indexer > 1 and facts.indexer is not None and shape.context > facts.indexer.topk:
+        scores = (layout.indexer - 1) * tokens * shape.context * SCORE
+        found.append(Collective("all-gather of scores", sum(facts.indexer.full), layout.indexer, scores))
     if layout.dcp > 1:
         found += _around_attention(facts, shape, layout)
     if facts.moe is not None and has_others:

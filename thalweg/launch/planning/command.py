@@ -180,14 +180,18 @@ def _layout(options: Options, machine: Hardware) -> ParallelLayout | None:
     wish = dataclasses.replace(options.parallel, **of_nodes)
     if wish == default:
         return None
-    if wish.shard_indexer:
-        raise UnsupportedConfig("shard_indexer: plans do not count its sums of scores; leave it out")
     # this loads torch, which --help need not
     from thalweg.launch.planning.layouts import ParallelLayout, why_not_on_nodes
 
     attention_dp = wish.dp_size if wish.enable_dp_attention else 1
     one = ParallelLayout(
-        wish.tp_size, attention_dp, wish.ep_size, wish.pp_size, cp=wish.attn_cp_size, dcp=wish.dcp_size
+        wish.tp_size,
+        attention_dp,
+        wish.ep_size,
+        wish.pp_size,
+        cp=wish.attn_cp_size,
+        dcp=wish.dcp_size,
+        shard_indexer=wish.shard_indexer,
     )
     if one.tp % (one.dp * one.cp):
         raise UnsupportedConfig(

@@ -27,11 +27,17 @@ class ParallelLayout:
     copies: int = 1  # whole engines behind one balancer
     cp: int = 1  # groups of the GPUs of an attention that divide the tokens of each step
     dcp: int = 1  # GPUs of an attention that share each context
+    shard_indexer: bool = False  # GPUs of an attention share its index heads
 
     @property
     def attention(self) -> int:
         """GPUs that share an attention, a dense MLP, and the head."""
         return self.tp // (self.dp * self.cp)
+
+    @property
+    def indexer(self) -> int:
+        """GPUs that share the heads of an indexer."""
+        return self.attention if self.shard_indexer else 1
 
     @property
     def gpus(self) -> int:
@@ -51,7 +57,7 @@ class ParallelLayout:
         """The command-line flags of one copy."""
         flags = {"cp": "attn-cp"}
         sizes = (word for name, count in self._sizes() for word in (f"--{flags.get(name, name)}-size", str(count)))
-        return (*sizes, *["--enable-dp-attention"][: self.dp - 1])
+        return (*sizes, *["--enable-dp-attention"][: self.dp - 1], *["--shard-indexer"] * self.shard_indexer)
 
     def _sizes(self) -> Iterator[tuple[str, int]]:
         for name in ("tp", "dp", "cp", "ep", "pp", "dcp"):
@@ -65,7 +71,7 @@ ONE = ParallelLayout()
 def layout_of(config: EngineConfig) -> ParallelLayout:
     """The layout that an engine has."""
     sizes = config.tp_size, config.attention_dp, config.ep_size, config.pp_size, config.copies
-    return ParallelLayout(*sizes, config.attn_cp_size, config.dcp_size)
+    return ParallelLayout(*sizes, config.attn_cp_size, config.dcp_size, config.shard_indexer)
 
 
 def why_not(facts: ModelFacts, layout: ParallelLayout) -> str:

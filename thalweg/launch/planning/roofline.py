@@ -163,7 +163,7 @@ def _attention(model: RankModel, shape: StepShape) -> list[StepPhase]:
     flops = min(sparse, decompressed(facts.mla, heads, shape))
     return [
         StepPhase("attention", selected * kv.attended, flops).times(facts.layers),
-        _index(facts.indexer, shape, kv).times(sum(facts.indexer.full) / model.layout.dcp),
+        _index(facts.indexer, shape, kv, model.layout.indexer).times(sum(facts.indexer.full) / model.layout.dcp),
     ]
 
 
@@ -181,12 +181,12 @@ def decompressed(mla: MlaFacts, heads: float, shape: StepShape) -> float:
     return again + 2.0 * shape.pairs * heads * (mla.nope + mla.rope + mla.v)
 
 
-def _index(index: IndexerFacts, shape: StepShape, kv: KVBytes) -> StepPhase:
-    """Scores of every position, in FP8 where the keys are. Where every token sees its whole context nothing is
-    scored.
+def _index(index: IndexerFacts, shape: StepShape, kv: KVBytes, ranks: int) -> StepPhase:
+    """Scores of every position, in FP8 where the keys are, by heads that so many ranks share. Where every token sees
+    its whole context nothing is scored.
     """
     if shape.context <= index.topk:
         return StepPhase("index", 0.0)
-    flops = 2.0 * shape.pairs * index.heads * index.dim
+    flops = 2.0 * shape.pairs * index.heads * index.dim / ranks
     is_fp8 = kv.index < 2 * index.dim
     return StepPhase("index", shape.rows * shape.context * kv.index, 0.0 if is_fp8 else flops, flops if is_fp8 else 0.0)

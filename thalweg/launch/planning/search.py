@@ -10,7 +10,7 @@ from functools import cached_property
 from thalweg.config.machines import A_NODE, Hardware
 from thalweg.core.errors import UnsupportedConfig
 from thalweg.launch.kernels import unsupported_layout
-from thalweg.launch.parallelism import whole_contexts
+from thalweg.launch.parallelism import unshared_indexer, whole_contexts
 from thalweg.launch.planning.collectives import Collective, collectives
 from thalweg.launch.planning.gpu_memory import GpuMemory
 from thalweg.launch.planning.layouts import ParallelLayout, layouts
@@ -87,6 +87,9 @@ class PlannedLayout:
         reason = unsupported_layout(kernels, planning.model.named, self.facts, layout.attention, is_divided)
         if layout.dcp > 1:
             reason = reason or whole_contexts(kernels, self.facts)
+        if layout.shard_indexer:
+            groups = layout.dp * layout.cp
+            reason = reason or unshared_indexer(self.facts, layout.attention, groups, layout.dcp)
         if reason:
             raise UnsupportedConfig(reason)
         stage_borders(self.facts, layout.pp)

@@ -141,8 +141,8 @@ class PlannedModel:
 
     def factory(self, layout: ParallelLayout = ONE) -> ReferenceLayers:
         attention, dp = FirstRank(layout.attention), FirstRank(layout.dp * layout.cp)
-        experts = FirstRank(layout.ep), FirstRank(layout.tp // layout.ep)
-        axes = Layout(attention, dp, attention, *experts, experts=self.experts)
+        experts, indexer = (FirstRank(layout.ep), FirstRank(layout.tp // layout.ep)), FirstRank(layout.indexer)
+        axes = Layout(attention, dp, attention, *experts, experts=self.experts, indexer=indexer)
         published = catalog.published_dtype(self.facts)
         return ReferenceLayers(self.dtype, META, self.kernels, axes if layout.tp > 1 else Layout(), published)
 
