@@ -55,8 +55,8 @@ def compiled_sum(kernel: str, words: int, part: int, ranks: int) -> dict[str, st
     sizes = {"WORDS": words, "BLOCK": triton.next_power_of_2(words)}
     parts = {"PART": part, "BLOCK_PART": triton.next_power_of_2(part), "W": ranks}
     constants = WORDS | sizes | parts | {"codes": None, "scales": None}
-    pointers = dict.fromkeys(("partial", "x", "x_out", "rows_out", "state", "failed"), "*i32")
-    pointers |= {"weight": "*fp32", "peers": "*i64"}
+    pointers = dict.fromkeys(("partial", "x", "x_out", "rows_out", "failed"), "*i32")
+    pointers |= {"weight": "*fp32", "peers": "*i64", "state": "*i64"}
     warps = all_reduce.warps_for(ranks, sizes["BLOCK"], parts["BLOCK_PART"], kernel == "_two_shot")
     return compiled(vars(all_reduce)[kernel], constants, pointers, warps)
 
@@ -84,7 +84,7 @@ def test_each_look_of_an_exchange_is_one_load(kernel: str, looks: int, words: in
     from thalweg.kernels.exchange import triton as exchange
 
     constants = WORDS | {"W": ranks, "WORDS": words, "BLOCK": block} | ({"MARKED": 9} if kernel == "_dispatch" else {})
-    pointers = dict.fromkeys(("x", "results", "places", "counts", "counts_out", "state", "failed"), "*i32")
-    pointers |= {"goes": "*i1", "peers": "*i64", "out": "*i32" if kernel == "_dispatch" else "*fp32"}
+    pointers = dict.fromkeys(("x", "results", "places", "counts", "counts_out", "failed"), "*i32")
+    pointers |= {"goes": "*i1", "peers": "*i64", "state": "*i64", "out": "*i32" if kernel == "_dispatch" else "*fp32"}
     made = compiled(vars(exchange)[kernel], constants, pointers, exchange.warps_for(block))
     assert looks_of(made["ttgir"]) == 2 * looks * ranks

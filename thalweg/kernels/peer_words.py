@@ -18,6 +18,7 @@ from torch import Tensor
 from triton.language import constexpr
 
 PROGRAMS = 128  # They wait for each other, so all must run at once. An H100 has 132 multiprocessors, an H200 too.
+COUNTS = constexpr(256)  # more than PROGRAMS
 TRIES = constexpr(1 << 26)  # reads before a kernel gives up, so that it does not wait forever for a rank that has ended
 
 
@@ -32,7 +33,7 @@ class PeerMemory:
     """What a rank receives into, and where its peers receive."""
 
     peers_W: Tensor  # int64: address of each rank's memory as seen from here, this rank's too
-    state: Tensor  # int32 [2]: number of the call, programs that have ended it
+    state: Tensor  # int64 [1]: COUNTS times the number of the call, and the programs that have begun it
     failed: Tensor  # int32 [1], see `failed_on`
     rank: int
 
@@ -40,7 +41,12 @@ class PeerMemory:
     def of(cls, addresses: list[int], rank: int, device: torch.device, **more: Any) -> Self:
         """addresses: of zeroed memory on each rank. more: the fields of a subclass."""
         peers = torch.tensor(addresses, dtype=torch.int64, device=device)
-        return cls(peers, torch.tensor([1, 0], dtype=torch.int32, device=device), failed_on(device), rank, **more)
+        return cls(peers, torch.tensor([int(COUNTS)], device=device), failed_on(device), rank, **more)
+
+    @property
+    def call(self) -> int:
+        """The number of the next call."""
+        return int(self.state) // int(COUNTS)
 
     @property
     def size(self) -> int:
@@ -101,8 +107,15 @@ def receive(at, mask, call, failed):
 
 
 @triton.jit
-def finish(state, programs):
-    """Counts this program; the last one begins the next call."""
-    if tl.atomic_add(state + 1, 1) == programs - 1:
-        tl.store(state + 1, 0)
-        tl.store(state, tl.load(state) + 1)
+def begin(state, programs, IS_COUNTED: constexpr):
+    """→ the number of the call, one read for all threads of a program. IS_COUNTED: this is the launch that ends the
+    call. Its last program to come here sets the next number: all others have this one by then. (A count at the end of a
+    program would wait for what that has sent.)
+    """
+    if IS_COUNTED:
+        before = tl.atomic_add(state, 1, sem="relaxed")
+        if before % COUNTS == programs - 1:
+            tl.atomic_add(state, COUNTS - programs, sem="relaxed")
+    else:
+        before = tl.load(state)
+    return (before // COUNTS).to(tl.int32)

@@ -27,7 +27,7 @@ from thalweg.kernels.pdl import pdl_wait
 from thalweg.kernels.peer_words import (
     PROGRAMS,
     PeerMemory,
-    finish,
+    begin,
     high_half,
     low_half,
     memory_of,
@@ -57,23 +57,29 @@ def bytes_for(ranks: int, rows: int, width: int) -> int:
 
 
 @triton.jit
+def _weights(weight, WORDS: constexpr, BLOCK: constexpr):
+    """Of the norm, for the low and the high halves of words. They depend on nothing in the step."""
+    word = tl.arange(0, BLOCK)
+    low = tl.load(weight + 2 * word, mask=word < WORDS, other=0.0)
+    return low, tl.load(weight + 2 * word + 1, mask=word < WORDS, other=0.0)
+
+
+@triton.jit
 def _store_normed(
-    low, high, row, begin, weight, x_out, rows_out, codes, scales, scales_stride, eps,
+    low, high, row, first, low_weight, high_weight, x_out, rows_out, codes, scales, scales_stride, eps,
     WORDS: constexpr, BLOCK: constexpr, PART: constexpr,
 ):  # fmt: skip
-    """Stores PART words from `begin` on of a row of the stream, and of its norm."""
+    """Stores PART words from the first on of a row of the stream, and of its norm."""
     word = tl.arange(0, BLOCK)
-    inside, own = word < WORDS, (word >= begin) & (word < tl.minimum(begin + PART, WORDS))
+    own = (word >= first) & (word < tl.minimum(first + PART, WORDS))
     tl.store(x_out + row * WORDS + word, packed_halves(low, high), mask=own)
     scale = tl.rsqrt(tl.sum(low * low + high * high) / (2 * WORDS) + eps)
-    low *= scale * tl.load(weight + 2 * word, mask=inside, other=0.0)
-    high *= scale * tl.load(weight + 2 * word + 1, mask=inside, other=0.0)
-    words = packed_halves(low, high)
+    words = packed_halves(low * scale * low_weight, high * scale * high_weight)
     tl.store(rows_out + row * WORDS + word, words, mask=own)
     if codes is not None:
         packed, scale_G = encode(tl.reshape(tl.join(low_half(words), high_half(words)), [BLOCK // 64, 128]))
         group, lane = tl.arange(0, BLOCK // 64), tl.arange(0, 128)
-        here = (group * 64 >= begin) & (group * 64 < tl.minimum(begin + PART, WORDS))
+        here = (group * 64 >= first) & (group * 64 < tl.minimum(first + PART, WORDS))
         tl.store(codes + row * 2 * WORDS + group[:, None] * 128 + lane[None, :], packed, mask=here[:, None])
         tl.store(scales + group.to(tl.int64) * scales_stride + row, scale_G, mask=here)
 
@@ -94,29 +100,31 @@ def _one_shot(
     PDL: constexpr,
 ):  # fmt: skip
     """Program (r, p): part p of row r."""
+    row, first = tl.program_id(0), tl.program_id(1) * PART
+    low_weight, high_weight = _weights(weight, WORDS, BLOCK)
+    own, memories = memory_of(peers, rank), ()
+    for step in tl.static_range(W):  # each rank begins with another peer
+        memories = memories + (memory_of(peers, (rank + step) % W),)  # type: ignore[assignment]
     pdl_wait(PDL)
-    row, begin = tl.program_id(0), tl.program_id(1) * PART
-    call = tl.load(state)
+    call = begin(state, tl.num_programs(0) * tl.num_programs(1), PHASE == ALL or PHASE == RECEIVE)
     base = (call & 1).to(tl.int64) * (W + 1) * capacity
     if PHASE == ALL or PHASE == SEND:
         lane = tl.arange(0, BLOCK_PART)
-        mine = begin + lane
+        mine = first + lane
         is_mine = (lane < PART) & (mine < WORDS)
         words = tl.load(partial + row * WORDS + mine, mask=is_mine, other=0)
-        for step in tl.static_range(W):  # each rank begins with another peer
-            to = memory_of(peers, (rank + step) % W) + base + rank * capacity
-            send(words, call, to + row * WORDS + mine, is_mine)
+        for step in tl.static_range(W):
+            send(words, call, memories[step] + base + rank * capacity + row * WORDS + mine, is_mine)
     if PHASE == ALL or PHASE == RECEIVE:
         word, source = tl.arange(0, BLOCK), tl.arange(0, W)
         inside = word < WORDS
         old = tl.load(x + row * WORDS + word, mask=inside, other=0)
-        at = memory_of(peers, rank) + base + source[:, None] * capacity + row * WORDS + word[None, :]
+        at = own + base + source[:, None] * capacity + row * WORDS + word[None, :]
         new = _sum(old, receive(at, inside[None, :] & (source[:, None] < W), call, failed))
         _store_normed(
-            low_half(new), high_half(new), row, begin, weight, x_out, rows_out, codes, scales, scales_stride, eps,
-            WORDS, BLOCK, PART,
+            low_half(new), high_half(new), row, first, low_weight, high_weight, x_out, rows_out, codes, scales,
+            scales_stride, eps, WORDS, BLOCK, PART,
         )  # fmt: skip
-        finish(state, tl.num_programs(0) * tl.num_programs(1))
 
 
 @triton.jit(do_not_specialize=ARGUMENTS)
@@ -128,12 +136,13 @@ def _two_shot(
     """Program (i, p): part p of rows i, i + programs of axis 0, ...: first it sends all of them, then it adds up those
     that this rank owns, then it takes the results.
     """
+    first, every = tl.program_id(1) * PART, tl.num_programs(0)
+    low_weight, high_weight = _weights(weight, WORDS, BLOCK)
     pdl_wait(PDL)
-    begin, every = tl.program_id(1) * PART, tl.num_programs(0)
-    call = tl.load(state)
+    call = begin(state, every * tl.num_programs(1), PHASE == ALL or PHASE == RECEIVE)
     base = (call & 1).to(tl.int64) * (W + 1) * capacity
     lane = tl.arange(0, BLOCK_PART)
-    mine = begin + lane
+    mine = first + lane
     is_mine = (lane < PART) & (mine < WORDS)
     if PHASE == ALL or PHASE == SEND:
         for row in range(tl.program_id(0), rows, every):
@@ -157,10 +166,9 @@ def _two_shot(
             sent = memory_of(peers, rank) + base + W * capacity + row * WORDS + word
             new = receive(sent, word < WORDS, call, failed)
             _store_normed(
-                low_half(new), high_half(new), row, begin, weight, x_out, rows_out, codes, scales, scales_stride,
-                eps, WORDS, BLOCK, PART,
+                low_half(new), high_half(new), row, first, low_weight, high_weight, x_out, rows_out, codes, scales,
+                scales_stride, eps, WORDS, BLOCK, PART,
             )  # fmt: skip
-        finish(state, tl.num_programs(0) * tl.num_programs(1))
 
 
 def warps_for(ranks: int, block: int, block_part: int, two_shot: bool) -> int:

@@ -64,7 +64,7 @@ def run_triton(rows_RNW: Tensor, goes_RRN: Tensor, results_RRNH: Tensor) -> tupl
         made.append((torch.stack([rows for rows, _ in sent]), torch.stack(back)))
         if not all(torch.equal(*pair) for pair in zip(made[-1], run(x, goes, results), strict=True)):
             raise RuntimeError(f"call {call} differs")
-    calls = {int(memory.state[0]) for memory in (*sending, *returning)}
+    calls = {memory.call for memory in (*sending, *returning)}
     if calls != {1 + CALLS} or sending[0].failed.item():
         raise RuntimeError(f"{CALLS} calls end as {calls}, or have waited in vain")
     return made[0]

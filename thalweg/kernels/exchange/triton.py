@@ -28,7 +28,7 @@ from thalweg.kernels.pdl import pdl_wait
 from thalweg.kernels.peer_words import (
     PROGRAMS,
     PeerMemory,
-    finish,
+    begin,
     high_half,
     low_half,
     memory_of,
@@ -76,9 +76,9 @@ def _dispatch(
     WORDS: constexpr, BLOCK: constexpr, MARKED: constexpr, W: constexpr, PHASE: constexpr, PDL: constexpr,
 ):  # fmt: skip
     """Program i: rows i, i + programs, ..., to and from each rank."""
-    pdl_wait(PDL)
     first, every = tl.program_id(0), tl.num_programs(0)
-    call = tl.load(state)
+    pdl_wait(PDL)
+    call = begin(state, every, PHASE == ALL or PHASE == RECEIVE)
     word = tl.arange(0, BLOCK)
     inside = word < WORDS
     if PHASE == ALL or PHASE == SEND:
@@ -105,7 +105,6 @@ def _dispatch(
                 else:
                     got = tl.where(word < MARKED, -1, 0)
                 tl.store(out + source * rows * WORDS + place, got, mask=inside)
-        finish(state, every)
 
 
 @triton.jit(do_not_specialize=ARGUMENTS)
@@ -114,9 +113,9 @@ def _combine(
     WORDS: constexpr, BLOCK: constexpr, W: constexpr, PHASE: constexpr, PDL: constexpr,
 ):  # fmt: skip
     """Program i: rows i, i + programs, ... counts: rows that came from each rank."""
-    pdl_wait(PDL)
     first, every = tl.program_id(0), tl.num_programs(0)
-    call = tl.load(state)
+    pdl_wait(PDL)
+    call = begin(state, every, PHASE == ALL or PHASE == RECEIVE)
     word = tl.arange(0, BLOCK)
     inside = word < WORDS
     if PHASE == ALL or PHASE == SEND:
@@ -141,7 +140,6 @@ def _combine(
             number = tl.arange(0, 2 * BLOCK)
             sums = tl.reshape(tl.join(low, high), [2 * BLOCK])
             tl.store(out + row * 2 * WORDS + number, sums, mask=number < 2 * WORDS)
-        finish(state, every)
 
 
 def warps_for(block: int) -> int:
