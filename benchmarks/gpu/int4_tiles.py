@@ -1,4 +1,6 @@
-"""Tiles of the kernels of INT4 experts, timed with DeepSeek-V3's experts on one GPU: `python benchmarks/gpu/int4_tiles.py`.
+"""Tiles of the kernels of INT4 experts, timed with DeepSeek-V3's experts on one GPU.
+
+    python benchmarks/gpu/int4_tiles.py
 
 `expert_tile` of thalweg/kernels/weight_only/triton.py is the table that they lead to. Writes $OUT/int4_tiles.json (OUT:
 the current folder if unset): of each kind and tile, its share of the limit with few tokens, and microseconds with many.
@@ -35,7 +37,7 @@ TILES: tuple[tuple[tuple[int, ...], tuple[tuple[int, int, int, int, int], ...]],
     ((512,), ((32, 64, 128, 4, 4), (32, 64, 256, 3, 4), (32, 128, 256, 3, 8))),
     ((1024,), ((64, 64, 128, 4, 4), (64, 64, 256, 3, 4), (64, 128, 128, 4, 8), (64, 128, 256, 2, 8))),
     (
-        (4096,),
+        (4096, 16384),
         (
             (64, 64, 256, 3, 4),
             (64, 128, 128, 4, 4),
@@ -48,12 +50,11 @@ TILES: tuple[tuple[tuple[int, ...], tuple[tuple[int, int, int, int, int], ...]],
 )
 
 
-def measure(kind: str, top: dict[str, float]) -> list[dict[str, Any]]:
-    """kind: as in `coded.CODED`."""
+def measure(kind: str, top: dict[str, float], rows: list[dict[str, Any]]) -> None:
+    """Appends to the rows. kind: as in `coded.CODED`."""
     sizes = (2 * SLIM.inner, SLIM.hidden), (SLIM.hidden, SLIM.inner)
     stacks = codes.CodedExperts(*(random_codes(kind, SLIM.stack, *size) for size in sizes))
     size, math = (nbytes(stacks.w13) + nbytes(stacks.w2)) // SLIM.stack, "fp8" if kind == "w4a8" else "bf16"
-    rows, table = list[dict[str, Any]](), codes.expert_tile
     for tokens, tiles in TILES:
         for tile in tiles:
             codes.expert_tile = lambda *_, tile=tile: WeightOnlyTile(*tile)  # type: ignore[misc]
@@ -63,14 +64,9 @@ def measure(kind: str, top: dict[str, float]) -> list[dict[str, Any]]:
                 row[f"{count} tokens"] = round(timed["share"], 3) if count < SOME else round(timed["us"])
             print(row, flush=True)
             rows.append(row)
-    codes.expert_tile = table
-    return rows
 
 
-def main() -> None:
-    top = ceilings()
-    with torch.inference_mode():
-        rows = [row for kind in ("w4a8", "w4a16") for row in measure(kind, top)]
+def save(top: dict[str, float], rows: list[dict[str, Any]]) -> None:
     record = {
         "command": "python benchmarks/gpu/int4_tiles.py",
         "device": torch.cuda.get_device_name(),
@@ -79,6 +75,16 @@ def main() -> None:
         "rows": rows,
     }
     Path(os.environ.get("OUT", "."), "int4_tiles.json").write_text(json.dumps(record, indent=1))
+
+
+def main() -> None:
+    top, rows = ceilings(), list[dict[str, Any]]()
+    try:
+        with torch.inference_mode():
+            for kind in ("w4a8", "w4a16"):
+                measure(kind, top, rows)
+    finally:  # Ctrl-C keeps what was measured
+        save(top, rows)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@
     python benchmarks/gpu/several.py --models FOLDER --out benchmarks/gpu/h100x4 --layers 20
 
 --models has folders of true shapes (qwen2.5-72b, deepseek-v3, deepseek-v32-slim: config.json and a tokenizer); weights
-are random. A cell whose result is there does not run again, so the same command goes on where it ended. A cell that does not end in time,
-or fails, leaves the end of its output in NAME.failed.txt and is tried again by the next command.
+are random. A cell whose result is there does not run again, so the same command goes on where it ended. A cell that
+does not end in time, or fails, leaves the end of its output in NAME.failed.txt and is tried again by the next command.
 """
 
 from __future__ import annotations

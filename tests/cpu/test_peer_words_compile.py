@@ -40,7 +40,8 @@ def looks_of(code: str) -> int:
     every thread asks itself.
     """
     layouts = {name: [json.loads(part) for part in parts] for name, *parts in re.findall(LAYOUT, code)}
-    tiles = re.findall(r"isVolatile = true.* : tensor<([\dx]+)x!tt.ptr<i64>, (#blocked\d*)>", code)
+    tiles = re.findall(r"isVolatile = true.* : tensor<([\dx]+)x!tt.ptr<i64>, (#\w+)>", code)
+    assert len(tiles) == code.count("isVolatile = true")
     for shape, layout in ((shape, layout) for shape, layout in tiles if shape != "1"):
         held = [prod(sizes) for sizes in zip(*layouts[layout], strict=True)]
         assert all(size <= int(rows) for size, rows in zip(held, shape.split("x"), strict=True)), (shape, held)
@@ -68,16 +69,15 @@ def test_each_look_of_a_sum_is_one_load(kernel: str, part: int, looks: int, rank
     assert looks_of(compiled_sum(kernel, 3584, part, ranks)["ttgir"]) == 2 * looks
 
 
-@pytest.mark.parametrize(("words", "part"), [(64, 64), (128, 64), (1024, 128), (3584, 448), (4096, 512)])
-@pytest.mark.parametrize("ranks", [2, 8])
-@pytest.mark.parametrize("kernel", ["_one_shot", "_two_shot"])
-def test_each_word_of_narrow_rows_is_in_one_thread(kernel: str, words: int, part: int, ranks: int) -> None:
+@pytest.mark.parametrize(("words", "part"), [(64, 64), (1024, 128), (4096, 512)])
+@pytest.mark.parametrize(("kernel", "looks"), [("_one_shot", 1), ("_two_shot", 2)])
+def test_each_word_of_narrow_rows_is_in_one_thread(kernel: str, looks: int, words: int, part: int) -> None:
     """Rows of models that are narrower than a program has threads for; with parts as small as they get."""
-    assert looks_of(compiled_sum(kernel, words, part, ranks)["ttgir"])
+    assert looks_of(compiled_sum(kernel, words, part, 2)["ttgir"]) == 2 * looks
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize(("words", "block"), [(3584, 4096), (65, 128), (33, 64)])
+@pytest.mark.parametrize(("words", "block"), [(3584, 4096), (33, 64)])
 @pytest.mark.parametrize(("kernel", "looks"), [("_dispatch", 2), ("_combine", 1)])
 def test_each_look_of_an_exchange_is_one_load(kernel: str, looks: int, words: int, block: int, ranks: int) -> None:
     """At the number of each rank's rows, and at each of them."""

@@ -271,8 +271,10 @@ def test_shared_index_heads_trade_scoring_for_sums_of_scores(plan: Run, tmp_path
     rows, context = longest[1]["batch"], longest[1]["context"]
     sent = 7 * 4 * rows * context * 61 / 450e9  # float32 scores to seven others, in each layer
     assert longest[1]["phases"]["sending"] - longest[0]["phases"]["sending"] == pytest.approx(sent, rel=0.2)
-    keys = 132 * rows * context * 61 / 4.8e12  # are read on every GPU
-    assert keys * 0.9 < longest[1]["phases"]["index"] <= longest[0]["phases"]["index"]
+    assert longest[1]["phases"]["index"] == longest[0]["phases"]["index"]  # index keys are read on every GPU
+    prompts = [made["prefill_bounds"][-1]["phases"]["index"] for made in (plain, shared)]
+    assert prompts[0] == pytest.approx(8 * prompts[1], rel=0.01)
+    assert shared["best"]["layout"] == "TP8, shared indexer"
 
 
 def test_layouts_that_serve_refuses_are_not_planned(plan: Run, v3: str, tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -37,10 +36,12 @@ from thalweg.kernels.draft_state import triton as drafting
 from thalweg.kernels.draft_state.ref import DraftChain, DraftedTokens, DraftRows, TokenPlaces
 from thalweg.kernels.dsa import triton as dsa
 from thalweg.kernels.dsa.places import places
-from thalweg.kernels.expert_slots import case as expert_slots
+from thalweg.kernels.expert_slots import case as slot_cases
+from thalweg.kernels.expert_slots import triton as expert_slots
 from thalweg.kernels.nsa import triton as nsa
 from thalweg.kernels.nsa.ref import NsaConfig, NsaPlanes
-from thalweg.kernels.pack_rows import case as pack_rows
+from thalweg.kernels.pack_rows import case as pack_cases
+from thalweg.kernels.pack_rows import triton as pack_rows
 from thalweg.kernels.rope.triton import LatentNorm, mla_absorb, mla_write
 from thalweg.kernels.router.triton import RouterOutput
 from thalweg.kernels.swap_in import triton as swap
@@ -222,10 +223,11 @@ def weight_only() -> None:
 
 def dispatched() -> None:
     """What a dispatch of tokens to other ranks launches but for the exchange, see tests/cpu/test_peer_words_compile."""
-    for operation in (expert_slots, pack_rows):
-        for one in operation.cases(torch.Generator().manual_seed(1)):
-            with suppress(RuntimeError):  # nothing is computed
-                operation.run_triton(**one.fresh_inputs())
+    generator = torch.Generator().manual_seed(1)
+    for one in pack_cases.cases(generator):
+        pack_rows.unpacked(pack_rows.packed(one.inputs["sent"]), one.inputs["sent"])
+    for one in slot_cases.cases(generator):
+        expert_slots.local_slots(expert_slots.choose(**one.inputs), 7, 5)
 
 
 def sparse() -> None:

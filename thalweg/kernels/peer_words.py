@@ -57,6 +57,7 @@ def most_warps(words: int, wanted: int) -> int:
     """Of these warps, how many a program may have that waits for tiles of so many words or more: each word in one
     thread. Where several threads hold a word they look at different times, and `receive` asks only one of them.
     """
+    assert words >= 32, "threads of a warp would hold a word twice"
     return min(wanted, words // 32)
 
 

@@ -139,8 +139,9 @@ def _resolve_indexer(config: EngineConfig, facts: ModelFacts, decisions: Decisio
 
 
 def unshared_indexer(facts: ModelFacts, ranks: int, groups: int, dcp: int) -> str:
-    """Why the ranks of an attention cannot share the heads of its indexer (--shard-indexer); "" where they can. groups:
-    attentions of the ranks of a layer. dcp: ranks that share each context.
+    """Why the ranks of an attention cannot share the heads of its indexer (--shard-indexer); "" where they can.
+
+    ranks: of an attention. groups: attentions of the ranks of a layer. dcp: ranks that share each context.
     """
     if facts.indexer is None:
         return f"shard_indexer: {facts.architecture} has no indexer (index_topk in config.json); leave it out"

@@ -34,7 +34,8 @@ class Addend(Protocol):
 
     is_partial: bool  # the result is one rank's part of a sum
 
-    def forward(self, x: Activation) -> Tensor: ...
+    def forward(self, x: Activation) -> Tensor:
+        """In new memory, which the stream may edit."""
 
     def add_(self, h: Tensor, x: Activation) -> Tensor:
         """h += forward(x), in place."""
@@ -47,7 +48,9 @@ class ExpertBlock(Protocol):
         """h += moe(x), in place, with all experts on this rank. real_T: False where a token is padding."""
 
     def partial(self, x: Activation, real_T: Tensor | None) -> Tensor:
-        """This rank's part of the sum over tensor-parallel ranks, [T, H] of its own, for experts divided over ranks."""
+        """This rank's part of the sum over tensor-parallel ranks, [T, H] in new memory, which the stream may edit; for
+        experts divided over ranks.
+        """
 
 
 class ResidualStream(Protocol):

@@ -12,7 +12,7 @@ from thalweg.kernels.experts.backends import coded_runner, runner
 from thalweg.kernels.experts.triton import ExpertWeights
 from thalweg.kernels.gemm import triton as gemm
 from thalweg.kernels.norm import triton as norm
-from thalweg.kernels.norm.triton import Rows
+from thalweg.kernels.norm.triton import ReadyNorm, Rows
 from thalweg.kernels.quantize.triton import scales_like
 from thalweg.kernels.router import triton as routing
 from thalweg.kernels.weight_only.ref import KernelCodes
@@ -59,7 +59,7 @@ class KernelMoe(Module):
 
     def add_to(self, h: ResidualStream, x: Activation, real_T: Tensor | None = None) -> None:
         """h += moe(x). real_T: False of padding, for which no expert is read."""
-        if len(x) > gemm.NORMED:
+        if len(x) > gemm.NORMED and not isinstance(x, ReadyNorm):
             x = norm.rows_of(x)  # once for the router and the experts
         h.add_experts(self, x, real_T)
         if self.shared is not None:
@@ -73,13 +73,13 @@ class KernelMoe(Module):
         """[T, H]: this rank's part of the sum over tensor-parallel ranks."""
         placement = self.placement
         assert placement is not None, "one rank adds to the stream itself"
-        if placement.is_whole:
+        if placement.has_all_experts:
             return self._sum(x, self._route(x, real_T, self.experts.reads_codes))
-        x_TH = norm.rows_of(x)
+        x = x if isinstance(x, ReadyNorm) else norm.rows_of(x)
         # codes of the rows are half as many bytes to send
         sends_codes = self.experts.reads_codes and placement.dispatcher.sends_codes
-        routed = self._route(x_TH, real_T, sends_codes)
-        rows = [x_TH]
+        routed = self._route(x, real_T, sends_codes)
+        rows = [x_TH := norm.rows_of(x)]
         if sends_codes:
             codes_TH, scales_TG = routed.codes_TH, routed.scales_TG
             if codes_TH is None or scales_TG is None:
@@ -108,9 +108,13 @@ class KernelMoe(Module):
         return sum_TH
 
     def _route(self, x: Rows, real_T: Tensor | None, with_codes: bool) -> routing.RouterOutput:
-        return routing.route(
-            x, self.router.weight, self.router.bias, self.router.rule, real_T, with_codes, self.is_deterministic
+        """with_codes: also x in e4m3, by the kernel that has normed it or by the router's."""
+        codes = x.quantized if with_codes and isinstance(x, ReadyNorm) else None
+        makes_codes, rule = with_codes and codes is None, self.router.rule
+        routed = routing.route(
+            x, self.router.weight, self.router.bias, rule, real_T, makes_codes, self.is_deterministic
         )
+        return routed if codes is None else routed._replace(codes_TH=codes[0], scales_TG=codes[1])
 
 
 class KernelExperts(ExpertStacks):

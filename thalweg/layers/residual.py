@@ -53,8 +53,8 @@ class ShardedStream:
     __slots__ = ("axis", "pending_TH", "x_TH")
 
     def __init__(self, x_TH: Tensor, axis: Axis, is_partial: bool = False) -> None:
-        """axis: the tensor-parallel ranks. is_partial: x is this rank's part of a sum, as of a vocabulary that is
-        cut.
+        """axis: the tensor-parallel ranks. is_partial: x is this rank's part of a sum, as of a vocabulary that is cut.
+        The stream edits x.
         """
         self.axis = axis
         self.x_TH = torch.zeros_like(x_TH) if is_partial else x_TH

@@ -42,7 +42,7 @@ class ExpertPlacement:
         self.slot_EC = torch.zeros(experts + shared, copies, dtype=torch.int64, device=device)
         self.count_E = torch.ones(experts + shared, dtype=torch.int64, device=device)
         # whether tokens stay, and each expert has the slot of its number
-        self.is_whole = layout.dp.size == ranks == 1 and not is_moving and self.by_slot == list(range(experts))
+        self.has_all_experts = layout.dp.size == ranks == 1 and not is_moving and self.by_slot == list(range(experts))
         # tokens that chose each routed expert since the last reset; the last number counts all else
         self.load_E = torch.zeros(experts + 1 if is_moving else 0, dtype=torch.int64, device=device)
         for number in range(shared):
@@ -80,7 +80,7 @@ class ExpertPlacement:
         ids: logical experts; one beyond them is none. rows: tensors [T, ...] that go with the tokens. compute(ids [N,
         K], weights, *rows): the sum over the slots of this rank, [N, H]; an id of `stride` is none.
         """
-        if self.is_whole:
+        if self.has_all_experts:
             return compute(ids_TK, weights_TK, *rows)
         slot_TK = self.choose(ids_TK)
         if self.sums_pairs:
@@ -95,7 +95,9 @@ class ExpertPlacement:
 
     def _dispatched(self, slot_TK: Tensor, weights_TK: Tensor, rows: Sequence[Tensor], compute: Compute) -> Tensor:
         slot_NK, received, combine = self.dispatcher.dispatch(slot_TK, self.stride, weights_TK, rows)
-        return combine(compute(self._kernels.here(slot_NK, self.layout.ep.rank * self.stride, self.stride), *received))
+        return combine(
+            compute(self._kernels.local_slots(slot_NK, self.layout.ep.rank * self.stride, self.stride), *received)
+        )
 
     def _compute_pairs(
         self, ids_TK: Tensor, slot_TK: Tensor, weights_TK: Tensor, rows: Sequence[Tensor], compute: Compute

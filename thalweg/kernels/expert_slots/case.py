@@ -26,7 +26,7 @@ def cases(generator: torch.Generator) -> Iterator[KernelCase]:
         yield KernelCase(
             name=f"{tokens} tokens, {choices} of {EXPERTS} experts in {copies} slots{', counted' * counts}",
             inputs={"ids_TK": ids_TK, "slot_EC": slot_EC, "count_E": count_E, "load_E": load_E},
-            exact=(made.double(), ref.here(made, 7, EXPERTS // RANKS).double(), load.double() * counts),
+            exact=(made.double(), ref.local_slots(made, 7, EXPERTS // RANKS).double(), load.double() * counts),
             tolerance=0.0,
             bytes=3 * size(ids_TK),
         )
@@ -35,7 +35,7 @@ def cases(generator: torch.Generator) -> Iterator[KernelCase]:
 def _run(kernels: ModuleType, ids_TK: Tensor, slot_EC: Tensor, count_E: Tensor, load_E: Tensor | None) -> list[Tensor]:
     slot_TK = kernels.choose(ids_TK, slot_EC, count_E, load_E)
     load = torch.zeros(EXPERTS - 1, device=ids_TK.device) if load_E is None else load_E
-    return [slot_TK, kernels.here(slot_TK, 7, EXPERTS // RANKS), load]
+    return [slot_TK, kernels.local_slots(slot_TK, 7, EXPERTS // RANKS), load]
 
 
 def run(ids_TK: Tensor, slot_EC: Tensor, count_E: Tensor, load_E: Tensor | None) -> list[Tensor]:

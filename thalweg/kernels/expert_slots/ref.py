@@ -33,7 +33,7 @@ def choose(ids_TK: Tensor, slot_EC: Tensor, count_E: Tensor, load_E: Tensor | No
     return slot_TK.masked_fill(~is_expert_TK, -1).int()
 
 
-def here(slot_NK: Tensor, first: int, slots: int) -> Tensor:
+def local_slots(slot_NK: Tensor, first: int, slots: int) -> Tensor:
     """int32 [N, K]: slots as this rank numbers its own, which are `slots` from the first on; `slots` for all others."""
     own_NK = slot_NK - first
     is_here_NK = (own_NK >= 0) & (own_NK < slots)

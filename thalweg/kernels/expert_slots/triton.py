@@ -41,6 +41,7 @@ def _choose_slots(
 
 def choose(ids_TK: Tensor, slot_EC: Tensor, count_E: Tensor, load_E: Tensor | None = None) -> Tensor:
     """See `ref.choose`. ids: int32 or int64, contiguous."""
+    assert ids_TK.is_contiguous() and slot_EC.is_contiguous()
     tokens, choices = ids_TK.shape
     slot_TK = torch.empty(tokens, choices, dtype=torch.int32, device=ids_TK.device)
     block_k = triton.next_power_of_2(choices)
@@ -54,7 +55,7 @@ def choose(ids_TK: Tensor, slot_EC: Tensor, count_E: Tensor, load_E: Tensor | No
 
 
 @triton.jit(do_not_specialize=["count", "first"])
-def _here(own_P, slot_P, count, first, slots, BLOCK: constexpr, PDL: constexpr):
+def _local_slots(own_P, slot_P, count, first, slots, BLOCK: constexpr, PDL: constexpr):
     """Program i: BLOCK slots."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     pdl_wait(PDL)
@@ -63,11 +64,11 @@ def _here(own_P, slot_P, count, first, slots, BLOCK: constexpr, PDL: constexpr):
     tl.store(own_P + at, tl.where((own >= 0) & (own < slots), own, slots), mask=at < count)
 
 
-def here(slot_NK: Tensor, first: int, slots: int) -> Tensor:
-    """See `ref.here`. slot: int32, contiguous."""
+def local_slots(slot_NK: Tensor, first: int, slots: int) -> Tensor:
+    """See `ref.local_slots`. slot: int32, contiguous."""
     own_NK = torch.empty_like(slot_NK)
     if count := slot_NK.numel():
-        _here[(triton.cdiv(count, AT_ONCE),)](
+        _local_slots[(triton.cdiv(count, AT_ONCE),)](
             own_NK, slot_NK, count, first, slots, AT_ONCE, **launch_config(slot_NK, 4)
         )  # fmt: skip
     return own_NK

@@ -77,7 +77,8 @@ def _fits(tensors: Sequence[Tensor]) -> bool:
 def _has_words(x: Tensor) -> bool:
     if x.dtype.itemsize == 4:
         return x.dim() == 2 or x.is_contiguous()
-    return x[0].is_contiguous() and ref.row_bytes(x) % 4 == 0 and x.stride(0) * x.dtype.itemsize % 4 == 0
+    places = x.storage_offset(), x.stride(0), x.shape[1:].numel()
+    return x[0].is_contiguous() and all(place * x.dtype.itemsize % 4 == 0 for place in places)
 
 
 def _made(x: Tensor, rows: int) -> Tensor:

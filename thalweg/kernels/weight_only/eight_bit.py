@@ -3,8 +3,8 @@
 INT4 becomes e4m3 exactly: the numbers 0 to 8 times 2^-9 are the bit patterns 0 to 8, with and without a leading one.
 So a code's sign goes to the byte's, and is added to the bits of -1 - v (`ref.arranged`): nine instructions for eight
 codes, in the registers from which the tensor cores take their left operand. These add e4m3 with some 14 bits
-(DeepSeek-V3 report §3.3.2), so each block of 128 columns is scaled and added in float32 by itself. Products of INT8 are
-summed in int32: of a whole row of up to 133,000 columns, or of a group.
+(DeepSeek-V3 report, section 3.3.2), so each block of 128 columns is scaled and added in float32 by itself. Products of
+INT8 are summed in int32: of a whole row of up to 133,000 columns, or of a group.
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ def int4_sum(
     """`triton._sum` of INT4 and e4m3, without the scale of x. GROUP: a multiple of 128, or 0. A step is one block of
     128 columns, or several. The scales of a step are on their way while its products are computed.
     """
+    tl.static_assert(BLOCK_K % 128 == 0)
     acc_NM = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     code_at = codes_NK + n_N[:, None] * (K // 2) + tl.arange(0, 64)[None, :]
     x_at = x_M[:, None] + tl.arange(0, 128)[None, :]

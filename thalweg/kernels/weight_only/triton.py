@@ -59,7 +59,8 @@ def linear_tile(rows: int, outputs: int, inputs: int, group: int, is_paired: boo
     """
     k = 64 if inputs % 128 or not is_paired and group in (16, 32, 64) else 128
     if rows <= 32 and is_paired and _has_long_steps(inputs, group):
-        k = LONG_STEP
+        short, long = (_programs(outputs, 64, inputs // step) for step in (k, LONG_STEP))
+        k = LONG_STEP if long == short else k  # rather than fewer parts of K
     if rows > 64:
         m, n, stages, warps = 64 if rows <= 128 else 128, 128, 3, 8
     else:
@@ -88,24 +89,22 @@ def _has_long_steps(inputs: int, group: int) -> bool:
     return inputs % LONG_STEP == 0 and group % 128 == 0
 
 
-def expert_tile(rows: float, inputs: int, group: int, is_paired: bool, has_bytes: bool) -> WeightOnlyTile:
-    """From times of V3's experts on an H200. rows: those that an expert is expected to have. is_paired: codes of 4
-    bits. has_bytes: activations of 8 bits.
+def expert_tile(rows: float, inputs: int, group: int, is_paired: bool, has_8bit_activations: bool) -> WeightOnlyTile:
+    """From times of V3's experts on an H200, with up to 150 rows. rows: those that an expert is expected to have.
+    is_paired: codes of 4 bits.
     """
     k = 64 if inputs % 128 or group == 64 else 128
     m = 16 if rows <= 12 else 32 if rows <= 24 else 64
-    if is_paired and _has_long_steps(inputs, group):
-        if m == 64:
-            return (
-                WeightOnlyTile(64, 128, LONG_STEP, 3, 4)
-                if has_bytes and rows > 48
-                else WeightOnlyTile(64, 128, k, 4, 8)
-            )
-        is_narrow = m == 16 and not has_bytes
-        return WeightOnlyTile(m, 64 if is_narrow else 128, LONG_STEP, 3, 4 if is_narrow else 8)
+    if is_paired and _has_long_steps(inputs, group) and rows <= 192:
+        if m < 64:
+            n, warps = (64, 4) if m == 16 and not has_8bit_activations else (128, 8)
+            return WeightOnlyTile(m, n, LONG_STEP, 3, warps)
+        if has_8bit_activations and rows > 48:
+            return WeightOnlyTile(64, 128, LONG_STEP, 3, 4)
+        return WeightOnlyTile(64, 128, k, 4, 8)
     if rows <= 48:
         return WeightOnlyTile(m, 64, k, 4, 4)
-    return WeightOnlyTile(64 if rows <= 128 else 128, 128, 64 if group not in (0, 128) else k, 3, 8)
+    return WeightOnlyTile(64 if rows <= 128 else 128, 128, 64 if group % 128 else k, 3, 8)
 
 
 @triton.jit
@@ -180,44 +179,47 @@ def _paired_sum(
     K: constexpr, GROUP: constexpr, KIND: constexpr, IS_EXPONENT: constexpr,
     BLOCK_M: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr, STAGES: constexpr, PTX: constexpr,
 ):  # fmt: skip
-    """`_sum` of codes of 4 bits. A step has blocks of columns, with a product for each group. The scales of a step are
-    on their way while its products are computed.
+    """`_sum` of codes of 4 bits. A step has blocks of columns, with a product for each group. The scales of a step,
+    but the second of two groups in a product, are on their way while its products are computed.
     """
     BLOCK: constexpr = 64 if K % 128 else 128
     STEP: constexpr = max(BLOCK, BLOCK_K)
-    LEAST: constexpr = BLOCK // 4  # columns of a product
-    IS_SMALL: constexpr = GROUP > 0 and GROUP < LEAST  # two groups in a product: numbers are scaled, not sums
-    ALL: constexpr = BLOCK if GROUP == 0 or GROUP > BLOCK else LEAST if IS_SMALL else GROUP
+    MIN_K: constexpr = BLOCK // 4
+    IS_SMALL: constexpr = GROUP > 0 and GROUP < MIN_K  # two groups in a product: numbers are scaled, not sums
+    DOT_K: constexpr = BLOCK if GROUP == 0 or GROUP > BLOCK else MIN_K if IS_SMALL else GROUP  # columns of a product
+    IS_LATE: constexpr = STEP // DOT_K <= 2  # few products of a step wait for their scales; more take registers
     c = tl.arange(0, BLOCK // 8)
     acc_NM = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     word_at = words_NK + n_N[:, None] * (K // 8) + c[None, :]
-    x_at = x_M[:, None] + tl.arange(0, ALL)[None, :]
+    x_at = x_M[:, None] + tl.arange(0, DOT_K)[None, :]
     for start in tl.range(first, last, STEP, num_stages=STAGES):
         scales, zeros, parts = (), (), ()
-        for group in tl.static_range(0, STEP, ALL):
-            at = (start + group) // (GROUP if GROUP else ALL) * stride_g + at_N
+        for group in tl.static_range(0, STEP, DOT_K):
+            at = (start + group) // (GROUP if GROUP else DOT_K) * stride_g + at_N
             zeros = zeros + (_zeros(zero_GN, at, live_N, KIND),)  # type: ignore[assignment]
             if scale_GN is not None:
                 scales = scales + (group_scales(scale_GN + at, live_N, IS_EXPONENT),)  # type: ignore[assignment]
         for block in tl.static_range(0, STEP, BLOCK):
             words = tl.load(word_at + (start + block) // 8)  # rows past the end read another row
-            for g in tl.static_range(BLOCK // ALL):
+            for g in tl.static_range(BLOCK // DOT_K):
                 part = acc_NM if scale_GN is None or IS_SMALL else tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-                zero, factor = zeros[block // ALL + g], None  # type: ignore[var-annotated]
+                zero, factor = zeros[block // DOT_K + g], None  # type: ignore[var-annotated]
                 if IS_SMALL:
-                    at = (start + block + g * ALL) // GROUP * stride_g + at_N
+                    at = (start + block + g * DOT_K) // GROUP * stride_g + at_N
                     second_N = group_scales(scale_GN + at + stride_g, live_N, IS_EXPONENT)
-                    factor = tl.where(c[None, :] < LEAST // 4, scales[block // ALL + g][:, None], second_N[:, None])
+                    factor = tl.where(c[None, :] < MIN_K // 4, scales[block // DOT_K + g][:, None], second_N[:, None])
                     factor *= 1.2980742146337069e33  # 2^110
-                x = tl.load(x_at + start + block + g * ALL, mask=live_M[:, None], other=0.0).T
-                number = _numbers(words, zero[:, None], factor, g * ALL // LEAST, ALL // LEAST, KIND, PTX)
+                x = tl.load(x_at + start + block + g * DOT_K, mask=live_M[:, None], other=0.0).T
+                number = _numbers(words, zero[:, None], factor, g * DOT_K // MIN_K, DOT_K // MIN_K, KIND, PTX)
                 part = tl.dot(number.to(x.dtype), x, part, input_precision="ieee")
                 if scale_GN is None or IS_SMALL:
                     acc_NM = part
-                else:
+                elif IS_LATE:
                     parts = parts + (part,)  # type: ignore[assignment]
-        if scale_GN is not None and not IS_SMALL:
-            for i in tl.static_range(STEP // ALL):
+                else:
+                    acc_NM += part * scales[block // DOT_K + g][:, None]
+        if scale_GN is not None and not IS_SMALL and IS_LATE:
+            for i in tl.static_range(STEP // DOT_K):
                 acc_NM += parts[i] * scales[i][:, None]
     return acc_NM * 65536.0 if IS_SMALL else acc_NM
 

@@ -65,7 +65,7 @@ def collectives(facts: ModelFacts, shape: StepShape, layout: ParallelLayout) -> 
         logits = shape.rows * facts.vocab * ACTIVATION
         found.append(Collective("all-gather of logits", 1, inner, among / inner * logits))
     if layout.indexer > 1 and facts.indexer is not None and shape.context > facts.indexer.topk:
-        scores = (layout.indexer - 1) * tokens * shape.context * SCORE
+        scores = (layout.indexer - 1) * shape.pairs / layout.cp * SCORE
         found.append(Collective("all-gather of scores", sum(facts.indexer.full), layout.indexer, scores))
     if layout.dcp > 1:
         found += _around_attention(facts, shape, layout)

@@ -51,6 +51,7 @@ class ParallelLayout:
     @property
     def name(self) -> str:
         inner = " ".join(f"{name.upper()}{count}" for name, count in self._sizes()) or ONE_GPU
+        inner += ", shared indexer" * self.shard_indexer
         return f"{self.copies} x {inner}" if self.copies > 1 else inner
 
     def flags(self) -> tuple[str, ...]:
