@@ -187,9 +187,9 @@ def missing_rank() -> None:
     tries = peer_words.TRIES
     peer_words.TRIES = tl.constexpr(2)
     try:
-        memory = torch.zeros(bytes_for(2, 3, 4), dtype=torch.uint8)
-        own = exchange_kernel.PeerRows.of([memory.data_ptr()] * 2, 0, memory.device, rows=3, words=4)
-        to, rows = exchange_kernel.Destinations.of(torch.ones(2, 3, dtype=torch.bool)), torch.ones(3, 4).int()
+        memory = torch.zeros(bytes_for(2, 3, 64), dtype=torch.uint8)
+        own = exchange_kernel.PeerRows.of([memory.data_ptr()] * 2, 0, memory.device, rows=3, words=64)
+        to, rows = exchange_kernel.Destinations.of(torch.ones(2, 3, dtype=torch.bool)), torch.ones(3, 64).int()
         exchange_kernel.dispatch(rows, to, own, 0, exchange_kernel.RECEIVE)
         assert own.failed.item() == 1
     finally:
