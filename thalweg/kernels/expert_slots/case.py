@@ -28,6 +28,7 @@ def cases(generator: torch.Generator) -> Iterator[KernelCase]:
             inputs={"ids_TK": ids_TK, "slot_EC": slot_EC, "count_E": count_E, "load_E": load_E},
             exact=(made.double(), ref.local_slots(made, 7, EXPERTS // RANKS).double(), load.double() * counts),
             tolerance=0.0,
+            flops=ids_TK.numel(),
             bytes=3 * size(ids_TK),
         )
 

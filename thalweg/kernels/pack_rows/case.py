@@ -28,6 +28,7 @@ def cases(generator: torch.Generator) -> Iterator[KernelCase]:
             inputs={"sent": sent},
             exact=(ref.packed(sent).double(), *(x.double() for x in sent)),
             tolerance=0.0,
+            flops=sum(x.numel() for x in sent),
             bytes=2 * sum(map(size, sent)),
         )
 
