@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.cpu.plan_models import DEEPSEEK, QWEN
+from tests.cpu.plan_models import DEEPSEEK, INDEXER, QWEN
 from thalweg.bench.command import parse_engine_flags
 from thalweg.bench.in_process import reserve
 from thalweg.bench.one_batch import FLAGS
@@ -25,6 +25,7 @@ TINY = ROOT / "models/tiny"
 MODELS = {
     "qwen2.5-72b": QWEN | {"torch_dtype": "bfloat16"},
     "deepseek-v3": DEEPSEEK | {"num_nextn_predict_layers": 1, "torch_dtype": "bfloat16"},
+    "deepseek-v32-slim": DEEPSEEK | INDEXER | {"torch_dtype": "bfloat16"},
 }
 
 
