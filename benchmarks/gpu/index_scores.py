@@ -3,7 +3,7 @@ each in a CUDA graph over pages that no cache holds.
 
     python benchmarks/gpu/index_scores.py [--only decode,prompts]
 
-First DeepGEMM's self-check. Then a table, and $OUT/index_scores.json (or ./index_scores.json): microseconds, GB/s of the
+First DeepGEMM is checked. Then a table, and $OUT/index_scores.json (or ./index_scores.json): microseconds, GB/s of the
 keys and scores, TFLOP/s, and the share of the floor max(bytes / read rate, FLOPs / e4m3 rate), both rates measured in
 the same run. A floor reads the keys of each row once.
 """

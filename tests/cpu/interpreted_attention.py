@@ -262,7 +262,8 @@ def chosen_of_ties() -> None:
         chosen = dsa.choose(scores, positions, topk)
         for t, position in enumerate(positions.tolist()):
             row = scores[t].tolist()
-            wanted = sorted(sorted(range(position + 1), key=lambda i, row=row: (-row[i], i))[:topk])  # type: ignore[misc]
+            best = sorted(zip((-score for score in row[: position + 1]), range(position + 1), strict=True))
+            wanted = sorted(place for _, place in best[:topk])
             assert chosen[t].tolist() == wanted + [-1] * (topk - len(wanted)), (topk, columns, t)
 
 

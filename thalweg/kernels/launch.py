@@ -22,6 +22,7 @@ def supports_triton(device: torch.device) -> bool:
     return device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
 
+@cache
 def implementation(folder: str, device: torch.device) -> Any:
     """The module of a kernel folder that runs there: `triton.py`, or else `ref.py`, in plain torch."""
     return importlib.import_module(f"thalweg.kernels.{folder}.{'triton' if supports_triton(device) else 'ref'}")

@@ -91,11 +91,9 @@ class KernelMoe(Module):
         """Of the slots on this rank. x: rows, or their codes with scales."""
         codes_TH: Tensor | None = None
         if scales_TG is not None:
-            codes_TH, received = x_TH, scales_TG
-            if received.stride(0) == 1:
-                scales_TG = received
-            else:
-                scales_TG = scales_like(len(x_TH), x_TH.shape[1], x_TH.device).copy_(received)
+            codes_TH = x_TH
+            if scales_TG.stride(0) != 1 or scales_TG.stride(1) % 4:  # as no kernel reads them
+                scales_TG = scales_like(len(x_TH), x_TH.shape[1], x_TH.device).copy_(scales_TG)
         elif self.experts.reads_codes:
             codes_TH, scales_TG = norm.codes_of(x_TH)
         return self._sum(x_TH, routing.RouterOutput(weights_TK, ids_TK, codes_TH, scales_TG))

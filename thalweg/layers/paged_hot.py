@@ -74,7 +74,7 @@ class HotSparseMla(SparseMla):
         return self._attend_to(query_THD[launch.tokens], latents_PSD, _some(chosen_TK, launch.tokens), own)
 
     def _copies(self, step: PagedStep, table_RL: Tensor, pages: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """So many pages of each of these rows, copied to the device: → ([P, 64, D], their page table, int32 [R, L])."""
+        """So many pages of each of these rows, on the device: → ([P, 64, D], their page table, int32 [R, L])."""
         device = table_RL.device
         pages_P = torch.cat([row_L[:count] for row_L, count in zip(table_RL, pages, strict=True)])
         starts_R = upload([0, *accumulate(pages)][:-1], torch.int32, device)

@@ -142,8 +142,8 @@ def pages_of_split(split, splits, pages, FIXED: constexpr):
 
 @triton.jit
 def first_page(table, rows, first_token, table_row, split, QUERY: constexpr):
-    """→ the page table of a token's row, and the first page of a split that is not of consecutive pages. rows: the row
-    of each token; None is token // QUERY.
+    """→ the page table of a token's row, and the first page of a split that is not of consecutive pages. rows: those
+    of the tokens; None is token // QUERY.
     """
     row = (first_token // QUERY if rows is None else tl.load(rows + first_token)).to(tl.int64)
     row_pages = table + row * table_row
@@ -237,7 +237,7 @@ def merge_with_lse(partial: Tensor, lse_THs: Tensor, dtype: torch.dtype = torch.
 def merge(
     partial: Tensor, lse_THs: Tensor, dtype: torch.dtype = torch.bfloat16, out_lse: Tensor | None = None
 ) -> Tensor:
-    """Merges the splits of `decode`: → [T, H, dim]. Launches nothing for one split. out_lse [T, H] receives the LSE of
+    """Merges the splits of `decode`: → [T, H, dim]. Launches nothing for one split. out_lse [T, H] gets the LSE of
     several.
     """
     tokens, heads, splits, dim = partial.shape
