@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.configs import config
@@ -92,6 +93,21 @@ def test_times_of_steps_that_were_not_measured_are_interpolated() -> None:
         expected = 1e-3 + 1e-5 * (rows + tokens) + 1e-9 * rows * context + 2e-9 * pairs
         got = cost.seconds(DecodeLoad(rows, rows, rows * context), tokens, pairs)
         assert got == pytest.approx(expected, rel=0.02), (rows, context, tokens, start)
+
+
+@pytest.mark.parametrize("change", [1.0, 1.05, 1.3, 0.7])
+def test_times_of_an_earlier_start_are_kept_while_they_hold(change: float) -> None:
+    measured = calibrator().step_times()
+    assert measured is not None
+    rows, line = measured.mixed[-1]
+    other = tuple((tokens, change * seconds) for tokens, seconds in line)
+    known = msgspec.structs.replace(measured, mixed=(*measured.mixed[:-1], (rows, other)))
+    of = calibrator(step_times=known)
+    of.runner = SimpleNamespace(forward_model=None, slots=SimpleNamespace(reset=lambda: None))  # type: ignore[assignment]
+    of.measure_mixed_steps()
+    is_kept = abs(change - 1) < 0.1
+    assert of.config.step_times == (known if is_kept else measured)
+    assert (len(of.asked) == 2) == is_kept  # type: ignore[attr-defined]
 
 
 class FakePieces:

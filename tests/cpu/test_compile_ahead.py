@@ -16,6 +16,7 @@ import torch
 
 from tests.gpu import shapes
 from thalweg.config.engine import EngineConfig
+from thalweg.core.step_times import StepTimes
 from thalweg.engine import caches, compile_ahead
 from thalweg.engine.calibration_checks import with_compiler
 from thalweg.engine.compile_ahead import NVCC_ONCE, CompileAhead, DryRunMessage, Job, NothingAhead
@@ -236,9 +237,13 @@ def test_a_warm_folder_is_not_compiled_again(gpu: None, tmp_path: Path, monkeypa
         shapes.folder("qwen3", folder)
     config = EngineConfig(model_path=str(one), **SMALL)
     assert not caches.is_warm(config)
-    caches.mark_warm(config)
+    times = StepTimes(((1, 0.01),), ((1, ((64, 0.02),)),), 100, 0.0, 0.0)
+    caches.mark_warm(config, times)
     real = msgspec.structs.replace(config, model_path=str(other), load_format="auto", random_seed=3)
     assert caches.is_warm(config) and caches.is_warm(real), "serving after thalweg warmup, from another folder"
+    assert caches.step_times(real) == times
+    next((tmp_path / "triton").iterdir()).write_text("")
+    assert caches.is_warm(real) and caches.step_times(real) is None, "a mark without times"
     assert not caches.is_warm(msgspec.structs.replace(config, max_running_requests=3))
     shutil.rmtree(tmp_path / "deep_gemm")  # whose kernels this configuration uses
     assert not caches.is_warm(config)

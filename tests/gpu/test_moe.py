@@ -34,6 +34,20 @@ from thalweg.kernels.router.ref import RouterConfig
 from thalweg.kernels.router.triton import RouterOutput, route
 from thalweg.kernels.silu_mul.triton import silu_mul, silu_mul_quantize
 
+CASES = (
+    "batch_invariant_gemm",
+    "expert_slots",
+    "experts",
+    "experts_fp8",
+    "moe_align",
+    "pack_rows",
+    "quantize",
+    "router",
+    "silu_mul",
+    "weight_only",
+    "weight_only_experts",
+)
+
 
 def draw() -> torch.Generator:
     return torch.Generator().manual_seed(SEED)
@@ -42,7 +56,7 @@ def draw() -> torch.Generator:
 def every_case() -> list[object]:
     return [
         pytest.param(case, OPERATIONS[name].backends["triton"], id=f"{name}-{case.name}")
-        for name in ("experts", "experts_fp8", "batch_invariant_gemm", "moe_align", "quantize", "router", "silu_mul")
+        for name in CASES
         for case in OPERATIONS[name].cases(draw())
     ]
 

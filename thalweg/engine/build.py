@@ -164,6 +164,8 @@ def prepare(
         use_stable_keys()
     wished = config
     with compile_ahead(config) as ahead:
+        if ahead.is_warm:
+            config = msgspec.structs.replace(config, step_times=caches.step_times(wished))
         times.end_phase("device")
         config = check_backends(config)
         times.end_phase("libraries")
@@ -175,7 +177,7 @@ def prepare(
         runner.balancer = _balancer(config, facts, runner)
     is_as_wished = config.kernels == wished.kernels and not config.drafter_left_out  # else another start may need more
     if config.device == "cuda" and config.warmup and is_as_wished:
-        caches.mark_warm(wished)
+        caches.mark_warm(wished, config.step_times)
     return config, facts, runner
 
 

@@ -13,6 +13,7 @@ import msgspec
 
 from thalweg import __version__
 from thalweg.config.engine import EngineConfig
+from thalweg.core.step_times import StepTimes
 
 DEFAULT = Path("~/.cache/thalweg")
 FOLDERS = {"TRITON_CACHE_DIR": "triton", "DG_JIT_CACHE_DIR": "deep_gemm", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
@@ -90,21 +91,33 @@ def is_warm(config: EngineConfig) -> bool:
     return all(mark.exists() for mark in _marks(config))
 
 
-def mark_warm(config: EngineConfig) -> None:
-    """Notes that the folders hold all kernels of this configuration's warm-up."""
+def step_times(config: EngineConfig) -> StepTimes | None:
+    """Those that an earlier start of this configuration measured on such a GPU; None without one."""
+    with contextlib.suppress(OSError, msgspec.DecodeError):
+        return msgspec.json.decode(_marks(config)[0].read_bytes(), type=StepTimes)
+    return None
+
+
+def mark_warm(config: EngineConfig, times: StepTimes | None = None) -> None:
+    """Notes that the folders hold all kernels of this configuration's warm-up, and the step times that it measured."""
     with contextlib.suppress(OSError):  # the next start compiles ahead again, and finds all kernels
         for mark in _marks(config):
             mark.parent.mkdir(parents=True, exist_ok=True)
-            mark.touch()
+            mark.write_bytes(msgspec.json.encode(times))
 
 
 def _marks(config: EngineConfig) -> list[Path]:
-    """Files beside Triton's kernels, and beside DeepGEMM's where it is used, so that they vanish with them."""
+    """Files beside Triton's kernels, and beside DeepGEMM's where it is used, so that they vanish with them. Their names
+    have the GPU in them, because step times differ between GPUs with equal kernels.
+    """
+    import torch
+
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     fields = msgspec.to_builtins(config)
     settings = {name: value for name, value in fields.items() if name not in INDEPENDENT}
     model = (Path(config.model_path) / "config.json").read_text()
     sources = sorted(path for room in ROOMS for path in (Path(__file__).parents[1] / room).rglob("*.py"))
-    state = json.dumps([settings, model, versions(), [path.read_text() for path in sources]])
+    state = json.dumps([settings, model, versions(), gpu, [path.read_text() for path in sources]])
     name = f"warm-{hashlib.sha256(state.encode()).hexdigest()[:16]}"
     used = ["TRITON_CACHE_DIR"]
     if any("deep_gemm" in backend for backend in (config.kernels.moe, config.kernels.fp8_gemm)):

@@ -47,6 +47,7 @@ MIXED_CONTEXT = 1024  # tokens before each decode row, and of a prompt
 CONTEXT_ROWS, PAIR_TOKENS = 32, 1024  # decode rows, and tokens of a chunk, that are also measured with a long context
 LONG_MIXED_CONTEXT = 8192
 AGREEMENT = 1.03  # two times that differ by more are joined by a third
+CHANGE = 1.1  # of a step's time since an earlier start, from which on all are measured again
 WHY_STEP_TIMES = "prompt tokens beside decode rows are as many as cost least, summed over all requests that wait"
 
 # draft times
@@ -147,11 +148,17 @@ class Calibrator:
     # ---- mixed steps
 
     def measure_mixed_steps(self) -> None:
-        """Measures step times, and drops piecewise graphs that are not faster than eager steps."""
+        """Measures step times, and drops piecewise graphs that are not faster than eager steps. Times that an earlier
+        start measured are kept where they still hold.
+        """
         config, steps = self.config, self.runner.forward_model
-        if config.measures_step_times and (times := self.step_times()) is not None:
+        is_known = config.step_times is not None and self.still_holds(config.step_times)
+        times = config.step_times
+        if config.measures_step_times and not is_known:
+            times = self.step_times()
+        if times is not None:
             text = f"{_milliseconds(times.decode)} by decode rows; {_milliseconds(times.mixed[0][1])} by prompt tokens"
-            log.info("step times: %s", text)
+            log.info("step times%s: %s", " of an earlier start" * is_known, text)
             decision = Decision("step_times", text, START_UP, WHY_STEP_TIMES)
             self.config = config.started([decision], step_times=times)
         if config.trim_piecewise_cuda_graphs and isinstance(steps, Piecewise):
@@ -179,6 +186,12 @@ class Calibrator:
         for_context = max(far - near, 0.0) / (count * max(long - short, 1))
         for_pair = max(later - first, 0.0) / (chunk * max(long - chunk, 1))
         return StepTimes(decode, lines, short, for_context, for_pair)
+
+    def still_holds(self, times: StepTimes) -> bool:
+        """Whether the largest steps take as long as in these times of equal settings."""
+        alone, (beside, line) = times.decode[-1], times.mixed[-1]
+        known = ((alone[0], 0), alone[1]), ((beside, line[-1][0]), line[-1][1])
+        return all(1 / CHANGE < self.mixed_seconds(*step) / seconds < CHANGE for step, seconds in known)
 
     def mixed_seconds(self, rows: int, tokens: int) -> float:
         """Time of the forward of a step with so many decode rows and prompt tokens; sampling is short beside it."""

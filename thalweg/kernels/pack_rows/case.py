@@ -25,7 +25,7 @@ def cases(generator: torch.Generator) -> Iterator[KernelCase]:
             sent = (slots_NK, weights_NK, x_NH.to(torch.float8_e4m3fn), scales_GN[:, :rows].t())
         yield KernelCase(
             name=f"{rows} rows, {hidden} wide, {'codes' if has_codes else 'bf16'}",
-            inputs={"sent": sent},
+            inputs=dict(zip(("slots_NK", "weights_NK", "x_NH", "scales_NG"), sent, strict=False)),
             exact=(ref.packed(sent).double(), *(x.double() for x in sent)),
             tolerance=0.0,
             flops=sum(x.numel() for x in sent),
@@ -42,14 +42,14 @@ def _there_and_back(kernels: ModuleType, sent: Rows) -> Rows:
     return bytes_NB, *(x.float() if x.dtype == torch.float8_e4m3fn else x for x in back)
 
 
-def run(sent: Rows) -> Rows:
-    return _there_and_back(ref, sent)
+def run(**sent: Tensor) -> Rows:
+    return _there_and_back(ref, tuple(sent.values()))
 
 
-def run_triton(sent: Rows) -> Rows:
+def run_triton(**sent: Tensor) -> Rows:
     from thalweg.kernels.pack_rows import triton
 
-    return _there_and_back(triton, sent)
+    return _there_and_back(triton, tuple(sent.values()))
 
 
 BACKENDS = with_triton(run, run_triton)
