@@ -48,8 +48,8 @@ from thalweg.kernels.tuned import TUNED
 
 SHARED_FIRST = 256  # tokens up to which the shared experts of sorted pairs start before the choice
 # Tokens from which bf16 weights come by TMA. Both products of V2-Lite on an H100, us with TMA and without: 1,024 tokens
-# 494 and 467, 2,048 649 and 676, 8,192 1,883 and 2,159.
-MANY = 2048
+# 494 and 467, 2,048 649 and 676, 8,192 1,883 and 2,159; on an H200 1,024 tokens 412 and 403, 1,536 tokens 612 and 671.
+MANY = 1536
 
 
 @dataclass(frozen=True, slots=True)
