@@ -79,17 +79,23 @@ def cell_sets(traces: Sequence[str]) -> dict[str, list[Cell]]:
     }
 
 
+def shorter(cell: Cell, number: int) -> Cell:
+    """With so many requests, or so many seconds of a rate, after one warm-up request."""
+    return replace(cell, requests=max(1, round(number * cell.rate)) if cell.rate else number, warm=1)
+
+
 def cells_of(words: Sequence[str], traces: Sequence[str]) -> list[Cell]:
-    """words: names of sets, or cells such as 32:1024/256, 32:1024/256:staggered and 32:1024/256:staggered:64, which
-    sends 64 requests after one warm-up request. Raises BenchError.
+    """words: names of sets, or cells such as 32:1024/256 and 32:1024/256:staggered; a number behind either makes them
+    `shorter`. Raises BenchError.
     """
     sets, cells = cell_sets(traces), list[Cell]()
     for word in words:
-        if single := re.fullmatch(rf"(\d+):(\d+)/(\d+)(?::({LOCKSTEP}|{STAGGERED}))?(?::(\d+))?", word):
-            cell = Cell(int(single[2]), int(single[3]), int(single[1]), single[4] or LOCKSTEP)
-            cells.append(replace(cell, requests=int(single[5]), warm=1) if single[5] else cell)
-        elif word in sets:
-            cells += sets[word]
+        what, number = re.fullmatch(r"(.*?)(?::(\d+))?", word).groups()  # type: ignore[union-attr]
+        if single := re.fullmatch(rf"(\d+):(\d+)/(\d+)(?::({LOCKSTEP}|{STAGGERED}))?", what):
+            some = [Cell(int(single[2]), int(single[3]), int(single[1]), single[4] or LOCKSTEP)]
+        elif what in sets:
+            some = sets[what]
         else:
             raise BenchError(f"--cells {word}: there is {', '.join(sets)}, and cells such as 32:1024/256:staggered")
+        cells += [shorter(cell, int(number)) for cell in some] if number else some
     return list(dict.fromkeys(cells))

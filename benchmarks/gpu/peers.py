@@ -64,13 +64,15 @@ FLAGS = """
 --engine      text...      further ones, NAME=COMMAND with {model}, {port}, {context} and {running}, or a variant of a
                            known one, NAME=[VARIABLE=VALUE ...] ENGINE FLAGS: "full=thalweg --cuda-graph-mode full"
 --cells       text...=table  table, staggered, long, grid, qps, traces, outputs32k; or CONCURRENCY:INPUT/OUTPUT with
-                           :staggered and a number of requests after it, such as 32:1024/256 or 8:256/1024:staggered:16
+                           :staggered after it, such as 32:1024/256 or 8:256/1024:staggered. A number behind either is
+                           that of requests, or of seconds of a rate, after one warm-up request: grid:32, qps:8
 --trace       file...      recordings of the cells "traces"
 --setup       path         shell file that vllm's and sglang's shells read first, with the engine's name as its argument
 --rounds      count=1      of every cell
 --interleave  switch       one round of each engine in turn; else all rounds of one engine after the other
 --together    switch       start all engines first and keep them: each cell is measured with one engine after the other,
                            while the others are idle; give each of them a share of the GPU's memory
+--keep-cache  switch       prefix caches in all cells, so that traces need no start of their own
 --time-limit  number=560   seconds of this command; a cell that would not end within them is left out
 --machine     name         the GPU, such as h200, for the share of the floor; default: this machine's
 --out         path=peers.jsonl  results; a cell that it has is not measured again
@@ -275,6 +277,8 @@ def has_time(name: str, lines: Sequence[Line], args: argparse.Namespace) -> bool
 def run(args: argparse.Namespace) -> int:
     """Measures what is missing; the number of cells that are missing then. Raises BenchError, KeyboardInterrupt."""
     engines, cells, lines = engines_of(args), cells_of(args.cells, args.trace), read(args.out)
+    if args.keep_cache:
+        engines = {name: engine._replace(uncached="") for name, engine in engines.items()}
     model = args.checkpoint.resolve().name
     turns = list(product(range(args.rounds), engines))
     if not args.interleave:
@@ -285,7 +289,9 @@ def run(args: argparse.Namespace) -> int:
     todo = [job for job in jobs if not any(is_of(line, job[2]) for line in lines)]
     missing, context = len(todo), max(sum(cell.longest) for cell in cells) + 16
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    for (_, is_cached), some in groupby(todo, lambda job: (args.together or job[0], bool(job[1].trace))):
+    for (_, is_cached), some in groupby(
+        todo, lambda job: (args.together or job[0], args.keep_cache or bool(job[1].trace))
+    ):
         group = list(some)
         with ExitStack() as running:
             of_group = {name: engines[name] for name in dict.fromkeys(job[0] for job in group)}
@@ -326,15 +332,27 @@ def rows_of(lines: Sequence[Line]) -> list[Line]:
     return rows
 
 
+def sections(lines: Sequence[Line]) -> Iterator[tuple[str, list[Line]]]:
+    """A model's lines by section; those of sections with a single load are the last one."""
+    single = list[Line]()
+    for section in dict.fromkeys(line["section"] for line in lines):
+        some = [line for line in lines if line["section"] == section]
+        if len({line["load"] for line in some}) > 1:
+            yield section, some
+        else:
+            single += [line | {"load": f"{section}, {line['load']}"} for line in some]
+    if single:
+        yield "other loads", single
+
+
 def table(lines: Sequence[Line]) -> str:
     """A page in Markdown."""
     page = ["# Engines beside each other", "", "Written by `benchmarks/gpu/peers.py`: see docs/benchmarks.md.", ""]
     for model in dict.fromkeys(line["model"] for line in lines):
         of_model = [line for line in lines if line["model"] == model]
         page += [f"## {model}", ""]
-        for section in dict.fromkeys(line["section"] for line in of_model):
-            rows = rows_of([line for line in of_model if line["section"] == section])
-            page += [f"### {section}", "", *field_table(rows, COLUMNS), ""]
+        for title, some in sections(of_model):
+            page += [f"### {title}", "", *field_table(rows_of(some), COLUMNS), ""]
         for name in dict.fromkeys(line["engine"] for line in of_model):
             last = [line for line in of_model if line["engine"] == name][-1]
             server, result = last["server"], last["result"]

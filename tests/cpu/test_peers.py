@@ -93,6 +93,10 @@ def test_every_cell_is_a_load_of_bench_serve(peers: ModuleType) -> None:
     (short,) = peers.cells_of(["32:1024/256:lockstep:64"], [])
     args = serve.parse(short.flags(0.0))
     assert (args.max_concurrency, args.num_prompts, args.warmup_requests) == ([32], 64, 1)
+    shorter = {word: peers.cells_of([word], ["a"]) for word in ("qps:8", "grid:32", "traces:60")}
+    assert [cell.requests for cell in shorter["qps:8"]] == [8, 16, 40, 80, 160, 240, 320, 400]
+    assert {cell.requests for cell in shorter["grid:32"]} == {32} and len(shorter["grid:32"]) == 14
+    assert {(cell.requests, cell.warm) for cell in shorter["traces:60"]} == {(60, 1)}
     with pytest.raises(BenchError, match="--cells 8x16: there is table"):
         peers.cells_of(["8x16"], [])
 
@@ -123,6 +127,7 @@ def calls(peers: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def arguments(out: Path, **others: Any) -> Namespace:
     common = {"checkpoint": ROOT / "models/tiny", "engines": [], "engine": ["a=x {port}", "b=y {port}"], "trace": []}
     common |= {"cells": ["1:8/8", "2:8/8"], "rounds": 2, "interleave": False, "together": False, "out": out}
+    common |= {"keep_cache": False}
     return Namespace(**common | {"deadline": time.monotonic() + 99.0} | others)
 
 
@@ -142,6 +147,13 @@ def test_rounds_of_an_engine_share_a_server_unless_interleaved(
     assert peers.run(late) == 4 and not calls, "a start took a second"
     assert peers.run(arguments(tmp_path / "3.jsonl", together=True)) == 0
     assert calls == ["a", "b", *"1111", *"2222"], "both servers start first, and each cell has them in turn"
+    calls.clear()
+    traced: dict[str, Any] = {"cells": ["1:8/8", "traces:5"], "trace": ["t"], "rounds": 1}
+    assert peers.run(arguments(tmp_path / "4.jsonl", together=True, **traced)) == 0
+    assert calls == ["a", "b", "1", "1", "a", "b", "256", "256", *"0" * 8], "traces find prefixes"
+    calls.clear()
+    assert peers.run(arguments(tmp_path / "5.jsonl", together=True, keep_cache=True, **traced)) == 0
+    assert calls == ["a", "b", "1", "1", "256", "256", *"0" * 8]
     turns = [(line["round"], line["engine"]) for line in peers.read(tmp_path / "3.jsonl")]
     assert turns == [(0, "a"), (0, "b"), (1, "a"), (1, "b")] * 2
 
