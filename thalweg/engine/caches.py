@@ -18,40 +18,13 @@ from thalweg.core.step_times import StepTimes
 DEFAULT = Path("~/.cache/thalweg")
 FOLDERS = {"TRITON_CACHE_DIR": "triton", "DG_JIT_CACHE_DIR": "deep_gemm", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
 PACKAGES = "torch", "triton", "sgl-deep-gemm"  # whose versions compiled kernels depend on
-ROOMS = (
-    "attention",
-    "batch",
-    "engine",
-    "kernels",
-    "layers",
-    "models",
-    "quant",
-    "runner",
-    "sampling",
-    "spec",
-)  # whose code decides what runs
+# packages whose code decides what runs
+ROOMS = "attention batch engine kernels layers models quant runner sampling spec".split()
 # fields that no kernel depends on
-INDEPENDENT = (
-    *(
-        "model_path",
-        "load_format",
-        "weight_updates",
-        "cache_dir",
-        "random_seed",
-        "report",
-        "show_progress",
-        "log_start",
-    ),
-    *(
-        "max_queued_requests",
-        "log_level",
-        "log_format",
-        "crash_dump_folder",
-        "watchdog_timeout",
-        "watchdog_action",
-        "restart_timeout",
-    ),
-)
+INDEPENDENT = """
+model_path load_format weight_updates cache_dir random_seed report show_progress log_start max_queued_requests log_level
+log_format crash_dump_folder watchdog_timeout watchdog_action restart_timeout
+""".split()
 
 
 def use(folder: str) -> Path:

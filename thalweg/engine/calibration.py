@@ -189,9 +189,9 @@ class Calibrator:
 
     def still_holds(self, times: StepTimes) -> bool:
         """Whether the largest steps take as long as in these times of equal settings."""
-        alone, (beside, line) = times.decode[-1], times.mixed[-1]
-        known = ((alone[0], 0), alone[1]), ((beside, line[-1][0]), line[-1][1])
-        return all(1 / CHANGE < self.mixed_seconds(*step) / seconds < CHANGE for step, seconds in known)
+        (alone, decode), (beside, line) = times.decode[-1], times.mixed[-1]
+        known = (alone, 0, decode), (beside, *line[-1])
+        return all(1 / CHANGE < self.mixed_seconds(*step) / seconds < CHANGE for *step, seconds in known)
 
     def mixed_seconds(self, rows: int, tokens: int) -> float:
         """Time of the forward of a step with so many decode rows and prompt tokens; sampling is short beside it."""
