@@ -225,7 +225,8 @@ def dispatched() -> None:
     """What a dispatch of tokens to other ranks launches but for the exchange, see tests/cpu/test_peer_words_compile."""
     generator = torch.Generator().manual_seed(1)
     for one in pack_cases.cases(generator):
-        pack_rows.unpacked(pack_rows.packed(one.inputs["sent"]), one.inputs["sent"])
+        sent = tuple(one.inputs.values())
+        pack_rows.unpacked(pack_rows.packed(sent), sent)
     for one in slot_cases.cases(generator):
         expert_slots.local_slots(expert_slots.choose(**one.inputs), 7, 5)
 
