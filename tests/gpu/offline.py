@@ -43,7 +43,7 @@ from thalweg.kernels.nsa.ref import NsaConfig, NsaPlanes
 from thalweg.kernels.pack_rows import case as pack_cases
 from thalweg.kernels.pack_rows import triton as pack_rows
 from thalweg.kernels.rope.triton import LatentNorm, mla_absorb, mla_write
-from thalweg.kernels.router.triton import RouterOutput
+from thalweg.kernels.router.triton import RouterOutput, partial_logits
 from thalweg.kernels.swap_in import triton as swap
 from thalweg.kernels.verify import triton as verify
 from thalweg.kernels.verify.ref import AcceptedPaths, Verification
@@ -235,15 +235,16 @@ def sparse() -> None:
     """Attention to a chosen context, of DeepSeek-V3.2's sizes and of its heads on 1 to 8 ranks."""
     rows_T, positions, angles = torch.zeros(3, dtype=torch.int32), torch.zeros(3, dtype=torch.int64), torch.empty(8, 32)
     norm, write = dsa.KeyNorm(torch.empty(128), torch.empty(128), 1e-6), KvWrite(angles, angles, positions, positions)
-    dsa.head_weights(torch.empty(3, 7168, dtype=torch.bfloat16), torch.empty(64, 7168))
+    for tokens in (3, 5):
+        partial_logits(torch.empty(tokens, 7168, dtype=torch.bfloat16), torch.empty(64, 7168))
     for is_fp8 in (False, True):
         spec = index_plane(0, 128) if is_fp8 else vector_plane("index", 0, 128, torch.bfloat16)
         latent = record_plane(0, 512, 64) if is_fp8 else vector_plane("latent", 0, 576, torch.bfloat16)
         planes = Planes((spec, latent), 4)
         keys, latents = planes.paged("index", 0), LatentPlane(planes.paged("latent", 0))
         key, query = torch.empty(3, 8320, dtype=torch.bfloat16).split((128, 8192), 1)
-        weights = torch.empty(3, 64)
-        made = dsa.write(key, query, weights, norm, write, keys, 1.0, is_fp8)
+        parts, weights = torch.empty(14, 3, 64), torch.empty(3, 64)
+        made = dsa.write(key, query, parts, norm, write, keys, 1.0, is_fp8)
         asked, latent_TD = (torch.empty(3, *dims, dtype=torch.bfloat16) for dims in ((16, 192), (576,)))
         latent_norm, uk = LatentNorm(torch.empty(512)), torch.empty(16, 128, 512, dtype=torch.bfloat16)
         mla_write(asked[..., 128:], asked[..., 128:], latent_TD, latent_norm, write, latents, in_place=True)

@@ -163,7 +163,7 @@ def test_keys_that_are_not_written_yet_are_not_read(count: int, is_prompt: bool,
     def step(down: Tensor, wait: bool) -> Tensor:
         key, query, weights = down.split((DIM, heads * DIM, heads), 1)
         weights = weights.float()
-        codes = dsa.write(key, query, weights, norm, write, filled.keys, 1.0, True)
+        codes = dsa.write(key, query, weights[None], norm, write, filled.keys, 1.0, True)
         if wait:
             torch.cuda.synchronize()
         if is_prompt:

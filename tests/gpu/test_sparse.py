@@ -199,7 +199,7 @@ def test_keys_and_latents_in_fp8_are_plain_torchs(has_trees: bool, cuda: torch.d
     rotate_(plain_query, turns, 0, 64, 128)
     codes, scales = quantize(hadamard(plain_query.view(tokens, 64, 128)).flatten(1), 128)
     given = weights.clone()
-    made = dsa.write(key, query, weights, norm, write, planes.paged("index", 0), 0.01, True)
+    made = dsa.write(key, query, weights[None], norm, write, planes.paged("index", 0), 0.01, True)
     assert float((made.float() == codes.float()).float().mean()) > 0.98
     torch.testing.assert_close(weights, 0.01 * given * scales, rtol=0.0, atol=1e-8)
     keys = planes.read("index", 0, planes.paged("index", 0)[1:].view(1, 1024, 132), torch.float32)[0]

@@ -128,8 +128,9 @@ class MixedLinear(LinearLayer):
         self.linears, self._linears, self.order = nn.ModuleList(linears), list(linears), list(order)
 
     def split(self, x: Rows) -> tuple[Tensor, ...]:
-        rows = norm.rows_of(x)  # once for all products
-        results = [linear.split(rows) for linear in self._linears]
+        if not all(gemm.computes_norm(len(x), sum(linear.widths)) for linear in self._linears):
+            x = norm.rows_of(x)  # once for all products
+        results = [linear.split(x) for linear in self._linears]
         return tuple(results[linear][part] for linear, part in self.order)
 
     def forward(self, x: Rows) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from thalweg.attention.draft_selection import shared_positions
 from thalweg.attention.exchange import exchange_stored
 from thalweg.attention.selection import SelectedContexts, Selection, select_top_k
-from thalweg.batch.batch import Batch
+from thalweg.batch.batch import Attend, Batch
 from thalweg.batch.draft_selection import DraftSelection
 from thalweg.config.backends import DECODE, INDEX_SCORES, PREFILL
 from thalweg.config.entry_point import load_entry
@@ -26,7 +26,7 @@ from thalweg.kernels.dsa import triton as dsa
 from thalweg.kernels.dsa.backends import SparseKernel, SparseShape
 from thalweg.kernels.mla import triton as mla
 from thalweg.kernels.mla.backends import MlaDecodeKernel, MlaPrefillKernel
-from thalweg.kernels.norm.triton import rows_of
+from thalweg.kernels.router.triton import partial_logits
 from thalweg.layers.factory import LayerFactory
 from thalweg.layers.index_scores import IndexScores
 from thalweg.layers.index_shards import index_shards, unused_indexer
@@ -62,6 +62,7 @@ class SparseMla(LatentMla):
         assert facts.indexer is not None
         self.indexer, self.topk = Indexer(layers, facts, layer, name) if is_indexed else None, facts.indexer.topk
         self.has_records, self.choose = layers.kernels.kv == RECORD, layers.kernels.topk
+        self.deterministic = layers.kernels.deterministic
         shape = SparseShape(self.rank, self.topk, self.scale)
         self.sparse_decoder: SparseKernel = load_entry(DECODE[layers.kernels.decode].sparse)(shape)
         self.sparse_prefill: SparseKernel = load_entry(PREFILL[layers.kernels.prefill].sparse)(shape)
@@ -74,15 +75,23 @@ class SparseMla(LatentMla):
         query_TX, latent_TD, *index_key = self.down.split(x)
         assert self.query_norm is not None and self.up is not None, "models with an indexer have a query latent"
         query_TX, *index = self.up.split(self.query_norm.lazy(query_TX))
-        self._store(query_TX, latent_TD, step)
+        attend, given = self._stored(query_TX, latent_TD, step)
         if self.indexer is not None and step.selects:
-            weights_TH = self._head_weights(self.indexer, rows_of(x))
-            index = [self._store_index(self.indexer, index_key[0], index[0], weights_TH, step), weights_TH]
+            weights_STH = partial_logits(x, self.indexer.head_weights, deterministic=self.deterministic).logits_STE
+            index = [self._store_index(self.indexer, index_key[0], index[0], weights_STH, step), weights_STH[0]]
         elif self.indexer is not None:
             index = self._store_key(self.indexer, index_key[0], step)
         self._exchange(step)
-        h.add(self.out, step.batch.graph_break(self._of_all_stored, step, query_TX, latent_TD, *index))
+        h.add(self.out, step.batch.graph_break(attend, step, *given, *index))
         return earlier
+
+    def _stored(self, query_TX: Tensor, latent_TD: Tensor, step: PagedStep) -> tuple[Attend, tuple[Tensor, ...]]:
+        """Stores the tokens' latents. → what attends behind the seam, and its first arguments after the step."""
+        if step.rest is None:
+            query_THd = query_TX.view(len(query_TX), self.heads, -1)
+            return self._of_absorbed, (self._absorb(query_THd, latent_TD, step),)
+        self._store(query_TX, latent_TD, step)
+        return self._of_all_stored, (query_TX, latent_TD)
 
     def write_kv(self, x: Activation, step: PagedStep) -> None:
         """Stores what attention would store, and computes nothing else."""
@@ -97,15 +106,12 @@ class SparseMla(LatentMla):
         names = ("latent",) if self.indexer is None else ("latent", "index")
         exchange_stored(step.batch, step.planes, names, self.layer)
 
-    def _head_weights(self, indexer: Indexer, x_TH: Tensor) -> Tensor:
-        return torch.mm(x_TH.float(), indexer.head_weights.t())
-
     def _store_index(
-        self, indexer: Indexer, key_Td: Tensor, query_TX: Tensor, weights_TH: Tensor | None, step: PagedStep
+        self, indexer: Indexer, key_Td: Tensor, query_TX: Tensor, weights_STH: Tensor | None, step: PagedStep
     ) -> Tensor:
         norm = dsa.KeyNorm(indexer.key_norm.weight, indexer.key_norm.bias, KEY_NORM_EPS)
         write, keys = step.kv_write(slice(None)), step.planes.paged("index", self.layer)
-        return dsa.write(key_Td, query_TX, weights_TH, norm, write, keys, indexer.scale, indexer.turns)
+        return dsa.write(key_Td, query_TX, weights_STH, norm, write, keys, indexer.scale, indexer.turns)
 
     def _store_key(self, indexer: Indexer, key_Td: Tensor, step: PagedStep) -> list[Tensor]:
         """Of a step that does not select: → nothing to select with."""
@@ -116,12 +122,17 @@ class SparseMla(LatentMla):
         """Attention of tokens that are stored. index: index queries and the weights of their heads. → [T, H * v]."""
         if not step.chooses or step.query_rows is None:
             return self._of_stored(step, query_TX, latent_TD)
-        chosen_TK = self._chosen(step, step.query_rows, *index)
         query_THd = query_TX.view(len(query_TX), self.heads, -1)
         query_THD = query_THd.new_empty(*query_THd.shape[:2], self.rank + self.rope)
         query_THD[..., self.rank :] = query_THd[..., self.nope :]
         self._into_latents(query_THd, query_THD)
-        return self._values(query_THD, step, chosen_TK, step.query_rows)
+        return self._of_absorbed(step, query_THD, *index)
+
+    def _of_absorbed(self, step: PagedStep, query_THD: Tensor, *index: Tensor) -> Tensor:
+        """The same of absorbed queries."""
+        if not step.chooses or step.query_rows is None:
+            return self._decode(query_THD, step)
+        return self._values(query_THD, step, self._chosen(step, step.query_rows, *index), step.query_rows)
 
     def _values(self, query_THD: Tensor, step: PagedStep, chosen_TK: Tensor | None, rows: QueryRows) -> Tensor:
         """Attention of the step's first tokens to their choice: → [T, H * v]. chosen_TK: None is all they see."""
@@ -198,16 +209,14 @@ class InvariantSparseMla(SparseMla):
     Every token attends to latents by itself, also where all of its context is chosen.
     """
 
-    def _head_weights(self, indexer: Indexer, x_TH: Tensor) -> Tensor:
-        return dsa.head_weights(x_TH, indexer.head_weights)
-
-    def _store(self, query_TX: Tensor, latent_TD: Tensor, step: PagedStep) -> None:
+    def _stored(self, query_TX: Tensor, latent_TD: Tensor, step: PagedStep) -> tuple[Attend, tuple[Tensor, ...]]:
         """`absorb` stores them before each attends; of a share all are stored before any does."""
         if step.batch.share is not None:
             query_THd = query_TX.view(len(query_TX), self.heads, -1)
             for first in range(0, len(query_THd), self._at_once):
                 some = slice(first, first + self._at_once)
                 self.absorb(query_THd[some], latent_TD[some], step, some, True)
+        return self._of_all_stored, (query_TX, latent_TD)
 
     def _of_all_stored(self, step: PagedStep, query_TX: Tensor, latent_TD: Tensor, *index: Tensor) -> Tensor:
         assert step.query_rows is not None

@@ -38,8 +38,8 @@ from thalweg.kernels.launch import launch_config
 from thalweg.kernels.mla.triton import load_queries
 from thalweg.kernels.rope.triton import codes_of, encode, rotated
 
-CHUNK = 8  # pages whose scores one program computes
-AT_ONCE = 8192  # scores that one program of `_choose` compares, in registers
+CHUNK = 8  # pages whose scores one program computes, of the longest context
+AT_ONCE = 16384  # scores that one program of `_choose` compares, in registers
 QUERIES_AT_ONCE = 8  # index heads that one program rotates
 
 
@@ -66,10 +66,11 @@ def _turned(x_ND, ROWS: constexpr, DIM: constexpr, STEPS: constexpr):
 def _write(
     key, query, weight, bias, cos, sin, positions, write, plane, out, head_weights, eps, scale, heads, key_token,
     query_token,
-    DIM: constexpr, ROPE: constexpr, HEADS: constexpr, FP8: constexpr, STEPS: constexpr, PDL: constexpr,
+    DIM: constexpr, ROPE: constexpr, HEADS: constexpr, FP8: constexpr, STEPS: constexpr, SPLITS: constexpr,
+    PDL: constexpr,
 ):  # fmt: skip
     """Program (t, 0): the key of token t; (t, 1 + b): the b-th HEADS of its index queries. STEPS: of `_turned`, or
-    0.
+    0. SPLITS: of the weights of the heads, whose sum the first receives.
     """
     wait_for_previous(PDL)
     token, dim, pair = tl.program_id(0).to(tl.int64), tl.arange(0, DIM), tl.arange(0, DIM // 2)
@@ -96,7 +97,10 @@ def _write(
         used = real if FP8 else real & (dim < ROPE)[None, :]
         q = rotated(tl.load(at_q, mask=used, other=0.0).to(tl.float32), cos_P, sin_P, HEADS, DIM)
         at_w, live = head_weights + token * heads + head, head < heads
-        head_weight = tl.load(at_w, mask=live, other=0.0) * scale
+        head_weight = tl.zeros([HEADS], tl.float32)
+        for split in tl.static_range(SPLITS):
+            head_weight += tl.load(at_w + split * tl.num_programs(0) * heads, mask=live, other=0.0)
+        head_weight *= scale
         if FP8:
             q = q.to(query.dtype.element_ty).to(tl.float32)
             if STEPS > 0:
@@ -112,7 +116,7 @@ def _write(
 def write(
     key_Td: Tensor,
     query_TX: Tensor,
-    weights_TH: Tensor | None,
+    weights_STH: Tensor | None,
     norm: KeyNorm,
     write: KvWrite,
     keys_PSd: Tensor,
@@ -120,21 +124,21 @@ def write(
     hadamard: bool = False,
 ) -> Tensor:
     """Norms, rotates and stores each token's index key, and rotates its index queries: → the queries as `scores`
-    reads them. The first dims rotate. The weights of the heads are multiplied by `scale`, in place.
+    reads them. The first dims rotate. The first of the weights of the heads receives the sum of them all, times `scale`.
 
     key_Td: a view of a projection's output. query_TX: the queries of all index heads, likewise; X may be 0. keys_PSd:
     the plane of index keys: of the model's type [P, 64, d], and queries rotate in place; or e4m3 with scales, uint8
-    [P, 64, d + 4], and queries are rounded to e4m3, each with a scale, which goes into its weight. weights_TH: of the
-    heads, float32, contiguous; may be None without queries. hadamard: rounded keys and queries are turned first.
+    [P, 64, d + 4], and queries are rounded to e4m3, each with a scale, which goes into its weight. weights_STH: of the
+    heads, float32, contiguous, in parts; may be None without queries. hadamard: rounded keys and queries are turned first.
     """
     (tokens, dim), is_fp8 = key_Td.shape, keys_PSd.dtype == torch.uint8
     heads = query_TX.shape[1] // dim
     out = query_TX.new_empty(query_TX.shape, dtype=torch.float8_e4m3fn) if is_fp8 else query_TX
-    head_weights = norm.weight_d if weights_TH is None else weights_TH
+    head_weights, splits = (norm.weight_d, 0) if weights_STH is None else (weights_STH, len(weights_STH))
     _write[tokens, 1 + triton.cdiv(heads, QUERIES_AT_ONCE)](
         key_Td, query_TX, norm.weight_d, norm.bias_d, *write, keys_PSd, out, head_weights, norm.eps, scale, heads,
         key_Td.stride(0), query_TX.stride(0), DIM=dim, ROPE=2 * write.cos_SC.shape[1], HEADS=QUERIES_AT_ONCE,
-        FP8=is_fp8, STEPS=dim.bit_length() - 1 if hadamard else 0, **launch_config(key_Td, 4),
+        FP8=is_fp8, STEPS=dim.bit_length() - 1 if hadamard else 0, SPLITS=splits, **launch_config(key_Td, 4),
     )  # fmt: skip
     return out
 
@@ -142,19 +146,21 @@ def write(
 @triton.jit(do_not_specialize=["columns", "table_row"], do_not_specialize_on_alignment=["table", "positions", "rows"])
 def _scores(
     query, weights, plane, rows, table, positions, paths, out, heads, columns, query_token, table_row,
-    DIM: constexpr, HEADS: constexpr, CHUNK: constexpr, FP8: constexpr, PDL: constexpr,
+    DIM: constexpr, HEADS: constexpr, FP8: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    """Program (t, c): the scores of CHUNK pages of token t's context. Those past its position are left as they are."""
+    """Program (t, p): the scores of every P-th page of token t's context from the p-th on, so that all programs have
+    some of a short one. Those past its position are left as they are.
+    """
     wait_for_previous(PDL)
     token, head, key = tl.program_id(0).to(tl.int64), tl.arange(0, HEADS), tl.arange(0, 64)
     position = tl.load(positions + token).to(tl.int32)
-    first, last = tl.program_id(1) * CHUNK, position // 64 + 1
+    first, last = tl.program_id(1), position // 64 + 1
     if first < last:
         dim, real = tl.arange(0, DIM), head < heads
         q = tl.load(query + token * query_token + head[:, None] * DIM + dim[None, :], mask=real[:, None], other=0.0)
         weight = tl.load(weights + token * heads + head, mask=real, other=0.0)
         row_pages = table + tl.load(rows + token).to(tl.int64) * table_row
-        for page in range(first, tl.minimum(first + CHUNK, last)):
+        for page in range(first, last, tl.num_programs(1)):
             column = page * 64 + key
             if paths is None:
                 block, slot = tl.load(row_pages + page).to(tl.int64), key
@@ -184,36 +190,8 @@ def scores(query_TX: Tensor, weights_TH: Tensor, keys_PSd: Tensor, rows: QueryRo
     out = torch.empty(tokens, pages * 64, dtype=torch.float32, device=query_TX.device)
     _scores[tokens, triton.cdiv(pages, CHUNK)](
         query_TX, weights_TH, keys_PSd, *rows, out, heads, pages * 64, query_TX.stride(0),
-        rows.table_RL.stride(0), DIM=dim, HEADS=max(triton.next_power_of_2(heads), 16), CHUNK=CHUNK, FP8=is_fp8,
+        rows.table_RL.stride(0), DIM=dim, HEADS=max(triton.next_power_of_2(heads), 16), FP8=is_fp8,
         **launch_config(out, 4, 2),
-    )  # fmt: skip
-    return out
-
-
-@triton.jit
-def _head_weights(x, weight, out, tokens, heads, hidden, x_token, HEADS: constexpr, K: constexpr, PDL: constexpr):
-    """Program i: 16 tokens."""
-    wait_for_previous(PDL)
-    token, head, k = tl.program_id(0).to(tl.int64) * 16 + tl.arange(0, 16), tl.arange(0, HEADS), tl.arange(0, K)
-    sums = tl.zeros((16, HEADS), tl.float32)
-    real, live = (head < heads)[:, None], (token < tokens)[:, None]
-    for first in range(0, hidden, K):
-        inside = (first + k < hidden)[None, :]
-        a = tl.load(x + token[:, None] * x_token + first + k[None, :], mask=live & inside, other=0.0).to(tl.float32)
-        b = tl.load(weight + head[:, None] * hidden + first + k[None, :], mask=real & inside, other=0.0)
-        sums = tl.dot(a, b.T, sums, input_precision="ieee")
-    tl.store(out + token[:, None] * heads + head[None, :], sums, mask=live & (head < heads)[None, :])
-
-
-def head_weights(x_TH: Tensor, weight_HX: Tensor) -> Tensor:
-    """The product with the weights of an indexer's heads, float32 [H, hidden]: → float32 [T, H]. A token's bits do
-    not depend on the others.
-    """
-    (tokens, hidden), heads = x_TH.shape, len(weight_HX)
-    out = torch.empty(tokens, heads, dtype=torch.float32, device=x_TH.device)
-    _head_weights[(triton.cdiv(tokens, 16),)](
-        x_TH, weight_HX, out, tokens, heads, hidden, x_TH.stride(0), HEADS=max(triton.next_power_of_2(heads), 16), K=32,
-        **launch_config(out, 4, 3),
     )  # fmt: skip
     return out
 
@@ -230,7 +208,8 @@ def _choose(
     scores, positions, candidates, out, columns, width, K: constexpr, BLOCK: constexpr, PDL: constexpr
 ):  # fmt: skip
     """Program (t, p): the K highest of the p-th BLOCK candidates of token t, rising, then -1. candidates: positions
-    [T, width], -1 for none; or None for all positions. The K-th highest number is found bit by bit, by counting.
+    [T, width], -1 for none; or None for all positions. The K-th highest number is found bit by bit, by counting, from
+    the first bit on in which numbers differ until K are left.
     """
     wait_for_previous(PDL)
     token, part, lane = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, BLOCK)
@@ -243,9 +222,14 @@ def _choose(
     if tl.sum(chosen) > K:
         number = _ordered(tl.load(scores + token * columns + column, mask=column >= 0, other=0.0))
         number = tl.where(column >= 0, number, 0)
-        border, bit = tl.zeros((), tl.uint32), tl.full((), 0x80000000, tl.uint32)
-        for _ in range(32):
-            border = tl.where(tl.sum((number >= (border | bit)).to(tl.int32)) >= K, border | bit, border)
+        highest = tl.max(number)
+        differ, bit = highest ^ tl.min(tl.where(column >= 0, number, highest)), tl.full((), 0x80000000, tl.uint32)
+        while bit > differ:
+            bit = bit >> 1
+        border, count = tl.where(bit > 0, highest ^ (highest & (bit | (bit - 1))), highest), tl.sum(chosen)
+        while (bit > 0) & (count > K):
+            above = tl.sum((number >= (border | bit)).to(tl.int32))
+            border, count = tl.where(above >= K, border | bit, border), tl.where(above >= K, above, count)
             bit = bit >> 1
         chosen, equal = (number > border).to(tl.int32), (number == border).to(tl.int32)
         room = K - tl.sum(chosen)
@@ -263,9 +247,9 @@ def choose(scores_TS: Tensor, positions_T: Tensor, topk: int) -> Tensor:
     the next launch, in rising order: a choice among them is the choice among all.
     """
     tokens, columns = scores_TS.shape
-    block = min(max(AT_ONCE, 4 * triton.next_power_of_2(topk)), triton.next_power_of_2(max(columns, topk)))
-    chosen_TK, width = None, columns
+    most, chosen_TK, width = max(AT_ONCE, 4 * triton.next_power_of_2(topk)), None, columns
     while chosen_TK is None or width > topk:
+        block = min(most, triton.next_power_of_2(max(width, topk)))
         parts = triton.cdiv(width, block)
         out = torch.empty(tokens, parts * topk, dtype=torch.int32, device=scores_TS.device)
         _choose[tokens, parts](

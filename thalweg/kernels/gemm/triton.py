@@ -232,10 +232,17 @@ def linear(x: Rows, w_NK: Tensor, epilogue: Epilogue = PLAIN) -> Tensor:
     return y
 
 
+def computes_norm(m: int, n: int) -> bool:
+    """Whether `linear` and `linear_fp8` of a weight of n rows compute a norm of m rows themselves. It is computed first
+    where each of many programs, or of many rows, would compute it.
+    """
+    return n < MANY and m <= NORMED
+
+
 def _tiled(x: Rows, w_NK: Tensor) -> tuple[Rows, GemvTile | None]:
-    """x and its tile. A norm is computed first where each of many programs, or of many rows, would compute it."""
+    """x and its tile."""
     n, k = w_NK.shape
-    x = rows_of(x) if n >= MANY or len(x) > NORMED else x
+    x = x if computes_norm(len(x), n) else rows_of(x)
     return x, gemv_tile(len(x), n, k, w_NK.itemsize, isinstance(x, LazyNorm))
 
 

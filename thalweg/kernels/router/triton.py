@@ -45,6 +45,14 @@ class RouterOutput(NamedTuple):
         return RouterOutput(self.weights_TK[tokens], self.ids_TK[tokens], codes, scales, self.shared)
 
 
+class PartialLogits(NamedTuple):
+    """Products of activations with a weight, whose sum over the splits is meant, and x in FP8 if asked for."""
+
+    logits_STE: Tensor  # float32
+    codes_TH: Tensor | None
+    scales_TG: Tensor | None
+
+
 def tiles(tokens: int, experts: int, hidden: int, deterministic: bool) -> tuple[int, int, int]:
     """→ tokens and experts of a program, splits of H (a power of two). Deterministic: nothing depends on the number of
     tokens.
@@ -82,7 +90,7 @@ def route(
         logits_STE = torch.mm(x_TH, weight_EH.t(), out_dtype=torch.float32).unsqueeze(0)
         codes, scales = quantize(x_TH) if with_codes else (None, None)
     else:
-        logits_STE, codes, scales = _score(x, weight_EH, with_codes, deterministic)
+        logits_STE, codes, scales = partial_logits(x, weight_EH, with_codes, deterministic)
     if tokens:
         _choose[(tokens,)](
             weights_TK, ids_TK, logits_STE, bias_E if config.is_sigmoid else None, real_T, tokens, config.scale,
@@ -93,10 +101,8 @@ def route(
     return RouterOutput(weights_TK, ids_TK, codes, scales, config.shared)
 
 
-def _score(
-    x: Rows, weight_EH: Tensor, with_codes: bool, deterministic: bool
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Partial logits float32 [splits, T, E], and x in e4m3 with its scales if asked for."""
+def partial_logits(x: Rows, weight_EH: Tensor, with_codes: bool = False, deterministic: bool = False) -> PartialLogits:
+    """The products of `route`, whose arguments these are. There is one split at least."""
     few = len(x) <= FEW and not deterministic
     x_TH, norm_H, eps = deferred_norm(x if few else rows_of(x))
     (tokens, hidden), experts, device = x_TH.shape, len(weight_EH), x_TH.device
@@ -110,7 +116,7 @@ def _score(
     scales = scales_like(tokens, hidden, device) if with_codes else None
     stride = 0 if scales is None else scales.stride(1)
     if not tokens:
-        return logits_STE, codes, scales
+        return PartialLogits(logits_STE, codes, scales)
     if few:
         _logits_few[(triton.cdiv(experts, 16) + int(with_codes), tokens, splits)](
             logits_STE, codes, scales, x_TH, norm_H, weight_EH, tokens, stride, eps,
@@ -122,7 +128,7 @@ def _score(
             logits_STE, codes, scales, x_TH, weight_EH, tokens, stride, steps,
             experts, hidden, block_T, block_E, **launch_config(x_TH, 4, 5 if block_T <= 16 else 3),
         )  # fmt: skip
-    return logits_STE, codes, scales
+    return PartialLogits(logits_STE, codes, scales)
 
 
 @triton.jit(do_not_specialize=["tokens", "scales_stride", "steps"])
