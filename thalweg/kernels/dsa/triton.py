@@ -124,12 +124,14 @@ def write(
     hadamard: bool = False,
 ) -> Tensor:
     """Norms, rotates and stores each token's index key, and rotates its index queries: → the queries as `scores`
-    reads them. The first dims rotate. The first of the weights of the heads receives the sum of them all, times `scale`.
+    reads them. The first dims rotate. The first of the parts of the weights of the heads receives their sum times
+    `scale`.
 
     key_Td: a view of a projection's output. query_TX: the queries of all index heads, likewise; X may be 0. keys_PSd:
     the plane of index keys: of the model's type [P, 64, d], and queries rotate in place; or e4m3 with scales, uint8
     [P, 64, d + 4], and queries are rounded to e4m3, each with a scale, which goes into its weight. weights_STH: of the
-    heads, float32, contiguous, in parts; may be None without queries. hadamard: rounded keys and queries are turned first.
+    heads, float32, contiguous, in parts; may be None without queries. hadamard: rounded keys and queries are turned
+    first.
     """
     (tokens, dim), is_fp8 = key_Td.shape, keys_PSd.dtype == torch.uint8
     heads = query_TX.shape[1] // dim
