@@ -24,6 +24,7 @@ from tests.cpu.interpreted_attention import exact_casts
 from tests.cpu.interpreter import prepare
 from tests.gpu import shapes
 from thalweg.attention.selection import Selection, select_top_k
+from thalweg.batch.batch import no_graph_break
 from thalweg.batch.draft_selection import DraftSelection
 from thalweg.core.kernels import KernelConfig
 from thalweg.kernels.attend.args import ContextChunk
@@ -100,6 +101,33 @@ def beside_torch(selection: Selection, tolerance: float, **kinds: Any) -> None:
             for planes in (ours, theirs)
         ]
         assert float((same[0] - same[1]).norm() / same[1].norm()) < tolerance, spec
+
+
+def pieces_of_few_tokens() -> None:
+    """A piece of a graph for so few tokens that its padding looks like a row of a verification is replayed with a
+    decode row and a prompt: what it captured attends to these.
+    """
+    kernels, reference = pair(select_top_k)
+    ours, theirs = (Planes(model.planes(), 16) for model in (kernels, reference))
+    generator, cpu, attends = torch.Generator().manual_seed(3), torch.device("cpu"), list[Any]()
+
+    def captured(attend: Any, step: Any, *inputs: torch.Tensor) -> torch.Tensor:
+        assert step.rest is None
+        attends.append(attend)
+        return no_graph_break(attend, step, *inputs)
+
+    def replayed(attend: Any, step: Any, *inputs: torch.Tensor) -> torch.Tensor:
+        return no_graph_break(attends.pop(0), step, *inputs)
+
+    for rows in ([(1, 0, 40)], [(1, 40, 1), (2, 0, 3)]):
+        plain, paged = shapes.batches(rows, cpu, generator, 64)
+        if len(rows) > 1:
+            padding = shapes.batches([(3, 0, 4)], cpu, generator, 64)[1]
+            kernels.forward(replace(padding, graph_break=captured), ours)
+            paged = replace(paged, graph_break=replayed)
+        want, got = reference.forward(plain, theirs), kernels.forward(paged, ours)
+        assert float((got - want).norm() / want.norm()) < 2e-3, rows
+    assert not attends
 
 
 class FlashMla(ModuleType):
@@ -311,6 +339,7 @@ def main() -> int:
     records_in_chunks()
     beside_torch(select_top_k, 2e-3)
     beside_torch(scattered, 0.1, **FP8)
+    pieces_of_few_tokens()
     by_flashmla()
     by_deep_gemm()
     drafts_beside_torch(2e-3)

@@ -241,7 +241,14 @@ def test_a_warm_folder_is_not_compiled_again(gpu: None, tmp_path: Path, monkeypa
     caches.mark_warm(config, times)
     real = msgspec.structs.replace(config, model_path=str(other), load_format="auto", random_seed=3)
     assert caches.is_warm(config) and caches.is_warm(real), "serving after thalweg warmup, from another folder"
-    assert caches.step_times(real) == times
+    assert caches.step_times(config) == times and caches.step_times(real) is None, "its weights are not random"
+    caches.mark_warm(real, msgspec.structs.replace(times, context=7))
+    assert caches.step_times(config) == times and getattr(caches.step_times(real), "context", 0) == 7
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: ())
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "another")
+    assert caches.is_warm(real) and caches.step_times(real) is None, "kernels of another GPU, not its times"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     next((tmp_path / "triton").iterdir()).write_text("")
     assert caches.is_warm(real) and caches.step_times(real) is None, "a mark without times"
     assert not caches.is_warm(msgspec.structs.replace(config, max_running_requests=3))

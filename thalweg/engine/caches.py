@@ -65,10 +65,23 @@ def is_warm(config: EngineConfig) -> bool:
 
 
 def step_times(config: EngineConfig) -> StepTimes | None:
-    """Those that an earlier start of this configuration measured on such a GPU; None without one."""
+    """Those that an earlier start of this configuration measured on such a GPU with such weights; None without one."""
+    return _step_times(_marks(config)[0]).get(_measured_with(config))
+
+
+def _step_times(mark: Path) -> dict[str, StepTimes]:
+    """By what they were measured with. Kernels in an archive or an image may go to other GPUs."""
     with contextlib.suppress(OSError, msgspec.DecodeError):
-        return msgspec.json.decode(_marks(config)[0].read_bytes(), type=StepTimes)
-    return None
+        return msgspec.json.decode(mark.read_bytes(), type=dict[str, StepTimes])
+    return {}
+
+
+def _measured_with(config: EngineConfig) -> str:
+    """Random weights choose other experts."""
+    import torch
+
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    return f"{gpu}, {'random' if config.load_format == 'dummy' else 'published'} weights"
 
 
 def mark_warm(config: EngineConfig, times: StepTimes | None = None) -> None:
@@ -76,21 +89,17 @@ def mark_warm(config: EngineConfig, times: StepTimes | None = None) -> None:
     with contextlib.suppress(OSError):  # the next start compiles ahead again, and finds all kernels
         for mark in _marks(config):
             mark.parent.mkdir(parents=True, exist_ok=True)
-            mark.write_bytes(msgspec.json.encode(times))
+            new = {} if times is None else {_measured_with(config): times}
+            mark.write_bytes(msgspec.json.encode(_step_times(mark) | new))
 
 
 def _marks(config: EngineConfig) -> list[Path]:
-    """Files beside Triton's kernels, and beside DeepGEMM's where it is used, so that they vanish with them. Their names
-    have the GPU in them, because step times differ between GPUs with equal kernels.
-    """
-    import torch
-
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    """Files beside Triton's kernels, and beside DeepGEMM's where it is used, so that they vanish with them."""
     fields = msgspec.to_builtins(config)
     settings = {name: value for name, value in fields.items() if name not in INDEPENDENT}
     model = (Path(config.model_path) / "config.json").read_text()
     sources = sorted(path for room in ROOMS for path in (Path(__file__).parents[1] / room).rglob("*.py"))
-    state = json.dumps([settings, model, versions(), gpu, [path.read_text() for path in sources]])
+    state = json.dumps([settings, model, versions(), [path.read_text() for path in sources]])
     name = f"warm-{hashlib.sha256(state.encode()).hexdigest()[:16]}"
     used = ["TRITON_CACHE_DIR"]
     if any("deep_gemm" in backend for backend in (config.kernels.moe, config.kernels.fp8_gemm)):

@@ -188,9 +188,11 @@ class Calibrator:
         return StepTimes(decode, lines, short, for_context, for_pair)
 
     def still_holds(self, times: StepTimes) -> bool:
-        """Whether the largest steps take as long as in these times of equal settings."""
-        (alone, decode), (beside, line) = times.decode[-1], times.mixed[-1]
-        known = (alone, 0, decode), (beside, *line[-1])
+        """Whether the largest steps, which the GPU bounds, and the smallest with a prompt, which the host may bound, take
+        as long as in these times of equal settings.
+        """
+        (alone, decode), (beside, line), (few, short) = times.decode[-1], times.mixed[-1], times.mixed[0]
+        known = (alone, 0, decode), (beside, *line[-1]), (few, *short[0])
         return all(1 / CHANGE < self.mixed_seconds(*step) / seconds < CHANGE for *step, seconds in known)
 
     def mixed_seconds(self, rows: int, tokens: int) -> float:

@@ -76,6 +76,10 @@ class KernelLinear(LinearLayer):
         self.weight = parameter(sum(widths), inputs, dtype=layers.dtype, device=layers.device)
         self.bias = parameter(sum(widths), dtype=layers.dtype, device=layers.device) if has_bias else None
 
+    def computes_norm(self, rows: int) -> bool:
+        is_own = self.matmul is _fastest and gemm.is_faster(rows, *self.weight.shape)
+        return is_own and gemm.computes_norm(rows, len(self.weight))
+
     def forward(self, x: Rows) -> Tensor:
         return self.matmul(x, self.weight, Epilogue(self.bias))
 
@@ -98,7 +102,11 @@ class QuantizedLinear(LinearLayer):
     ) -> None:
         super().__init__(widths, is_partial)
         self.product, self.reads_codes = scheme.product(layers.kernels), scheme.reads_codes
+        self.has_normed_product = scheme.computes_norm(layers.kernels)
         self._held = quantized_parameters(self, "weight", scheme, (sum(widths), inputs), layers.device)
+
+    def computes_norm(self, rows: int) -> bool:
+        return self.has_normed_product and gemm.computes_norm(rows, sum(self.widths))
 
     def forward(self, x: Rows) -> Tensor:
         return self.product(x, self._held)
@@ -128,7 +136,7 @@ class MixedLinear(LinearLayer):
         self.linears, self._linears, self.order = nn.ModuleList(linears), list(linears), list(order)
 
     def split(self, x: Rows) -> tuple[Tensor, ...]:
-        if not all(gemm.computes_norm(len(x), sum(linear.widths)) for linear in self._linears):
+        if not all(linear.computes_norm(len(x)) for linear in self._linears):
             x = norm.rows_of(x)  # once for all products
         results = [linear.split(x) for linear in self._linears]
         return tuple(results[linear][part] for linear, part in self.order)

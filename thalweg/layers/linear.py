@@ -70,6 +70,10 @@ class LinearLayer(Module, ABC):
     def swiglu(self, x: Activation) -> Tensor:
         """silu(gate) · up of the result, whose first half are the gates."""
 
+    def computes_norm(self, rows: int) -> bool:
+        """Whether its kernel computes a norm of so many rows itself, as it reads them."""
+        return False
+
     def split(self, x: Activation) -> tuple[Tensor, ...]:
         """The result, one view for each part."""
         return torch.split(self.forward(x), self.widths, 1)

@@ -14,7 +14,7 @@ from torch import Tensor
 from thalweg.attention.draft_selection import shared_positions
 from thalweg.attention.exchange import exchange_stored
 from thalweg.attention.selection import SelectedContexts, Selection, select_top_k
-from thalweg.batch.batch import Attend, Batch
+from thalweg.batch.batch import Attend, Batch, no_graph_break
 from thalweg.batch.draft_selection import DraftSelection
 from thalweg.config.backends import DECODE, INDEX_SCORES, PREFILL
 from thalweg.config.entry_point import load_entry
@@ -75,19 +75,21 @@ class SparseMla(LatentMla):
         query_TX, latent_TD, *index_key = self.down.split(x)
         assert self.query_norm is not None and self.up is not None, "models with an indexer have a query latent"
         query_TX, *index = self.up.split(self.query_norm.lazy(query_TX))
-        attend, given = self._stored(query_TX, latent_TD, step)
+        attend, queries = self._stored(query_TX, latent_TD, step)
         if self.indexer is not None and step.selects:
             weights_STH = partial_logits(x, self.indexer.head_weights, deterministic=self.deterministic).logits_STE
             index = [self._store_index(self.indexer, index_key[0], index[0], weights_STH, step), weights_STH[0]]
         elif self.indexer is not None:
             index = self._store_key(self.indexer, index_key[0], step)
         self._exchange(step)
-        h.add(self.out, step.batch.graph_break(attend, step, *given, *index))
+        h.add(self.out, step.batch.graph_break(attend, step, *queries, *index))
         return earlier
 
     def _stored(self, query_TX: Tensor, latent_TD: Tensor, step: PagedStep) -> tuple[Attend, tuple[Tensor, ...]]:
-        """Stores the tokens' latents. → what attends behind the seam, and its first arguments after the step."""
-        if step.rest is None:
+        """Stores the tokens' latents. → what attends after the graph break, and its first arguments after the step. A
+        piece of a graph may be replayed with other rows than it was captured with.
+        """
+        if step.rest is None and step.batch.graph_break is no_graph_break:
             query_THd = query_TX.view(len(query_TX), self.heads, -1)
             return self._of_absorbed, (self._absorb(query_THd, latent_TD, step),)
         self._store(query_TX, latent_TD, step)
@@ -129,7 +131,7 @@ class SparseMla(LatentMla):
         return self._of_absorbed(step, query_THD, *index)
 
     def _of_absorbed(self, step: PagedStep, query_THD: Tensor, *index: Tensor) -> Tensor:
-        """The same of absorbed queries."""
+        """Attention of absorbed queries of stored tokens: → [T, H * v]."""
         if not step.chooses or step.query_rows is None:
             return self._decode(query_THD, step)
         return self._values(query_THD, step, self._chosen(step, step.query_rows, *index), step.query_rows)

@@ -146,5 +146,8 @@ class Fp8Block(Quantized):
 
         return linear
 
+    def computes_norm(self, kernels: KernelConfig) -> bool:
+        return "triton" in kernels.fp8_gemm and not kernels.deterministic
+
     def _blocks(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(-(-size // step) for size, step in zip(shape, self.block, strict=True))

@@ -155,6 +155,10 @@ class Quantized(Scheme):
     def product(self, kernels: KernelConfig) -> LinearProduct:
         """The GPU kernel that multiplies by held weights. Imports Triton."""
 
+    def computes_norm(self, kernels: KernelConfig) -> bool:
+        """Whether this kernel computes a norm of one row itself."""
+        return False
+
 
 class Unquantized(Scheme):
     """Plain numbers. Memory holds them in the model's dtype."""

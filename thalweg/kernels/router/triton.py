@@ -46,7 +46,7 @@ class RouterOutput(NamedTuple):
 
 
 class PartialLogits(NamedTuple):
-    """Products of activations with a weight, whose sum over the splits is meant, and x in FP8 if asked for."""
+    """Partial sums of products of activations with a weight, to be added over the splits, and x in FP8 if asked for."""
 
     logits_STE: Tensor  # float32
     codes_TH: Tensor | None
@@ -105,6 +105,7 @@ def partial_logits(x: Rows, weight_EH: Tensor, with_codes: bool = False, determi
     """The products of `route`, whose arguments these are. There is one split at least."""
     few = len(x) <= FEW and not deterministic
     x_TH, norm_H, eps = deferred_norm(x if few else rows_of(x))
+    assert x_TH.is_contiguous(), "rows of x"
     (tokens, hidden), experts, device = x_TH.shape, len(weight_EH), x_TH.device
     if few:
         columns = 256 if hidden <= 4096 else 512  # of a program
