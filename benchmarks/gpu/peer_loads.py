@@ -37,9 +37,10 @@ class Cell:
     @property
     def name(self) -> tuple[str, str]:
         """The section of the table, and the load in it."""
-        load = f"{self.concurrency} at a time"
-        if self.rate or self.share:
-            load = f"{self.rate:g} requests/s" if self.rate else f"{self.share:g} of capacity"
+        load = f"{self.share:g} of capacity" if self.share else f"{self.concurrency} at a time"
+        load += f", {self.requests} requests" if self.requests else ""
+        if self.rate:
+            load = f"{self.rate:g} requests/s for {self.requests / self.rate:g} s"
         if self.trace:
             return f"{Path(self.trace).name}, at most {self.input_len:,} in and {self.output_len:,} out", load
         return f"{self.input_len:,} in, {self.output_len:,} out, {'Poisson' if self.rate else self.arrivals}", load
@@ -85,16 +86,18 @@ def shorter(cell: Cell, number: int) -> Cell:
 
 
 def cells_of(words: Sequence[str], traces: Sequence[str]) -> list[Cell]:
-    """words: names of sets, or cells such as 32:1024/256 and 32:1024/256:staggered; a number behind either makes them
+    """words: names of sets, or cells such as 32:1024/256 and 32:1024/256:staggered; a number after either makes them
     `shorter`. Raises BenchError.
     """
     sets, cells = cell_sets(traces), list[Cell]()
+    single = rf"(\d+):(\d+)/(\d+)(?::({LOCKSTEP}|{STAGGERED}))?"
     for word in words:
-        what, number = re.fullmatch(r"(.*?)(?::(\d+))?", word).groups()  # type: ignore[union-attr]
-        if single := re.fullmatch(rf"(\d+):(\d+)/(\d+)(?::({LOCKSTEP}|{STAGGERED}))?", what):
-            some = [Cell(int(single[2]), int(single[3]), int(single[1]), single[4] or LOCKSTEP)]
-        elif what in sets:
-            some = sets[what]
+        found = re.fullmatch(rf"({single}|{'|'.join(sets)})(?::([1-9]\d*))?", word)
+        name, concurrency, inputs, outputs, arrivals, number = found.groups() if found else ("",) * 6
+        if concurrency:
+            some = [Cell(int(inputs), int(outputs), int(concurrency), arrivals or LOCKSTEP)]
+        elif name:
+            some = sets[name]
         else:
             raise BenchError(f"--cells {word}: there is {', '.join(sets)}, and cells such as 32:1024/256:staggered")
         cells += [shorter(cell, int(number)) for cell in some] if number else some

@@ -47,6 +47,7 @@ LEFT_OUT = ("samples", "tokens_by_second", "configuration", "by_turn")  # of the
 COLUMNS = fields("""
 load            load
 engine          engine
+requests/s      request_throughput
 out tok/s       output_throughput
 goodput         goodput
 TPOT p50 ms     median_tpot_ms
@@ -64,8 +65,8 @@ FLAGS = """
 --engine      text...      further ones, NAME=COMMAND with {model}, {port}, {context} and {running}, or a variant of a
                            known one, NAME=[VARIABLE=VALUE ...] ENGINE FLAGS: "full=thalweg --cuda-graph-mode full"
 --cells       text...=table  table, staggered, long, grid, qps, traces, outputs32k; or CONCURRENCY:INPUT/OUTPUT with
-                           :staggered after it, such as 32:1024/256 or 8:256/1024:staggered. A number behind either is
-                           that of requests, or of seconds of a rate, after one warm-up request: grid:32, qps:8
+                           :staggered after it, such as 32:1024/256 or 8:256/1024:staggered. A number after either sets
+                           the requests, or the seconds of a rate, after one warm-up request: grid:32, qps:8
 --trace       file...      recordings of the cells "traces"
 --setup       path         shell file that vllm's and sglang's shells read first, with the engine's name as its argument
 --rounds      count=1      of every cell
@@ -91,9 +92,8 @@ class Engine(NamedTuple):
     is_foreign: bool = False  # its shell reads --setup first
     environment: tuple[tuple[str, str], ...] = ()
 
-    @property
-    def without_cache(self) -> Engine:
-        return self._replace(command=f"{self.command} {self.uncached}")
+    def with_cache(self, is_cached: bool) -> Engine:
+        return self if is_cached or not self.uncached else self._replace(command=f"{self.command} {self.uncached}")
 
 
 ENGINES = {
@@ -277,13 +277,15 @@ def has_time(name: str, lines: Sequence[Line], args: argparse.Namespace) -> bool
 def run(args: argparse.Namespace) -> int:
     """Measures what is missing; the number of cells that are missing then. Raises BenchError, KeyboardInterrupt."""
     engines, cells, lines = engines_of(args), cells_of(args.cells, args.trace), read(args.out)
-    if args.keep_cache:
-        engines = {name: engine._replace(uncached="") for name, engine in engines.items()}
     model = args.checkpoint.resolve().name
     turns = list(product(range(args.rounds), engines))
     if not args.interleave:
         turns.sort(key=lambda turn: list(engines).index(turn[1]))
-    jobs = [(name, cell, key(model, name, engines[name], turn, cell)) for turn, name in turns for cell in cells]
+    jobs = [
+        (name, cell, key(model, name, engines[name].with_cache(args.keep_cache or bool(cell.trace)), turn, cell))
+        for turn, name in turns
+        for cell in cells
+    ]
     if args.together:
         jobs.sort(key=lambda job: (cells.index(job[1]), job[2]["round"]))
     todo = [job for job in jobs if not any(is_of(line, job[2]) for line in lines)]
@@ -298,7 +300,7 @@ def run(args: argparse.Namespace) -> int:
             servers = dict[str, Server]()
             for names in at_once(of_group):
                 begun = [
-                    running.enter_context(launched(name, engine if is_cached else engine.without_cache, context, args))
+                    running.enter_context(launched(name, engine.with_cache(is_cached), context, args))
                     for name, engine in of_group.items()
                     if name in names and has_time(name, lines, args)
                 ]
@@ -333,16 +335,21 @@ def rows_of(lines: Sequence[Line]) -> list[Line]:
 
 
 def sections(lines: Sequence[Line]) -> Iterator[tuple[str, list[Line]]]:
-    """A model's lines by section; those of sections with a single load are the last one."""
+    """A model's lines by section; sections with a single load are one, the last."""
     single = list[Line]()
     for section in dict.fromkeys(line["section"] for line in lines):
         some = [line for line in lines if line["section"] == section]
-        if len({line["load"] for line in some}) > 1:
+        if len({line["load"] for line in some}) > 1 or len(some) == len(lines):
             yield section, some
         else:
             single += [line | {"load": f"{section}, {line['load']}"} for line in some]
     if single:
         yield "other loads", single
+
+
+def commit_of(line: Line) -> str:
+    """Of our own engine; "" for others."""
+    return f"at {line['result']['commit'][:12]}" if "-m thalweg " in line["server"]["command"] else ""
 
 
 def table(lines: Sequence[Line]) -> str:
@@ -353,13 +360,13 @@ def table(lines: Sequence[Line]) -> str:
         page += [f"## {model}", ""]
         for title, some in sections(of_model):
             page += [f"### {title}", "", *field_table(rows_of(some), COLUMNS), ""]
-        for name in dict.fromkeys(line["engine"] for line in of_model):
-            last = [line for line in of_model if line["engine"] == name][-1]
-            server, result = last["server"], last["result"]
-            where = ", ".join(result["device"]["gpus"]) or result["device"]["cpu"]
-            own = f"at {result['commit'][:12]}" if "-m thalweg " in server["command"] else "of an unknown version"
-            version = server["version"] or own
-            page += [f"- {name} {version}, {where}, {result['date'][:10]}: `{server['command']}`"]
+        for last in {(line["engine"], line["template"], commit_of(line)): line for line in of_model}.values():
+            result, where = (
+                last["result"],
+                ", ".join(last["result"]["device"]["gpus"]) or last["result"]["device"]["cpu"],
+            )
+            version = last["server"]["version"] or commit_of(last) or "of an unknown version"
+            page += [f"- {last['engine']} {version}, {where}, {result['date'][:10]}: `{last['server']['command']}`"]
         page += [""]
     return "\n".join(page)
 

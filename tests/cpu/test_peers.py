@@ -97,8 +97,10 @@ def test_every_cell_is_a_load_of_bench_serve(peers: ModuleType) -> None:
     assert [cell.requests for cell in shorter["qps:8"]] == [8, 16, 40, 80, 160, 240, 320, 400]
     assert {cell.requests for cell in shorter["grid:32"]} == {32} and len(shorter["grid:32"]) == 14
     assert {(cell.requests, cell.warm) for cell in shorter["traces:60"]} == {(60, 1)}
-    with pytest.raises(BenchError, match="--cells 8x16: there is table"):
-        peers.cells_of(["8x16"], [])
+    assert shorter["qps:8"][3].name[1] == "10 requests/s for 8 s", "another load than the whole one"
+    for word in ("8x16", "grid:0", "grid:\n", "8:16/8:lockstep:x"):
+        with pytest.raises(BenchError, match="there is table"):
+            peers.cells_of([word], [])
 
 
 @pytest.fixture
