@@ -46,7 +46,7 @@ class RouterOutput(NamedTuple):
 
 
 class PartialLogits(NamedTuple):
-    """Partial sums of products of activations with a weight, to be added over the splits, and x in FP8 if asked for."""
+    """Partial products of activations with a weight, to be added over the splits, and x in FP8 if asked for."""
 
     logits_STE: Tensor  # float32
     codes_TH: Tensor | None
