@@ -188,8 +188,8 @@ class Calibrator:
         return StepTimes(decode, lines, short, for_context, for_pair)
 
     def still_holds(self, times: StepTimes) -> bool:
-        """Whether the largest steps, which the GPU bounds, and the smallest with a prompt, which the host may bound, take
-        as long as in these times of equal settings.
+        """Whether the largest steps, which the GPU bounds, and the smallest with a prompt, which the host may bound,
+        take as long as in these times of equal settings.
         """
         (alone, decode), (beside, line), (few, short) = times.decode[-1], times.mixed[-1], times.mixed[0]
         known = (alone, 0, decode), (beside, *line[-1]), (few, *short[0])
