@@ -26,7 +26,9 @@ class NoHistory(Exception):
 def git(root: Path, *words: str) -> str:
     """What git prints. Raises NoHistory."""
     try:
-        done = subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, check=True, timeout=60)
+        done = subprocess.run(
+            ["git", *words], cwd=root, capture_output=True, errors="surrogateescape", check=True, timeout=60
+        )
     except (OSError, subprocess.SubprocessError) as error:
         raise NoHistory(f"git {' '.join(words)}: {error}") from error
     return done.stdout.strip()
