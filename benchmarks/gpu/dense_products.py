@@ -50,7 +50,7 @@ def products(rows: int, weight: Tensor) -> dict[str, Product]:
 
 
 def measure(name: str, size: tuple[int, int], top: dict[str, float]) -> list[dict[str, Any]]:
-    """Rows of the result of a weight of this size; copies of it are multiplied in turn, so that it comes from memory."""
+    """Rows of the result of a weight of this size. Copies of it are multiplied in turn, so it comes from memory."""
     copies = max(2, min(COPIES, int(4e8 / (2 * size[0] * size[1]))))
     weights, found = [torch.randn(size, device=CUDA, dtype=torch.bfloat16) * 0.02 for _ in range(copies)], []
     for rows in ROWS:

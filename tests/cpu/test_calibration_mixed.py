@@ -103,7 +103,8 @@ def test_times_of_an_earlier_start_are_kept_while_they_hold(change: float) -> No
     other = tuple((tokens, change * seconds) for tokens, seconds in line)
     known = msgspec.structs.replace(measured, mixed=(*measured.mixed[:-1], (rows, other)))
     of = calibrator(step_times=known)
-    of.runner = SimpleNamespace(forward_model=None, slots=SimpleNamespace(reset=lambda: None))  # type: ignore[assignment]
+    runner: Any = SimpleNamespace(forward_model=None, slots=SimpleNamespace(reset=lambda: None))
+    of.runner = runner
     of.measure_mixed_steps()
     is_kept = abs(change - 1) < 0.1
     assert of.config.step_times == (known if is_kept else measured)
