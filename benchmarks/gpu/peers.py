@@ -281,8 +281,12 @@ def run(args: argparse.Namespace) -> int:
     turns = list(product(range(args.rounds), engines))
     if not args.interleave:
         turns.sort(key=lambda turn: list(engines).index(turn[1]))
+
+    def has_cache(cell: Cell) -> bool:
+        return args.keep_cache or bool(cell.trace)
+
     jobs = [
-        (name, cell, key(model, name, engines[name].with_cache(args.keep_cache or bool(cell.trace)), turn, cell))
+        (name, cell, key(model, name, engines[name].with_cache(has_cache(cell)), turn, cell))
         for turn, name in turns
         for cell in cells
     ]
@@ -291,9 +295,7 @@ def run(args: argparse.Namespace) -> int:
     todo = [job for job in jobs if not any(is_of(line, job[2]) for line in lines)]
     missing, context = len(todo), max(sum(cell.longest) for cell in cells) + 16
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    for (_, is_cached), some in groupby(
-        todo, lambda job: (args.together or job[0], args.keep_cache or bool(job[1].trace))
-    ):
+    for (_, is_cached), some in groupby(todo, lambda job: (args.together or job[0], has_cache(job[1]))):
         group = list(some)
         with ExitStack() as running:
             of_group = {name: engines[name] for name in dict.fromkeys(job[0] for job in group)}
@@ -361,10 +363,8 @@ def table(lines: Sequence[Line]) -> str:
         for title, some in sections(of_model):
             page += [f"### {title}", "", *field_table(rows_of(some), COLUMNS), ""]
         for last in {(line["engine"], line["template"], commit_of(line)): line for line in of_model}.values():
-            result, where = (
-                last["result"],
-                ", ".join(last["result"]["device"]["gpus"]) or last["result"]["device"]["cpu"],
-            )
+            result, device = last["result"], last["result"]["device"]
+            where = ", ".join(device["gpus"]) or device["cpu"]
             version = last["server"]["version"] or commit_of(last) or "of an unknown version"
             page += [f"- {last['engine']} {version}, {where}, {result['date'][:10]}: `{last['server']['command']}`"]
         page += [""]

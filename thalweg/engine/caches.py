@@ -7,6 +7,7 @@ import hashlib
 import importlib.metadata
 import json
 import os
+from functools import cache
 from pathlib import Path
 
 import msgspec
@@ -93,13 +94,19 @@ def mark_warm(config: EngineConfig, times: StepTimes | None = None) -> None:
             mark.write_bytes(msgspec.json.encode(_step_times(mark) | new))
 
 
+@cache
+def _sources() -> str:
+    """A hash of the code of ROOMS, which a start asks for several times."""
+    paths = sorted(path for room in ROOMS for path in (Path(__file__).parents[1] / room).rglob("*.py"))
+    return hashlib.sha256(b"\0".join(path.read_bytes() for path in paths)).hexdigest()
+
+
 def _marks(config: EngineConfig) -> list[Path]:
     """Files beside Triton's kernels, and beside DeepGEMM's where it is used, so that they vanish with them."""
     fields = msgspec.to_builtins(config)
     settings = {name: value for name, value in fields.items() if name not in INDEPENDENT}
     model = (Path(config.model_path) / "config.json").read_text()
-    sources = sorted(path for room in ROOMS for path in (Path(__file__).parents[1] / room).rglob("*.py"))
-    state = json.dumps([settings, model, versions(), [path.read_text() for path in sources]])
+    state = json.dumps([settings, model, versions(), _sources()])
     name = f"warm-{hashlib.sha256(state.encode()).hexdigest()[:16]}"
     used = ["TRITON_CACHE_DIR"]
     if any("deep_gemm" in backend for backend in (config.kernels.moe, config.kernels.fp8_gemm)):

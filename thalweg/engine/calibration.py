@@ -152,13 +152,12 @@ class Calibrator:
         start measured are kept where they still hold.
         """
         config, steps = self.config, self.runner.forward_model
-        is_known = config.step_times is not None and self.still_holds(config.step_times)
-        times = config.step_times
-        if config.measures_step_times and not is_known:
-            times = self.step_times()
+        known = config.step_times
+        is_kept = known is not None and self.still_holds(known)
+        times = known if is_kept else self.step_times() if config.measures_step_times else None
         if times is not None:
             text = f"{_milliseconds(times.decode)} by decode rows; {_milliseconds(times.mixed[0][1])} by prompt tokens"
-            log.info("step times%s: %s", " of an earlier start" * is_known, text)
+            log.info("step times%s: %s", " of an earlier start" * is_kept, text)
             decision = Decision("step_times", text, START_UP, WHY_STEP_TIMES)
             self.config = config.started([decision], step_times=times)
         if config.trim_piecewise_cuda_graphs and isinstance(steps, Piecewise):

@@ -75,7 +75,7 @@ class SparseMla(LatentMla):
         query_TX, latent_TD, *index_key = self.down.split(x)
         assert self.query_norm is not None and self.up is not None, "models with an indexer have a query latent"
         query_TX, *index = self.up.split(self.query_norm.lazy(query_TX))
-        attend, queries = self._stored(query_TX, latent_TD, step)
+        attend, queries = self._prepare_attention(query_TX, latent_TD, step)
         if self.indexer is not None and step.selects:
             weights_STH = partial_logits(x, self.indexer.head_weights, deterministic=self.deterministic).logits_STE
             index = [self._store_index(self.indexer, index_key[0], index[0], weights_STH, step), weights_STH[0]]
@@ -85,7 +85,9 @@ class SparseMla(LatentMla):
         h.add(self.out, step.batch.graph_break(attend, step, *queries, *index))
         return earlier
 
-    def _stored(self, query_TX: Tensor, latent_TD: Tensor, step: PagedStep) -> tuple[Attend, tuple[Tensor, ...]]:
+    def _prepare_attention(
+        self, query_TX: Tensor, latent_TD: Tensor, step: PagedStep
+    ) -> tuple[Attend, tuple[Tensor, ...]]:
         """Stores the tokens' latents. → what attends after the graph break, and its first arguments after the step. A
         piece of a graph may be replayed with other rows than it was captured with.
         """
@@ -211,7 +213,9 @@ class InvariantSparseMla(SparseMla):
     Every token attends to latents by itself, also where all of its context is chosen.
     """
 
-    def _stored(self, query_TX: Tensor, latent_TD: Tensor, step: PagedStep) -> tuple[Attend, tuple[Tensor, ...]]:
+    def _prepare_attention(
+        self, query_TX: Tensor, latent_TD: Tensor, step: PagedStep
+    ) -> tuple[Attend, tuple[Tensor, ...]]:
         """`absorb` stores them before each attends; of a share all are stored before any does."""
         if step.batch.share is not None:
             query_THd = query_TX.view(len(query_TX), self.heads, -1)

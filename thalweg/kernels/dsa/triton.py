@@ -221,14 +221,15 @@ def _choose(
     else:
         column = tl.load(candidates + token * width + at, mask=at < width, other=-1)
     chosen = (column >= 0).to(tl.int32)
-    if tl.sum(chosen) > K:
+    seen = tl.sum(chosen)
+    if seen > K:
         number = _ordered(tl.load(scores + token * columns + column, mask=column >= 0, other=0.0))
         number = tl.where(column >= 0, number, 0)
         highest = tl.max(number)
         differ, bit = highest ^ tl.min(tl.where(column >= 0, number, highest)), tl.full((), 0x80000000, tl.uint32)
         while bit > differ:
             bit = bit >> 1
-        border, count = tl.where(bit > 0, highest ^ (highest & (bit | (bit - 1))), highest), tl.sum(chosen)
+        border, count = tl.where(bit > 0, highest ^ (highest & (bit | (bit - 1))), highest), seen
         while (bit > 0) & (count > K):
             above = tl.sum((number >= (border | bit)).to(tl.int32))
             border, count = tl.where(above >= K, border | bit, border), tl.where(above >= K, above, count)

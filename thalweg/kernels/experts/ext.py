@@ -27,8 +27,8 @@ from thalweg.kernels.quantize.triton import quantize
 from thalweg.kernels.router.triton import RouterOutput
 from thalweg.kernels.silu_mul.triton import silu_mul_quantize
 
-# Below, tiles of 128 rows are half empty and the Triton kernels are as fast: V3 in FP8; V2-Lite in bf16, where 1,024
-# tokens take 403 us without DeepGEMM and 405 with it on an H200, and 1,536 tokens 671 and 590
+# Below, tiles of 128 rows are half empty. The Triton kernels are faster for V3 in FP8, and as fast for V2-Lite in bf16,
+# where 1,024 tokens take 403 us without DeepGEMM and 405 with it on an H200, and 1,536 tokens 671 and 590.
 MIN_FP8_TOKENS, MIN_TOKENS = 3072, 1536
 TILE = 128  # rows of a segment's tile: get_mk_alignment_for_contiguous_layout()
 INSTEAD = "run thalweg doctor, which says what is missing, or use --moe-runner-backend triton"

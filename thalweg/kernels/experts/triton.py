@@ -4,9 +4,9 @@ up(x[t])) (as `ref.py`).
 T tokens, K experts a token (topk + shared), P = T · K pairs, N experts in the stack, H hidden, I inner. Shared experts
 are the last of the stack; every token chooses them with weight 1. Expert N is none (padding).
 
-Floor: the weights of the chosen experts, 3 · H · I each, read once: 17.3 MB in bf16 for V2-Lite, 44.0 MB in FP8 for V3.
-For one token (8 and 9 experts) that is 138 MB, 45 µs, and 396 MB, 128 µs at 3.1 TB/s; for 1,024 tokens of V2-Lite all
-66, 1.14 GB, 368 µs.
+Floor: the weights of the chosen experts, 3 · H · I each, read once: 17.3 MB in bf16 for V2-Lite, 44.0 MB in FP8 for
+V3. For one token (8 and 9 experts) that is 138 MB, 45 µs, and 396 MB, 128 µs at 3.1 TB/s; for 1,024 tokens of V2-Lite
+all 66, 1.14 GB, 368 µs.
 
 - One or two tokens in bf16: no sorting. `_up_pairs` is a matrix-vector product for each pair. `_down_tokens` takes all
   of the token's K experts in one program for each block of H, sums them in float32 and adds the residual. The norm
@@ -120,8 +120,8 @@ def tabled(by: str, tokens: int, topk: int, experts: int, fp8: bool, determinist
     rows = tokens * topk / experts
     m = 64 if deterministic else 16 if rows <= 12 else 32 if rows <= 24 else 64 if rows <= 72 else 128
     if fp8:
-        # products of 32 rows would be in float16; 512 tokens of V3 take 4,178 µs so, and 4,048 in tiles of 64 that wait
-        # for weights
+        # products of 32 rows would be in float16; 512 tokens of V3 take 4,178 µs so, and 4,048 in tiles of 64 that
+        # wait for weights
         stages = 3 if m == 32 else 4
         m = 16 if m == 16 else 64
         return ExpertTiles(ExpertTile(m, 128, 128, stages, 8 if m == 64 else 4), ExpertTile(m, 128, 128, stages, 4))
@@ -183,8 +183,8 @@ def run_experts(
 
 
 def coverage(ids_TK: Tensor, experts: int) -> Tensor:
-    """Distinct routed experts (0 … experts - 1) among these ids, as an int64 scalar on their device: what the floor of
-    a step counts.
+    """Distinct routed experts (0 … experts - 1) among these ids, as an int64 scalar on their device: what the floor
+    of a step counts.
     """
     return torch.bincount(ids_TK.flatten().clamp(max=experts), minlength=experts + 1)[:experts].count_nonzero()
 
@@ -437,9 +437,9 @@ def _sorted_tile(
 
 @triton.jit
 def _spread(total, end_N, N: constexpr, SPREAD: constexpr, BLOCKS: constexpr, BLOCK_M: constexpr):
-    """→ tile and block of this program. After every so many programs of the routed experts, tile by tile, come those of
-    one block of columns of a shared expert, which read its weights together. A shared expert has `each` tiles, the last
-    in use.
+    """→ tile and block of this program. After every so many programs of the routed experts, tile by tile, come those
+    of one block of columns of a shared expert, which read its weights together. A shared expert has `each` tiles,
+    the last in use.
     """
     each = tl.cdiv(tl.load(end_N + N - 1) - tl.load(end_N + N - 2), BLOCK_M)
     units: constexpr = SPREAD * BLOCKS

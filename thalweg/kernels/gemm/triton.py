@@ -1,8 +1,8 @@
 """GEMM with few rows, for decode: y = x Wᵀ, the weight read once at the speed of memory.
 
-Floor: N · K bytes (FP8) or 2 · N · K (bf16) over the read bandwidth. V2-Lite's fused projection (3648 × 2048 bf16, 15
-MB) is 4.8 µs on an H100, V3's (2112 × 7168 FP8, 15 MB) the same. A program owns BLOCK_N rows of the weight and all of
-K: nothing is summed across programs, and a row's result depends on nothing but the row.
+Floor: N · K bytes (FP8) or 2 · N · K (bf16) over the read bandwidth. V2-Lite's fused projection (3648 × 2048 bf16,
+15 MB) is 4.8 µs on an H100, V3's (2112 × 7168 FP8, 15 MB) the same. A program owns BLOCK_N rows of the weight and all
+of K: nothing is summed across programs, and a row's result depends on nothing but the row.
 
 `gemv`, up to 16 rows. Weights depend on no kernel, so a program loads its first ones, for small K all of them, before
 it waits for its predecessor. Only x is left on the critical path. A chain of dependent products over K would take
@@ -279,9 +279,9 @@ def gemv(
     epilogue: Epilogue = PLAIN,
     swiglu: bool = False,
 ) -> Tensor:
-    """y [M, N] = x Wᵀ. x: bf16, or a norm of such, which is computed as it is read. w: bf16, or e4m3 with scale float32
-    [ceil(N / 128), K / 128]; K a multiple of parts · columns. swiglu: w, bf16, has gate rows, then as many up rows, and
-    y [M, N / 2] is silu(gate) · up, as `silu_mul` computes it from bf16.
+    """y [M, N] = x Wᵀ. x: bf16, or a norm of such, which is computed as it is read. w: bf16, or e4m3 with scale
+    float32 [ceil(N / 128), K / 128]; K a multiple of parts · columns. swiglu: w, bf16, has gate rows, then as many up
+    rows, and y [M, N / 2] is silu(gate) · up, as `silu_mul` computes it from bf16.
     """
     assert scale_BB is None or not swiglu, "SwiGLU is fused with bf16 weights only"
     x_MK, norm_K, eps = deferred_norm(x)
@@ -330,8 +330,8 @@ def _matmul_fp8(
 
 
 def matmul_fp8(codes_MK: Tensor, scales_MG: Tensor, w_NK: Tensor, scale_BB: Tensor, y_MN: Tensor) -> Tensor:
-    """y = x Wᵀ for many rows. codes e4m3 [M, K] with multipliers float32 [M, K / 128] of strides (1, any); w, scale: as
-    in `linear_fp8`.
+    """y = x Wᵀ for many rows. codes e4m3 [M, K] with multipliers float32 [M, K / 128] of strides (1, any); w, scale:
+    as in `linear_fp8`.
     """
     (m, k), n = codes_MK.shape, len(w_NK)
     block_m, block_n = (64, 128) if m <= 256 else (128, 128)

@@ -33,7 +33,7 @@ class RouterOutput(NamedTuple):
     """The choice, and x in FP8 if asked for."""
 
     weights_TK: Tensor  # float32, K = topk + shared
-    # int32: experts … experts + shared - 1 are the shared ones, experts + shared (weight 0) is none, of a padding token
+    # int32: experts … experts + shared - 1 are the shared ones; experts + shared (weight 0) is none, for padding
     ids_TK: Tensor
     codes_TH: Tensor | None = None  # x, e4m3
     scales_TG: Tensor | None = None  # float32 [T, H / 128], MN-major
@@ -54,8 +54,8 @@ class PartialLogits(NamedTuple):
 
 
 def tiles(tokens: int, experts: int, hidden: int, deterministic: bool) -> tuple[int, int, int]:
-    """→ tokens and experts of a program, splits of H (a power of two). Deterministic: nothing depends on the number of
-    tokens.
+    """→ tokens and experts of a program, splits of H (a power of two). Deterministic: nothing depends on the number
+    of tokens.
     """
     block_T, block_E = 64, 64
     if deterministic or tokens <= 16:
