@@ -1,7 +1,8 @@
 """Index scores of sparse attention (DSA) on one Hopper, 64 heads of 128 dims and e4m3 keys: our kernel and DeepGEMM's,
-each in a CUDA graph over pages that no cache holds.
+each in a CUDA graph over pages that no cache holds. Then the choice of the 2,048 highest, by our kernel, FlashInfer's
+where it is installed, and torch.topk, which chooses among the whole capacity.
 
-    python benchmarks/gpu/index_scores.py [--only decode,prompts]
+    python benchmarks/gpu/index_scores.py [--only decode,prompts,choice]
 
 First DeepGEMM is checked. Then a table, and $OUT/index_scores.json (or ./index_scores.json): microseconds, GB/s of the
 keys and scores, TFLOP/s, and the share of the floor max(bytes / read rate, FLOPs / e4m3 rate), both rates measured in
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import importlib.util
 import json
 import os
 from collections.abc import Callable
@@ -29,7 +31,7 @@ from thalweg.kernels.dsa import deep_gemm
 from thalweg.kernels.dsa import triton as dsa
 from thalweg.layers.paged_sparse import SCORES_AT_ONCE
 
-HEADS, DIM = 64, 128
+HEADS, DIM, TOPK = 64, 128, 2048
 KEY, PAIR_FLOPS = DIM + 4, 2 * HEADS * DIM  # bytes; FLOPs of a query token and a key
 Calls = list[Callable[[], object]]
 
@@ -110,6 +112,33 @@ def prompts(table: Table, tokens: int, before: int) -> None:
     table.add(f"gathered keys, {name}, deep_gemm", lambda: gathers, 2 * context * KEY, 0)
 
 
+def choice(table: Table, rows: int, context: int, capacity: int) -> None:
+    """The highest scores of rows of one context, among columns for `capacity` tokens."""
+    copies = max(2, min(BEYOND_L2 // (4 * rows * capacity), 64))
+    some = [torch.randn(rows, capacity, device=DEVICE) for _ in range(copies)]
+    positions = torch.full((rows,), context - 1, device=DEVICE)
+    want = some[0][:, :context].topk(TOPK, sorted=False).values.sort(1).values
+
+    def check(chosen: Tensor) -> None:
+        """By scores, since each may choose others of equal ones."""
+        assert torch.equal(some[0].gather(1, chosen.long()).sort(1).values, want)
+
+    check(dsa.choose(some[0], positions, TOPK))
+    calls = {
+        "triton": [functools.partial(dsa.choose, one, positions, TOPK) for one in some],
+        "torch.topk": [functools.partial(torch.topk, one, TOPK, sorted=False) for one in some],
+    }
+    if importlib.util.find_spec("flashinfer") is not None:
+        from flashinfer import top_k_ragged_transform
+
+        first, lengths = torch.zeros_like(positions).int(), positions.int() + 1
+        check(top_k_ragged_transform(some[0], first, lengths, TOPK))
+        calls["flashinfer"] = [functools.partial(top_k_ragged_transform, one, first, lengths, TOPK) for one in some]
+    name = f"choice, {rows} x {context}" + (f" of {capacity}" if capacity > context else "")
+    for by, made in calls.items():
+        table.add(f"{name}, {by}", lambda made=made: made, 4 * rows * (context + TOPK), 0)
+
+
 PARTS: dict[str, tuple[Callable[..., None], list[tuple[int, ...]]]] = {
     "decode": (
         decode,
@@ -119,6 +148,11 @@ PARTS: dict[str, tuple[Callable[..., None], list[tuple[int, ...]]]] = {
     "prompts": (
         prompts,
         [(4096, 0), (4096, 28672)] + [(tokens, 28672) for tokens in (16, 32, 64, 128, 256, 512)],
+    ),
+    "choice": (
+        choice,
+        [(1, 4096, 4096), (64, 16384, 16384), (128, 65536, 65536), (4096, 8192, 8192)]
+        + [(rows, context, 131328) for context in (4096, 32768, 131072) for rows in (1, 32, 128)],
     ),
 }
 

@@ -2,11 +2,12 @@
 `... again TRACE...` computes the same from what a run has kept, and `... table FILE...` prints results in Markdown.
 
 Runs the real engine with random weights (recorded steps, depth 2) under torch.profiler at a context of about 1,024
-tokens, and writes $OUT/kernel_budget_<model>_<rows>.json (OUT: the current folder if unset) for each number of rows,
-beside a trace of all that it saw. Of each kernel: `us`, how long it was on the device, waiting for its predecessor
-included; `adds`, how much later its end was than all ends before, so that the adds of a step are its time; and the
-floor: the bytes that it must read or write over the read bandwidth of the same run, or its products at the rate of that
-run, whichever takes longer. Medians over steps, and for a layer over the layers. Copies and memsets are kernels here.
+tokens (CONTEXT in the environment: another number), and writes $OUT/kernel_budget_<model>_<rows>.json (OUT: the current
+folder if unset) for each number of rows, beside a trace of all that it saw. Of each kernel: `us`, how long it was on
+the device, waiting for its predecessor included; `adds`, how much later its end was than all ends before, so that the
+adds of a step are its time; and the floor: the bytes that it must read or write over the read bandwidth of the same
+run, or its products at the rate of that run, whichever takes longer. Medians over steps, and for a layer over the
+layers. Copies and memsets are kernels here.
 
 All kernels of one replay of a graph have its correlation number. A step is everything that was launched from one replay
 of the graph with most kernels to the next; a layer is what repeats in it.
@@ -41,8 +42,8 @@ from thalweg.core.errors import ThalwegError
 from thalweg.core.sampling import SamplingParams
 from thalweg.launch.planning.roofline import Ceilings
 
-CONTEXT, STEPS, PROFILED = 1024, 48, 24
-LENGTH = 4096  # of the longest sequence: what attention is split for
+CONTEXT, STEPS, PROFILED = int(os.environ.get("CONTEXT", 1024)), 48, 24
+LENGTH = max(4096, 2 * CONTEXT)  # of the longest sequence: what attention is split for
 RAISED = "_up of attention"
 GRAPH = 20  # kernels that no launch but a graph's has
 # what multiplies by a weight of a layer, in the order in which a layer does
@@ -177,9 +178,10 @@ def works(
     query = heads * (nope + rope)
     into = product("queries into latent space", heads * nope * rank, 2)
     out_of = product("out of latent space", heads * v * rank, 2)
-    products = [product("query and latent projection", ((lora or query) + rank + rope) * hidden)]
+    index_heads, index_dim = (config.get(key, 0) for key in ("index_n_heads", "index_head_dim"))
+    products = [product("query and latent projection", ((lora or query) + rank + rope + index_dim) * hidden)]
     if lora:
-        products.append(product("query up projection", lora * query))
+        products.append(product("query up projection", lora * (query + index_heads * index_dim)))
     if "_mla_absorb" not in kernels:
         products.append(into)
     raised = "_up" in kernels[: kernels.index("_choose")] if "_choose" in kernels else False
@@ -189,13 +191,17 @@ def works(
     expert, columns = hidden * inner, config["num_experts_per_tok"] + (config.get("n_shared_experts") or 0)
     up = Work("gate and up of the experts", 2 * covered * expert * wide, 4.0 * rows * columns * expert)
     down = Work("down of the experts", covered * expert * wide, 2.0 * rows * columns * expert)
-    seen = rows * CONTEXT
+    seen = rows * min(CONTEXT, config.get("index_topk", CONTEXT))
     attention = Work("attention on latents", seen * (rank + rope) * 2, 2.0 * seen * heads * (2 * rank + rope))
+    scores = Work("index scores", rows * CONTEXT * (index_dim + 8), 2.0 * rows * CONTEXT * index_heads * index_dim)
     merged = Work("parts merged, out of latent space", out_of.bytes, out_of.flops)
     gate = Work(
         "router logits", config["n_routed_experts"] * hidden * 2, 2.0 * rows * config["n_routed_experts"] * hidden
     )
     return products, others | {
+        "_write": Work("index key stored, index queries"), "_scores": scores, "sm90_fp8_paged_mqa_logits": scores,
+        "_choose_parts": Work("choice of context", rows * CONTEXT * 4), "_choose_among": Work("choice among parts"),
+        "_attend": Work("attention on records", seen * 656, attention.flops),
         "_mla_absorb": Work("latent normed, rotated, stored; queries into latent space", into.bytes, into.flops),
         "_mla_write": Work("latent normed, rotated, stored"),
         "_decode": attention, "flash_fwd_splitkv_mla_kernel": attention,
@@ -224,7 +230,10 @@ def budgeted(
             work = left.pop(0)
         floor = 1e6 * max(work.bytes / top.read, work.flops / rate)
         told.append(
-            {"kernel": one.name, "what": work.what, "us": one.us, "adds": one.adds, "floor": floor, "mb": work.bytes / 1e6, "gflop": work.flops / 1e9}
+            {
+                "kernel": one.name, "what": work.what, "us": one.us, "adds": one.adds, "floor": floor,
+                "mb": work.bytes / 1e6, "gflop": work.flops / 1e9,
+            }
         )  # fmt: skip
     return told
 
@@ -344,14 +353,16 @@ def run(folder: Path, rows: Sequence[int]) -> None:
     top = asdict(ceilings.measure())
     pages = 2 * max(rows) * (CONTEXT + STEPS + 128)
     wish = replace(
-        Options(), model=str(folder), load_format="dummy", context_length=LENGTH, cuda_graph_bs=tuple(rows), warmup=False,
-        cuda_graph_mode="full_decode_only", chunked_prefill_size=8192, max_total_tokens=max(LENGTH, pages),
+        Options(), model=str(folder), load_format="dummy", context_length=LENGTH, cuda_graph_bs=tuple(rows),
+        warmup=False, cuda_graph_mode="full_decode_only", chunked_prefill_size=8192,
+        max_total_tokens=max(LENGTH, pages), kv_cache_dtype="fp8_ds_mla" if "index_topk" in config else None,
     )  # fmt: skip
     resolved, engine = start(reserve(wish, max(rows), CONTEXT, STEPS))
     for count in rows:
         known = {
-            "model": folder.name, "command": f"python benchmarks/gpu/kernel_budget.py {folder.name} {count}", "config": config, "ceilings": top,
-            "device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": version("triton"), "cuda": torch.version.cuda,
+            "model": folder.name, "command": f"python benchmarks/gpu/kernel_budget.py {folder.name} {count}",
+            "config": config, "ceilings": top, "device": torch.cuda.get_device_name(), "torch": torch.__version__,
+            "triton": version("triton"), "cuda": torch.version.cuda,
         }  # fmt: skip
         try:
             told = measure(engine, random_batch(resolved, count, CONTEXT, Random(count)), known)

@@ -13,6 +13,7 @@ from thalweg.bench.errors import BenchError
 RUNNING = 256  # requests that a server runs at a time
 LOCKSTEP, STAGGERED = "lockstep", "staggered"
 GOODPUT = ("ttft:2000", "tpot:50")  # ms
+LONG_FIELDS = ("samples", "tokens_by_second", "by_turn")  # of the results of bench serve, which files leave out
 
 
 @dataclass(frozen=True)

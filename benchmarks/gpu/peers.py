@@ -30,7 +30,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from peer_loads import RUNNING, Cell, cells_of
+from peer_loads import LONG_FIELDS, RUNNING, Cell, cells_of
 
 from thalweg.bench import serve
 from thalweg.bench.command import CommandParser, add_flags, command
@@ -43,7 +43,6 @@ ROOT = Path(__file__).resolve().parents[2]
 STOP_SECONDS = 10.0  # for a server to end, within the time limit
 LEAST_SECONDS = 5.0  # of a cell that no engine has measured
 LOG_LINES = 15  # of a server that did not start
-LEFT_OUT = ("samples", "tokens_by_second", "configuration", "by_turn")  # of the results of bench serve
 COLUMNS = fields("""
 load            load
 engine          engine
@@ -255,7 +254,7 @@ def measure(server: Server, cell: Cell, turn: int, same: Sequence[Line], args: a
         raise KeyboardInterrupt
     numbers = f"{result['output_throughput']:.0f} tok/s, ITL p99 {result['p99_itl_ms']:.1f} ms"
     print(f"  {server.name}, {section}, {load}: {numbers} {result['failures'] or ''}{result['ended']}", flush=True)
-    kept = {name: value for name, value in result.items() if name not in LEFT_OUT}
+    kept = {name: value for name, value in result.items() if name not in (*LONG_FIELDS, "configuration")}
     line = {"cell": vars(cell), "wall_seconds": round(time.monotonic() - begun, 1), "result": kept}
     return None if result["failed"] or result["partial"] else line
 

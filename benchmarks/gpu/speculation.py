@@ -5,18 +5,19 @@ it should be, and how many drafts of a trained head are accepted.
     python benchmarks/gpu/speculation.py PART ... --models FOLDER --out FOLDER [--again]
 
 Each part starts one engine and writes one JSON when it is done; one that is there is left alone (--again: measured
-anew). `plan` lists them with the seconds that they take on an H100. FOLDER has deepseek-v3-slim, deepseek-v2-lite and
-qwen2.5-7b, of which config.json and the tokenizer are enough: weights are random. So no draft would be right, and as
-many are accepted by simulation as make 2.5 tokens of each verification on average, 2 with one draft. EAGLE-3 heads have the
-published shape, and random weights, too.
+anew). `plan` lists them with the seconds that they take on an H100. FOLDER has deepseek-v3-slim,
+deepseek-v32-slim, deepseek-v2-lite and qwen2.5-7b, of which config.json and the tokenizer are enough: weights are
+random. So no draft would be right, and as many are accepted by simulation as make 2.5 tokens of each verification on
+average, 2 with one draft. EAGLE-3 heads have the published shape, and random weights, too.
 
 v3-slim, v2-lite, qwen: chains of 0 to 4 drafts, 1 to 128 requests of 1,024 tokens; of one request also how long the
     forwards take by themselves, and what else there is in a step. For v3-slim as many drafts as the engine chooses,
     too. NAME-tree: trees of 16 nodes with the root, 4 deep, and in the same engine smaller ones, no drafts, and as many
-    as it chooses. NAME-32k: 1 to 32 requests of 32,768 tokens. long: 32,768 tokens of v3-slim, in verifications of its
-    next-token layer's drafts; see recompute.py. Ends with 1 where it is not fine. head: trains an EAGLE-3
-    head for the bundled model, with the corpus that --corpus names, for --minutes. accepted: how many of its drafts are
-    right on held-out items, as chains and as a tree; on the CPU, whose tokens are exactly plain decoding's.
+    as it chooses. NAME-32k: 1 to 32 requests of 32,768 tokens, of v32-slim, too. long, long-v32: 32,768 tokens of
+    v3-slim and of v32-slim, in verifications of drafts of their next-token layer; see recompute.py. Ends with 1 where
+    it is not fine. head: trains an EAGLE-3 head for the bundled model, with the corpus that --corpus names, for
+    --minutes. accepted: how many of its drafts are right on held-out items, as chains and as a tree; on the CPU, whose
+    tokens are exactly plain decoding's.
 
 To try a part on a CPU: --model models/tiny --batches 1 2 --input 60 --output 24.
 """
@@ -113,12 +114,14 @@ def chains(*widths: int) -> DraftShape:
     return DraftShape(1, max(widths), max(widths), widths)
 
 
-V3, V2, QWEN = "deepseek-v3-slim", "deepseek-v2-lite", "qwen2.5-7b"
+V3, V32, V2, QWEN = "deepseek-v3-slim", "deepseek-v32-slim", "deepseek-v2-lite", "qwen2.5-7b"
 PARTS = {
     "v3-slim": Part(80, "chains, 1k", V3, chains(*CHAINS, ADAPTIVE)),
     "v3-slim-tree": Part(90, "trees, 1k", V3, TREES_OF_ALL),
     "v3-slim-32k": Part(120, "chains, 32k", V3, chains(*CHAINS), input=32768, batches=LONG_BATCHES),
     "v3-slim-32k-tree": Part(90, "trees, 32k", V3, TREE, input=32768, batches=LONG_BATCHES),
+    "v32-slim-32k": Part(130, "chains, 32k", V32, chains(*CHAINS), input=32768, batches=LONG_BATCHES),
+    "v32-slim-32k-tree": Part(100, "trees, 32k", V32, TREE, input=32768, batches=LONG_BATCHES),
     "v2-lite": Part(80, "chains, 1k, EAGLE-3", V2, chains(*CHAINS), eagle=True),
     "v2-lite-tree": Part(90, "trees, 1k, EAGLE-3", V2, TREES_OF_ALL, eagle=True),
     "v2-lite-32k": Part(120, "chains, 32k, EAGLE-3", V2, chains(*CHAINS), True, 32768, LONG_BATCHES),
@@ -126,6 +129,7 @@ PARTS = {
     "qwen": Part(80, "chains, 1k, EAGLE-3", QWEN, chains(*CHAINS), eagle=True),
     "qwen-tree": Part(90, "trees, 1k, EAGLE-3", QWEN, TREES_OF_ALL, eagle=True),
     "long": Part(80, f"{GENERATED:,} tokens", V3, chains(3)),
+    "long-v32": Part(90, f"{GENERATED:,} tokens", V32, chains(3)),
     "head": Part(200, "trains an EAGLE-3 head"),
     "accepted": Part(0, "its accepted drafts (a minute or two on a CPU)"),
 }
@@ -313,7 +317,12 @@ def about(name: str, configured: dict[str, Any]) -> dict[str, object]:
     }
 
 
-OTHERS: dict[str, Callable[[str, Part, argparse.Namespace], int]] = {"long": long, "head": head, "accepted": accepted}
+OTHERS: dict[str, Callable[[str, Part, argparse.Namespace], int]] = {
+    "long": long,
+    "long-v32": long,
+    "head": head,
+    "accepted": accepted,
+}
 
 
 def done(path: Path) -> bool:
