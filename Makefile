@@ -35,8 +35,8 @@ test: install-test ## run every test on up to 4 cores (JOBS=0: one process; PYTE
 test-null: install-test ## run the tests that need no torch, in seconds
 	@$(BIN)/python -m pytest -q -m "not soak" -n $(JOBS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder tests/null $(PYTEST_ARGS)
 
-test-ranks: install-test ## run what several processes of one model do, on a CPU (4 processes, some minutes)
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/ranks $(PYTEST_ARGS)
+test-ranks: install-test ## run what several processes of one model do, on a CPU (two files at a time, each of up to 4 processes)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not soak" -n 2 --dist loadfile tests/ranks $(PYTEST_ARGS)
 
 check: install-test ## check lint, format, strict types, import direction
 	@$(BIN)/ruff check .
@@ -56,8 +56,8 @@ hooks: install-test ## install pre-commit and its hooks: lint, types, commit sub
 	@$(PIP) pre-commit
 	@$(BIN)/pre-commit install
 
-kernels: install-test ## compile every Triton kernel for sm_90, without a GPU (needs triton)
-	@$(BIN)/python -m tests.gpu.offline
+kernels: install-test ## compile every Triton kernel for sm_90, sm_100 and gfx950, without a GPU (needs triton)
+	@for target in sm_90 sm_100 gfx950; do $(BIN)/python -m tests.gpu.offline --target $$target; done
 
 sanitize: ## run compute-sanitizer over small kernel cases on a GPU (PYTHON= one with CUDA torch)
 	@PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9 $(PYTHON) -m pytest -q -x tests/cpu/test_kernels.py -k triton

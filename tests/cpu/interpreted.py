@@ -357,6 +357,7 @@ def rounded_alike() -> None:
         (0, {"quant_method": "w4afp8"}),
         (0, {"quant_method": "w4afp8", "activation_scheme": "static"}),
         (1, {"quant_method": "w8a8_int8"}),
+        (1, {"quant_method": "fp8", "activation_scheme": "dynamic"}),
         (1, {"quant_method": "blockwise_int8", "weight_block_size": [128, 128]}),
     ):
         sparse = {"method": "greedy", "renormalize": True, "sparse": (True,)}

@@ -1,6 +1,6 @@
 """Context parallelism on our kernels, in Triton's interpreter: two ranks give one rank's hidden states and the same
-cache, with latents, records, keys and values of heads, chosen contexts and trees. In deterministic mode they give its
-bits. A process of its own, since Triton looks once whether it interprets.
+cache, with latents, records, keys and values of heads, chosen contexts and trees, and by what stands for FlashMLA and
+DeepGEMM. In deterministic mode they give its bits. A process of its own, since Triton looks once whether it interprets.
 
     TRITON_INTERPRET=1 python -m tests.cpu.interpreted_context
 """
@@ -16,18 +16,22 @@ import torch
 from torch import Tensor
 
 from tests.cpu import zoo
+from tests.cpu.deep_gemm_double import DeepGemm
 from tests.cpu.interpreted_attention import exact_casts
-from tests.cpu.interpreted_sparse import CONFIG, FP8, exact_products
+from tests.cpu.interpreted_sparse import CONFIG, FP8, FlashMla, exact_products
 from tests.cpu.interpreter import prepare
 from tests.cpu.ranks import ThreadAxis, layouts, on_ranks
 from tests.gpu import shapes
 from thalweg.batch.batch import Batch
 from thalweg.config.context_parallel import INTERLEAVE, ZIGZAG
 from thalweg.core.kernels import KernelConfig
+from thalweg.kernels.dsa import deep_gemm
 from thalweg.layers.kernel_layers import KernelLayers
 from thalweg.memory.planes import Planes
 from thalweg.models import catalog
 from thalweg.models.catalog import read_config_facts
+from thalweg.models.decoder import StageValue
+from thalweg.models.stages import PipelineStage
 from thalweg.parallel.layout import SINGLE_RANK, Layout
 
 CPU = torch.device("cpu")
@@ -36,21 +40,29 @@ V32 = CONFIG | SHORT | {"index_topk": 16, "index_topk_pattern": "FS"}
 INDEXED = ("index_topk", "index_head_dim", "index_n_heads", "index_topk_pattern")
 V3 = {key: value for key, value in (CONFIG | SHORT).items() if key not in INDEXED}
 V3["architectures"] = ["DeepseekV3ForCausalLM"]
+EXPERTS = V3 | {"first_k_dense_replace": 1}
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 64, "hidden_size": 64, "intermediate_size": 64,
     "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
     "max_position_embeddings": 1024, "tie_word_embeddings": False,
 }  # fmt: skip
-SPARSE, PLAIN = ({"decode": by, "prefill": by} for by in ("triton_sparse", "triton"))
+SPARSE, PLAIN, FLASHMLA, RECORDS = (
+    {"decode": by, "prefill": by} for by in ("triton_sparse", "triton", "flashmla_sparse", "flashmla_kv")
+)
 # of each kind its configuration, its kernels, and how far a hidden state may be from one rank's
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
     "sparse": (V32, SPARSE, 1e-4),
     "sparse, records": (V32, SPARSE | FP8, 0.1),  # a step's own tokens are not rounded before they are attended to
     "sparse, deterministic": (V32, SPARSE | {"deterministic": True}, 0.0),
+    "sparse, by a library": (V32, FLASHMLA, 1e-4),
+    "sparse, records by libraries": (V32 | {"index_n_heads": 32}, RECORDS | FP8 | {"index_scores": "deep_gemm"}, 0.1),
     "latents": (V3, PLAIN, 1e-4),
     "latents, deterministic": (V3, PLAIN | {"deterministic": True}, 0.0),
     "latents expanded": (V3, PLAIN | {"latent": False}, 1e-4),
+    "experts": (EXPERTS, PLAIN, 1e-4),
+    "experts, deterministic": (EXPERTS, PLAIN | {"deterministic": True}, 0.0),
+    "an MLP of shared experts": (EXPERTS, PLAIN | {"deterministic": True, "fusion": False}, 0.0),
     "grouped": (LLAMA, PLAIN, 1e-4),
     "grouped, deterministic": (LLAMA, PLAIN | {"deterministic": True}, 0.0),
 }
@@ -61,6 +73,7 @@ STEPS: dict[str, tuple[list[shapes.Part], bool]] = {
     "a chunk beside a decode row": ([(3, 22, 1), (1, 0, 11)], False),
     "two trees, which stay whole": ([(3, 23, 4), (1, 11, 4)], True),
     "a tree that is divided": ([(3, 23, 5)], True),
+    "two decode rows, one for each rank": ([(3, 24, 1), (1, 12, 1)], False),
 }
 turn = threading.Lock()  # one rank at a time: the interpreter has one state
 
@@ -75,11 +88,21 @@ class OneAtATime(ThreadAxis):
         finally:
             turn.acquire()
 
+    def reduce_scatter(self, partial: Tensor) -> Tensor:
+        turn.release()
+        try:
+            return super().reduce_scatter(partial)
+        finally:
+            turn.acquire()
+
 
 def ranks_of(strategy: str) -> list[Layout]:
-    made = layouts(cp=2, strategy=strategy)
-    axes = [OneAtATime(layout.cp.rendezvous, layout.cp.rank) for layout in made]  # type: ignore[attr-defined]
-    return [replace(layout, cp=axis) for layout, axis in zip(made, axes, strict=True)]
+    made = layouts(cp=2, ep=2, strategy=strategy)
+    axes = [
+        [OneAtATime(axis.rendezvous, axis.rank) for axis in (layout.cp, layout.dp)]  # type: ignore[attr-defined]
+        for layout in made
+    ]
+    return [replace(layout, cp=cp, dp=dp) for layout, (cp, dp) in zip(made, axes, strict=True)]
 
 
 def steps() -> list[Batch]:
@@ -114,13 +137,36 @@ def check(name: str, strategy: str) -> None:
         assert plane[1:].any() and (tolerance or torch.equal(plane[1:], cache.bytes[key][1:]))
 
 
+def check_stages() -> None:
+    """The second of two pipeline stages begins with a layer that shares the selection of the first."""
+    factory, facts = KernelLayers(torch.float32, CPU, KernelConfig(**SPARSE)), read_config_facts(V32, "stages")
+    whole, *stages = (catalog.assemble(facts, factory, PipelineStage(*cut, 2)) for cut in ((0, 2), (0, 1), (1, 2)))
+    zoo.fill(whole)
+    for stage in stages:
+        stage.layers, stage.embedding = whole.layers[stage.stage.first : stage.stage.stop], whole.embedding
+    stages[1].norm = whole.norm
+    planes, of_stages = (Planes(whole.planes(), 16) for _ in range(2))
+    for step, batch in zip(STEPS, steps(), strict=True):
+        want, sent = whole.forward(batch, planes), stages[0].run(batch, of_stages)
+        assert isinstance(sent, StageValue) and sent.selected_TK is not None
+        assert torch.equal(stages[1].run(batch, of_stages, sent), want), f"stages, {step}"
+
+
 def main() -> int:
     prepare()
     exact_casts()
     exact_products()
+    flash_mla, gemm = FlashMla(), DeepGemm()
+    sys.modules["flash_mla"] = flash_mla
+    gemm.install()
+    vars(deep_gemm)["MIN_PROMPT_TOKENS"] = 5
     for name in KINDS:
         check(name, INTERLEAVE)
+    assert {name for name, _ in flash_mla.calls} == {"flash_mla_sparse_fwd", "flash_mla_with_kvcache"}
+    scored = [name for name, _ in gemm.calls]
+    assert scored.count("fp8_mqa_logits") >= 6 and scored.count("fp8_paged_mqa_logits") >= 2, scored
     check("grouped", ZIGZAG)
+    check_stages()
     return 0
 
 

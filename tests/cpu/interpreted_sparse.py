@@ -39,6 +39,8 @@ from thalweg.memory.planes import Planes, record_plane
 from thalweg.memory.records import decode_record
 from thalweg.models import catalog
 from thalweg.models.catalog import read_config_facts
+from thalweg.runner.ragged_graphs import CapturedRows, RaggedGraph, decode_rows
+from thalweg.runner.step_buffers import StepBuffers
 
 TOPK = 64
 CONFIG: dict[str, Any] = {
@@ -128,6 +130,60 @@ def pieces_of_few_tokens() -> None:
         want, got = reference.forward(plain, theirs), kernels.forward(paged, ours)
         assert float((got - want).norm() / want.norm()) < 2e-3, rows
     assert not attends
+
+
+def masked_prompts(tolerance: float, **kinds: Any) -> None:
+    """Prompts whose contexts are expanded, of which a mask leaves what is chosen: a whole one beside a short one, and a
+    chunk beside decode rows. Contexts that are too long, and steps with little of theirs, attend to their choice.
+    """
+    kernels, reference = pair(select_top_k, **kinds)
+    kernels.metadata.masked, masks = ((128, 0.25),), list[tuple[int, ...]]()
+    ours, theirs = (Planes(model.planes(), 24) for model in (kernels, reference))
+    generator, plain_mask = torch.Generator().manual_seed(5), dsa.mask_of
+
+    def mask_of(chosen_TK: torch.Tensor, width: int) -> torch.Tensor:
+        mask_TS = plain_mask(chosen_TK, width)
+        assert torch.equal(mask_TS.sum(1), (chosen_TK >= 0).sum(1)) and int(mask_TS.max()) == 1
+        masks.append(tuple(mask_TS.shape))
+        return mask_TS
+
+    vars(dsa)["mask_of"] = mask_of
+    steps = [[(3, 0, 84), (6, 0, 29)], [(6, 29, 1), (3, 84, 1), (8, 0, 70)], [(6, 30, 1), (8, 70, 40), (12, 0, 9)]]
+    steps += [[(8, 110, 20), (12, 9, 2)], [(8, 130, 30)]]
+    for rows in steps:
+        plain, paged = shapes.batches(rows, torch.device("cpu"), generator, 64)
+        want, got = reference.forward(plain, theirs), kernels.forward(paged, ours)
+        error = (got - want).norm(dim=1) / want.norm(dim=1)
+        assert float(error.max()) < tolerance, f"{rows}: {error}"
+    assert masks == [shape for shape in ((113, 84), (70, 70), (49, 110)) for _ in "FFS"], masks
+    vars(dsa)["mask_of"] = plain_mask
+
+
+def captured_prompts(**kinds: Any) -> None:
+    """A step with prompts as one graph has it, with padding: while all of every context is chosen."""
+    kernels, reference = pair(select_top_k, **kinds)
+    ours, theirs = (Planes(model.planes(), 16) for model in (kernels, reference))
+    generator, cpu = torch.Generator().manual_seed(4), torch.device("cpu")
+    room = kernels.metadata.captured_cached_tokens(32, ours)
+    assert room == (0 if "kv" in kinds else 32) and kernels.metadata.captured_context == TOPK
+    graph = RaggedGraph(64, 3, room, kernels, StepBuffers(64, cpu), CapturedRows(3, TOPK, cpu))
+    for rows in (
+        [(1, 0, 20), (2, 0, 9)],
+        [(1, 20, 1), (2, 9, 1), (3, 0, 33), (4, 0, 2)],
+        [(3, 33, 1), (4, 2, 30), (5, 0, 7)],
+    ):
+        plain, paged = shapes.batches(rows, cpu, generator, 64)
+        want = reference.forward(plain, theirs)
+        if not graph.fits(paged):
+            assert not room and rows[1][1] == 2, "with a cached context"
+            continue
+        graph.shared.fill(paged, graph.tokens)
+        graph.rows.bind(paged, decode_rows(paged), graph.decode)
+        got = kernels.forward(graph.batch(), ours)[: len(want)]
+        error = (got - want).norm(dim=1) / want.norm(dim=1)
+        assert float(error.max()) < (0.1 if kinds else 2e-3), f"{rows}: {error}"
+    longer = shapes.batches([(1, 0, 9), (2, TOPK, 1)], cpu, generator, 64)[1]
+    assert not graph.fits(longer), "of which a layer would choose"
 
 
 class FlashMla(ModuleType):
@@ -340,6 +396,10 @@ def main() -> int:
     beside_torch(select_top_k, 2e-3)
     beside_torch(scattered, 0.1, **FP8)
     pieces_of_few_tokens()
+    captured_prompts()
+    captured_prompts(**FP8)
+    masked_prompts(2e-3)
+    masked_prompts(0.1, **FP8)
     by_flashmla()
     by_deep_gemm()
     drafts_beside_torch(2e-3)

@@ -1,4 +1,4 @@
-"""Benchmarks of speculation: speed by tree shape, batch and context, overhead beside the forwards, acceptance by task."""
+"""Benchmarks of speculation: speed by tree, batch and context, overhead beside the forwards, acceptance by task."""
 
 from __future__ import annotations
 
@@ -183,7 +183,8 @@ def test_acceptance_by_task_and_rule(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     file = tmp_path / "result.json"
-    words = f"--model {MODEL} --tasks dialogue --items 2 --widths 1 2 --temperature 0 1 --rules gumbel-max rejection-sampling"
+    words = f"--model {MODEL} --tasks dialogue --items 2 --widths 1 2 --temperature 0 1"
+    words += " --rules gumbel-max rejection-sampling"
     assert acceptance.main([*words.split(), "--result-filename", str(file)]) == 0
     rows = json.loads(file.read_text())["acceptance"]
     assert len(rows) == 2 * 2 * 2
@@ -193,6 +194,17 @@ def test_acceptance_by_task_and_rule(
         assert sum(row["accepted_by_depth"]) == pytest.approx(row["verifications"] * (row["accept_length"] - 1))
         assert len(row["accept_rate_by_depth"]) == row["width"]
     assert "as plain" in capsys.readouterr().out
+
+
+def test_drafts_over_ranks_are_plain_decodings(tmp_path: Path) -> None:
+    """The scheduler is in this process, and its plans say how many drafts there are. Others have schedulers of their
+    own.
+    """
+    words = f"--model {MODEL} --tasks sums --items 2 --tp-size 2 --result-filename {tmp_path / 'result.json'}"
+    plain, drafted = acceptance.run([*words.split(), "--widths", "0", "2"])
+    assert plain["verifications"] == 0 and drafted["accepted_by_depth"][1] > 0 and not drafted["wrong_answers"]
+    with pytest.raises(UnsupportedConfig, match="bench acceptance sets the drafts of one scheduler.*--dp-size"):
+        acceptance.run([*words.split(), "--dp-size", "2", "--enable-dp-attention"])
 
 
 def test_tokens_that_are_not_plain_decodings_fail_the_command(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from tests.cpu.bench_server import Fake, serving_in_a_thread
-from thalweg.bench import compare_transformers, eval, filled_cache, in_process, one_batch
+from thalweg.bench import collectives, compare_transformers, eval, filled_cache, in_process, one_batch
 from thalweg.bench.answering import EngineAnswerer, EvalPrompt, PromptFormat
 from thalweg.bench.compare_transformers import Row, agreement, decode_fp8, judge, load_transformers
 from thalweg.bench.in_process import Timing, time_batch
 from thalweg.bench.tasks import make_items
 from thalweg.config.tree import options_of
-from thalweg.core.errors import UnsupportedConfig
+from thalweg.core.errors import InvalidRequest, UnsupportedConfig
 from thalweg.core.messages import TokenDelta
 from thalweg.core.sampling import SamplingParams
 from thalweg.llm import LLM
@@ -102,21 +102,30 @@ def test_long_contexts_that_nobody_computed(tmp_path: Path, capsys: pytest.Captu
     assert one_batch.main([*filled, "--no-radix-cache"]) == 2 and "--fill-cache works" in capsys.readouterr().err
 
 
+def test_collectives_without_gpus(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert collectives.main([]) == collectives.main(["--tp-size", "2"]) == 2
+    line = "thalweg bench collectives: it times transfers between GPUs: this host has 0, and at least 2 are needed\n"
+    assert capsys.readouterr().err == 2 * line
+
+
 def test_filled_pages_are_each_prompts_own() -> None:
     options = options_of(model=str(TINY), threads=1, max_total_tokens=64 * 40, max_running_requests=3)
     resolved, engine = in_process.start(options)
-    filled_cache.fill_planes(engine.runner.planes, 1)
+    prompts = filled_cache.prompts_of_own_pages(resolved, 3, 640, Random(1))
+    engine.fill_cache(prompts, 1)
     for spec in engine.runner.planes.specs:
         stored = engine.runner.planes.paged(spec.name, spec.layer)
         vectors = engine.runner.planes.read(spec.name, spec.layer, stored, torch.float32)
         assert 0.9 < float(vectors[1:].std()) < 1.1 and vectors[40].any()
-    prompts = filled_cache.prompts_of_own_pages(resolved, 3, 640, Random(1))
-    filled_cache.cache_prompts(engine, prompts)
     requests, pages = [in_process.exactly(prompt, 9) for prompt in prompts], set[int]()
     for step in in_process.generate(engine, requests):
         running = engine.loop.scheduler.live.values() if step.running == 3 else ()
         pages |= {page for request in running for page in request.pages[:9]}
     assert [request.cached for request in requests] == [576] * 3 and len(pages) == 27
+    with pytest.raises(InvalidRequest, match="the cache's 40 pages: use more --max-total-tokens"):
+        engine.fill_cache(filled_cache.prompts_of_own_pages(resolved, 5, 640, Random(2)), 1)
+    assert engine.loop.scheduler.allocator.num_available() == 40, "a refused fill holds no pages"
 
 
 def test_fp8_blocks_are_decoded_with_their_own_scales() -> None:

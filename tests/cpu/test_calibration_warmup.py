@@ -201,7 +201,10 @@ def test_what_gathers_most_context_is_measured(slots: int, budget: int, context:
     settings = changed(SETTINGS_TINY, kernels=triton, max_running_requests=slots, chunked_prefill_size=budget)
     model = reference_model.build(read_facts(TINY), torch.float32)
     runner = Runner(model, model, Planes(model.planes(), 1), Slots(2, 64, torch.device("cpu")))
-    assert {whole, chunks} < {plan for _, plan in calibration_memory._largest_steps(settings, runner, context)}
+    assert model.facts.indexer is not None
+    short = cached_prompts(slots, budget, min(context, model.facts.indexer.topk))  # expanded, all of it being chosen
+    measured = {plan for _, plan in calibration_memory._largest_steps(settings, runner, context)}
+    assert {whole, chunks, *short} < measured
 
 
 def test_chunks_of_cached_context_are_run_within_any_budget() -> None:
@@ -314,7 +317,8 @@ def test_what_others_take_of_the_gpu_meanwhile_is_not_the_graphs(monkeypatch: py
         left = iter([frees for take in taken for frees in (100 * GB, 100 * GB - take)])
         monkeypatch.setattr(calibration_memory, "free_memory", lambda device: next(left))
         runs = Runs()
-        return calibration_memory._measure_graphs(runs, record, torch.device("cpu")), runs.recorded  # type: ignore[arg-type]
+        made = calibration_memory._measure_graphs(runs, record, torch.device("cpu"))  # type: ignore[arg-type]
+        return made, runs.recorded
 
     few, much = 3 << 20, 2 * GB
     assert expected(few) == (10 * few, 2)

@@ -14,6 +14,7 @@ from thalweg.config.setting import Setting
 from thalweg.config.tree import settings, spellings
 from thalweg.core.errors import UnsupportedConfig
 from thalweg.launch.resolve import PARSER_NAMES
+from thalweg.quant.catalog import METHODS
 from thalweg.text.parser import REASONING_FORMATS, TOOL_FORMATS
 
 PAGE = (Path(__file__).parents[2] / "docs/migrating.md").read_text(encoding="utf-8")
@@ -65,9 +66,13 @@ def test_every_spelling_has_its_row() -> None:
 @pytest.mark.parametrize("habit", NO_EFFECT_FLAGS)
 def test_an_ignored_flag_changes_nothing_and_says_so(habit: str) -> None:
     name, _, value = habit.partition(" ")
-    parsed = parse_options(PARSER, [f"--{name}", *([value] if value else [])])
-    assert parsed.options == parse_options(PARSER, []).options
-    assert parsed.notices == (f"--{name} changes nothing: {NO_EFFECT_FLAGS[habit]}",)
+    for some in value.split(" or "):
+        parsed = parse_options(PARSER, [f"--{name}", *([some] if some else [])])
+        assert parsed.options == parse_options(PARSER, []).options
+        assert parsed.notices == (f"--{name} changes nothing: {NO_EFFECT_FLAGS[habit]}",)
+    if value:
+        with pytest.raises(UnsupportedConfig, match=f"^--{name}: {re.escape(value)} is all it may be, got shortest"):
+            parse_options(PARSER, [f"--{name}", "shortest"])
 
 
 def test_absent_flags_have_their_rows() -> None:
@@ -111,6 +116,15 @@ def test_parser_names_of_other_engines_map_to_ours() -> None:
         assert {f"`{name}`" for pair in names.items() for name in pair} <= set(re.findall(r"`[^`]+`", row[1]))
     assert set(PARSER_NAMES["reasoning_parser"].values()) <= set(REASONING_FORMATS)
     assert set(PARSER_NAMES["tool_call_parser"].values()) <= set(TOOL_FORMATS)
+
+
+def test_names_of_formats_that_are_taken_have_their_row() -> None:
+    (row,) = [row for row in rows("Flags with the same name") if row[0] == "`--quantization`"]
+    taken, _, absent = row[1].partition(";")
+    known = set(settings()["quantization"].choices)
+    assert set(re.findall(r"`(\w[^`]+)`", taken)) <= known
+    assert known - {*METHODS, "none"} <= set(re.findall(r"`([^`]+)`", taken))
+    assert not known & set(re.findall(r"`([^`]+)`", absent))
 
 
 def test_documented_routes_exist_and_absent_ones_do_not() -> None:

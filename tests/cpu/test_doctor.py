@@ -10,6 +10,7 @@ import sys
 import tomllib
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
@@ -20,7 +21,7 @@ from thalweg.config.options import ListenOptions, Options
 from thalweg.config.tree import options_of
 from thalweg.kernels.gemm.toolchain import Compiler, ProbeResult
 from thalweg.launch import doctor
-from thalweg.launch.doctor import Finding, Torch
+from thalweg.launch.doctor import Finding, Peers, Torch
 from thalweg.launch.wheels import WHEELS, within
 
 ROOT = Path(__file__).parents[2]
@@ -43,12 +44,17 @@ def cache(is_writable: bool, free: int) -> Finding:
     return doctor.check_cache(Path("/models"), is_writable, free)
 
 
+def peers(**fields: Any) -> list[Finding]:
+    return list(doctor.check_peers(GPU, Peers(**{"nccl": "2.28.9"} | fields)))
+
+
 def test_a_cpu_machine_passes() -> None:
     fine = [
         doctor.check_python("3.12.4"),
         doctor.check_torch(CPU),
         packages(torch="2.13.0+cpu", numpy="2.1.0"),
         memory(60 * 10**9),
+        *peers(),
         doctor.check_shared_memory(64 << 20, 0),
         doctor.check_open_files(65536, 65536),
         doctor.check_port(ListenOptions(), "", ""),
@@ -93,24 +99,30 @@ gpu = partial(doctor.check_gpu, gpus=GPUS)
     [
         (doctor.check_python("3.9.2"), "python", "fail", "3.9.2", "make PYTHON="),
         (doctor.check_torch(Torch()), "torch", "fail", "not installed", "make install"),
-        (doctor.check_torch(Torch("2.13.0", "libgomp.so.1 is missing")), "torch", "fail", "libgomp", "--force-reinstall 'torch==2.13.0'"),
+        (
+            doctor.check_torch(Torch("2.13.0", "libgomp.so.1 is missing")),
+            "torch", "fail", "libgomp", "--force-reinstall 'torch==2.13.0'",
+        ),
         (packages(torch="2.13.0"), "packages", "fail", "numpy>=1.26: not installed", "pip install 'numpy>=1.26'"),
         (packages(torch="2.15.0", numpy="2.0"), "packages", "fail", "2.15.0 is installed", "'torch<2.14,>=2.11'"),
         (gpu(CPU, driver="580.65"), "gpu", "fail", "is a CPU build", "--force-reinstall 'torch==2.13.0'"),
         (gpu(GPU._replace(gpus=()), driver="550.54"), "gpu", "fail", "CUDA 13.0 needs driver 580", "nvidia-driver-580"),
         (gpu(GPU._replace(gpus=()), driver="580.65"), "gpu", "fail", "no device it may use", "ls -l /dev/nvidia*"),
         (gpu(Torch(), driver=""), "gpu", "note", "torch is missing", ""),
-        (next(doctor.check_triton(GPU, "", True)), "triton", "fail", "not installed", "--force-reinstall 'torch==2.13.0'"),
+        (next(doctor.check_triton(GPU, "", True)), "triton", "fail", "not installed", "--force-reinstall 'torch=="),
         (list(doctor.check_triton(GPU, "3.6.0", False))[1], "compiler", "fail", "no C compiler", "apt-get install gcc"),
+        (peers(apart=((0, 1),))[0], "peer access", "warn", "GPUs 0 and 1 do not address", "topo -p2p"),
+        (peers(nccl="")[1], "nccl", "warn", "this torch has none", "--force-reinstall"),
+        (peers(error="no driver API")[2], "symmetric memory", "warn", "none: no driver API", "--force-reinstall"),
         (doctor.check_shared_memory(64 << 20, 8), "/dev/shm", "warn", "0.1 GB", "remount,size=8g"),
         (doctor.check_open_files(1024, 65536), "open files", "warn", "1024", "ulimit -n 16384"),
         (doctor.check_open_files(1024, 4096), "open files", "warn", "1024", "sudo prlimit"),
-        (doctor.check_port(ListenOptions(), "Address already in use", ""), "port", "fail", "already in use", "--port 0"),
+        (doctor.check_port(ListenOptions(), "Address already in use", ""), "port", "fail", "already in", "--port 0"),
         (cache(False, 10**12), "hub cache", "warn", "cannot be written", "HF_HOME"),
         (cache(True, 10**9), "hub cache", "warn", "1.0 GB free", "hf cache prune"),
         (doctor.check_hub("https://hub does not answer: timed out"), "hub", "warn", "timed out", "curl"),
         (memory(10**9), "memory", "warn", "1.0 of 64.0 GB free", "ps aux"),
-        (doctor.check_model("m", "m lacks b.safetensors"), "model", "fail", "lacks b.safetensors", "thalweg plan --model m"),
+        (doctor.check_model("m", "m lacks b.safetensors"), "model", "fail", "lacks b.safe", "thalweg plan --model m"),
     ],
 )  # fmt: skip
 def test_each_problem_is_named_with_its_remedy(found: Finding, check: str, level: str, said: str, mend: str) -> None:

@@ -14,7 +14,11 @@ from typing import Any
 import pytest
 import torch
 
+from tests.configs import config
+from tests.cpu.plan_models import DEEPSEEK
 from thalweg.core.errors import UnsupportedConfig
+from thalweg.engine.build import expert_sizes
+from thalweg.models.catalog import read_config_facts
 from thalweg.parallel.balancer import aligned, next_moves
 from thalweg.parallel.eplb import balance, utilization
 from thalweg.parallel.expert_file import ExpertSizes, read_expert_location
@@ -102,6 +106,20 @@ def test_an_expert_map_is_read_from_json_and_torch(tmp_path: Path) -> None:
     assert read_expert_location(written(tmp_path / "a.json", tree), SIZES) == tuple(map(tuple, rows))
     tensors = {name: torch.tensor(value) for name, value in tree.items()}
     assert read_expert_location(written(tmp_path / "a.pt", tensors), SIZES) == tuple(map(tuple, rows))
+
+
+def test_groups_of_experts_stay_on_a_node(tmp_path: Path) -> None:
+    """Of two nodes with four processes of one model; on one node, groups may be on all ranks."""
+    facts = read_config_facts(DEEPSEEK, "test")
+    counts = torch.rand(facts.layers, 256, generator=torch.Generator().manual_seed(1))
+    path = written(tmp_path / "counts.pt", {"logical_count": counts})
+    for nodes, expected in ((1, 2), (2, 1)):
+        on = config(model_path="", tp_size=4, ep_size=4, nnodes=nodes, eplb_algorithm="deepseek_hierarchical")
+        sizes = expert_sizes(on, facts)
+        assert sizes.nodes == nodes
+        placed = torch.tensor(read_expert_location(path, sizes)).view(facts.layers, 2, -1) // 32
+        most = max(sum(group in half for half in layer.tolist()) for layer in placed for group in range(8))
+        assert most == expected
 
 
 def test_counts_of_one_or_several_steps_make_a_map(tmp_path: Path) -> None:

@@ -52,7 +52,10 @@ def test_the_algorithm_follows_the_router(monkeypatch: pytest.MonkeyPatch) -> No
         ({"enable_eplb": True}, ("enable_eplb: experts are not divided", "--ep-size 2")),
         ({"ep_num_redundant_experts": 2}, ("ep_num_redundant_experts: experts are not divided",)),
         ({"moe_a2a_backend": "alltoall"}, ("moe_a2a_backend: experts are not divided",)),
-        (EP2 | {"ep_num_redundant_experts": 3}, ("ep_size", "cannot be divided into 2 groups")),
+        (
+            EP2 | {"ep_num_redundant_experts": 3},
+            ("ep_size", "cannot be divided into 2 groups; use --ep-num-redundant-experts 4"),
+        ),
         (EP2 | {"eplb_rebalance_num_iterations": 5}, ("eplb_rebalance_num_iterations", "--enable-eplb")),
         (EP2 | {"eplb_rebalance_layers_per_chunk": 1}, ("eplb_rebalance_layers_per_chunk", "--enable-eplb")),
         (EP2 | {"eplb_algorithm": "deepseek"}, ("eplb_algorithm", "--enable-eplb")),

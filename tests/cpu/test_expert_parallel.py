@@ -91,6 +91,8 @@ def placed(layout: Layout, deterministic: bool = False, layer: int = 0) -> Stack
 
 
 def total(stack: Stack, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    if stack.placement.sends_pairs:
+        return torch.einsum("tk,tkh->th", weights_TK, stack.placement.pairs(ids_TK, [x_TH], stack.compute))
     return stack.placement.layout.tp.all_reduce(stack.placement.compute(ids_TK, weights_TK, [x_TH], stack.compute))
 
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 import gzip
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,23 +19,29 @@ from safetensors.torch import load as load_bytes
 from safetensors.torch import save_file
 from torch import Tensor
 
+from benchmarks.checkpoints import CONFIGS as WRITTEN
+from benchmarks.checkpoints import SPELLINGS, write
 from tests.cpu import reference_model, zoo
 from tests.cpu.batches import Bench
 from tests.cpu.in_memory import InMemory
+from thalweg import LLM, SamplingParams
 from thalweg.config.model import facts_of
 from thalweg.core.errors import CheckpointError
 from thalweg.core.kernels import KernelConfig
 from thalweg.kernels.weight_only.ref import FOUR_BITS, Codes, KernelCodes, dequantize, pack_nibbles, unpack_nibbles
 from thalweg.layers.kernel_layers import KernelLayers
 from thalweg.models.catalog import assemble, read_facts
-from thalweg.quant.catalog import METHODS, NEVER_QUANTIZED, Stored, format_of
-from thalweg.quant.packing import pack_words
+from thalweg.quant import awq, gptq, pairs, weight_only
+from thalweg.quant.catalog import METHODS, NEVER_QUANTIZED, Declared, Stored, format_of
+from thalweg.quant.packing import ASCENDING, pack_words, unpack_words
 from thalweg.quant.scheme import Quantized, Take, TensorSpec
 from thalweg.quant.weight_only import WeightOnly
 from thalweg.weights.loader import load
 from thalweg.weights.random import load_random
+from thalweg.weights.stream import Safetensors
 
 FOLDER = Path(__file__).parent / "data/formats"
+TINY = Path(__file__).parents[2] / "models/tiny"
 IDS = list(range(20))
 Config = dict[str, Any]
 
@@ -49,13 +56,19 @@ def quark(**weight: Any) -> Config:
     return {"quant_method": "quark", "global_quant_config": {"weight": weight, "input_tensors": None}, "export": {}}
 
 
+GPTQ: Config = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
 FP8, FP4 = {"type": "float", "num_bits": 8}, {"type": "float", "num_bits": 4}
 CONFIGS: dict[str, Config] = {
     "awq": {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"},
-    "gptq_asym": {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False},
+    "gptq_asym": GPTQ | {"sym": False},
+    "gptq_sym": GPTQ,
+    "gptq_v2": GPTQ | {"sym": False, "checkpoint_format": "gptq_v2"},
+    "gptq_v2_desc_act": GPTQ
+    | {"sym": False, "checkpoint_format": "gptq_v2", "desc_act": True, "dynamic": {"-:.*\\.experts\\..*": {}}},
     "ct_int4": compressed("pack-quantized", strategy="group", group_size=32),
     "ct_int4_g128": compressed("pack-quantized", strategy="group", group_size=128),
     "ct_int4_asym": compressed("pack-quantized", strategy="group", group_size=32, symmetric=False),
+    "ct_int4_actorder": compressed("pack-quantized", strategy="group", group_size=32, actorder="group"),
     "ct_int4_channel": compressed("pack-quantized", strategy="channel"),
     "ct_int8": compressed("int-quantized", strategy="channel", num_bits=8),
     "ct_fp8": compressed("float-quantized", strategy="tensor", **FP8),
@@ -65,11 +78,18 @@ CONFIGS: dict[str, Config] = {
     "ct_mxfp4": compressed("mxfp4-pack-quantized", strategy="group", group_size=32, **FP4),
     "ct_mxfp8": compressed("mxfp8-quantized", strategy="group", group_size=32, **FP8),
     "modelopt_nvfp4": {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16},
+    "modelopt_fp8": {"quant_method": "modelopt", "quant_algo": "FP8"},
+    "modelopt_fp8_channel": {"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"},
     "modelopt_mxfp8": {"quant_method": "modelopt", "quant_algo": "MXFP8"},
     "quark_mxfp4": quark(dtype="fp4", qscheme="per_group", group_size=32, scale_format="e8m0"),
+    "quark_fp8": quark(dtype="fp8_e4m3", qscheme="per_tensor"),
+    "quark_fp8_channel": quark(dtype="fp8_e4m3", qscheme="per_channel"),
 }
+SCATTERED = ("gptq_v2_desc_act", "ct_int4_actorder")
 # the smallest slices of 64 rows and columns that are legal
 LEGAL = {"awq": (8, 32), "gptq_asym": (8, 32), "ct_int4_asym": (8, 32), "ct_int4_g128": (1, 128)}
+LEGAL |= {"gptq_sym": (8, 32), "gptq_v2": (8, 32), "gptq_v2_desc_act": (8, 8), "ct_int4_actorder": (1, 8)}
+LEGAL |= {f"{of}_fp8{channel}": (1, 1) for of in ("modelopt", "quark") for channel in ("", "_channel")}
 LEGAL |= {"ct_int8": (1, 1), "ct_fp8": (1, 1), "ct_fp8_channel": (1, 1), "ct_fp8_block": (1, 1)}
 LEGAL |= {"ct_int4_channel": (1, 8), "ct_nvfp4": (1, 16), "modelopt_nvfp4": (1, 16)}
 ROUNDED = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}  # the libraries' results
@@ -124,12 +144,131 @@ def test_a_slice_of_a_rank_is_read_by_itself(name: str) -> None:
             decoded(CONFIGS[name], of_module(stored), shape, (slice(None), slice(columns // 2, columns)))
 
 
+def swapped_nibbles(codes: Codes) -> Codes:
+    return codes._replace(codes=codes.codes << 4 | codes.codes >> 4) if codes.kind in FOUR_BITS else codes
+
+
+def without_zero_point(codes: Codes) -> Codes:
+    if codes.kind not in ("int4", "uint4"):
+        return codes
+    zero = torch.zeros_like(codes.codes[:, :1]) if codes.scale is None else torch.zeros_like(codes.scale)
+    scale = codes.scale if codes.scale is not None else torch.ones_like(zero, dtype=torch.float32)
+    return codes._replace(kind="uint4", scale=scale, zero=zero.to(torch.uint8))
+
+
+def transposed_scales(codes: Codes) -> Codes:
+    scale = None if codes.scale is None else codes.scale.t().reshape(codes.scale.shape).contiguous()
+    return codes._replace(scale=scale, row=None if codes.row is None else codes.row.flip(0))
+
+
+FOUR = {name for name in CONFIGS if any(kind in name for kind in ("awq", "gptq", "int4", "nvfp4", "mxfp4"))}
+ONE_SCALE = {"ct_fp8", "modelopt_fp8", "quark_fp8", "ct_int4_g128"}  # of the tensor, or of each row of the fixture
+MUTATIONS: dict[str, tuple[Callable[[Codes], Codes], set[str]]] = {  # a wrong decoder, and the formats that it is of
+    "nibble order": (swapped_nibbles, FOUR),
+    "zero point": (without_zero_point, FOUR - {name for name in FOUR if "fp4" in name}),
+    "scales": (transposed_scales, set(CONFIGS) - ONE_SCALE - {"ct_fp8_block"}),
+}
+
+
+def is_read_right(name: str, config: Config) -> bool:
+    stored, numbers = matrices(name)[0]
+    got = decoded(config, of_module(stored), tuple(numbers.shape))
+    return torch.allclose(got, numbers.float(), rtol=ROUNDED[numbers.dtype], atol=1e-6)
+
+
+def plant(patch: pytest.MonkeyPatch, mutate: Callable[[Codes], Codes]) -> None:
+    for module in (weight_only, pairs, gptq):
+        patch.setattr(module, "dequantize", lambda codes: dequantize(mutate(codes)))
+
+
+@pytest.mark.parametrize("bug", MUTATIONS)
+def test_a_wrong_decoder_is_caught_in_every_format(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutate, affected = MUTATIONS[bug]
+    plant(monkeypatch, mutate)
+    assert {name for name in CONFIGS if not is_read_right(name, CONFIGS[name])} == affected
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name.startswith("gptq")])
+def test_zero_points_of_the_other_version_of_gptq_are_caught(name: str) -> None:
+    other = {"gptq": "gptq_v2", "gptq_v2": "gptq"}[CONFIGS[name].get("checkpoint_format", "gptq")]
+    assert is_read_right(name, CONFIGS[name]) and not is_read_right(name, CONFIGS[name] | {"checkpoint_format": other})
+
+
+@pytest.mark.parametrize("order", [ASCENDING[::-1], (1, 0, 3, 2, 5, 4, 7, 6), awq.NIBBLE])
+def test_another_order_in_words_is_caught(order: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of codes, and of zero points, which compressed-tensors alone has in words."""
+    wrong = ASCENDING if order == awq.NIBBLE else order
+    monkeypatch.setattr(awq, "NIBBLE", wrong)
+    for module in (gptq, pairs):
+        monkeypatch.setattr(module, "unpack_words", lambda words, dim: unpack_words(words, dim, order))
+    caught = {name for name in CONFIGS if not is_read_right(name, CONFIGS[name])}
+    assert caught == {"awq", "ct_int4_asym", *(name for name in CONFIGS if name.startswith("gptq"))}
+
+
+@pytest.mark.parametrize("bug", ["", *MUTATIONS])
+def test_a_wrong_decoder_of_w4afp8_is_caught(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two groups in a row, in two's complement; the wrong zero point is none of the format's 8."""
+    generator = torch.Generator().manual_seed(6)
+    nibbles = torch.randint(-8, 8, (64, 256), generator=generator)
+    scale, expert = torch.rand(64, 2, generator=generator) + 0.1, "model.layers.1.mlp.experts.0.up_proj"
+    pairs_of_codes = (nibbles[:, ::2] & 15 | (nibbles[:, 1::2] & 15) << 4).to(torch.uint8).view(torch.int8)
+    stream = InMemory(of_module({"weight": pairs_of_codes, "weight_scale_inv": scale}, expert))
+    weight = TensorSpec(f"{expert}.weight", (64, 256), torch.bfloat16)
+    scheme = Stored(stream.specs, {"quant_method": "w4afp8", "group_size": 128}).of(weight)
+    if bug:
+        plant(monkeypatch, MUTATIONS[bug][0])
+    got = scheme.decode(weight, list(stream.deliver(scheme.reads(weight, ()), torch.device("cpu"))), ())
+    assert torch.equal(got, nibbles * scale.repeat_interleave(128, 1)) == (not bug)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of the bundled model in a format."""
+    root = tmp_path_factory.mktemp("written")
+
+    @cache
+    def folder(name: str) -> Path:
+        write(TINY, root / name, WRITTEN[name])
+        return root / name
+
+    return folder
+
+
+@pytest.mark.parametrize("bug", ["", *MUTATIONS])
+def test_a_model_that_is_decoded_wrong_cannot_add(
+    bug: str, written: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if bug:
+        plant(monkeypatch, MUTATIONS[bug][0])
+    asked = [[{"role": "user", "content": f"What is {a} + {b}?"}] for a, b in ((12, 34), (905, 77), (481, 519))]
+    with LLM(str(written("awq"))) as llm:
+        texts = [out.outputs[0].text for out in llm.chat(asked, SamplingParams(temperature=0.0, max_tokens=40))]
+    right = [
+        text == sum_ for text, sum_ in zip(texts, ("12 + 34 = 46", "905 + 77 = 982", "481 + 519 = 1000"), strict=True)
+    ]
+    assert all(right) if not bug else not any(right), texts
+
+
+@pytest.mark.parametrize("names", SPELLINGS, ids="-".join)
+def test_spellings_of_a_format_have_the_same_numbers(names: Sequence[str], written: Callable[[str], Path]) -> None:
+    """So one of them is evaluated."""
+    models = []
+    for name in names:
+        facts = read_facts(written(name))
+        model = reference_model.build(facts, torch.float32)
+        with Safetensors(written(name)) as stream:
+            load(model, model.table(), stream, facts.quantization_config)
+        models.append(dict(model.named_parameters()))
+    for other in models[1:]:
+        assert all(torch.equal(models[0][key], value) for key, value in other.items())
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_memory_holds_the_codes_that_kernels_multiply_by(name: str) -> None:
     stored, numbers = matrices(name)[0]
     weight, stream = TensorSpec("x.weight", tuple(numbers.shape), torch.bfloat16), InMemory(of_module(stored))
     scheme = Stored(stream.specs, CONFIGS[name]).of(weight)
-    if name == "ct_fp8_block":  # in blocks of 32, which no kernel multiplies by
+    if name == "ct_fp8_block" or name in SCATTERED:  # blocks of 32 and scattered groups, which no kernel multiplies by
         assert isinstance(scheme, Quantized) and not scheme.holds((), weight.shape, False)
         return
     assert isinstance(scheme, WeightOnly) and scheme.holds((), weight.shape, False)
@@ -190,7 +329,7 @@ def model_config(size: int) -> Config:
     return zoo.draw_config("v3", 3) | dict.fromkeys(sizes, size) | small
 
 
-Pack = Callable[[str, int], tuple[dict[str, Tensor], Tensor] | None]  # (module, number) → stored tensors by whole name
+Pack = Callable[[str, int], tuple[dict[str, Tensor], Tensor] | None]  # (module, number) → stored tensors by name
 
 
 def check_model(config: Config, size: int, pack: Pack) -> None:
@@ -220,7 +359,9 @@ def check_model(config: Config, size: int, pack: Pack) -> None:
 def test_a_model_of_packed_weights_is_the_one_of_their_numbers(name: str) -> None:
     found = matrices(name)
 
-    def pack(module: str, number: int) -> tuple[dict[str, Tensor], Tensor]:
+    def pack(module: str, number: int) -> tuple[dict[str, Tensor], Tensor] | None:
+        if "desc_act" in name and ".experts." in module:
+            return None
         stored, numbers = found[number % len(found)]
         return of_module(stored, module), numbers
 
@@ -252,8 +393,9 @@ def test_w4afp8_has_two_spellings(code: bool, scale: bool) -> None:
     check_model(W4AFP8, 128, pack)
 
 
-def test_the_layout_of_gpt_oss_is_what_transformers_reads() -> None:
-    """All experts in one tensor, gate and up rows interleaved."""
+@pytest.mark.parametrize("bug", ["", "nibble order", "scales"])
+def test_the_layout_of_gpt_oss_is_what_transformers_reads(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All experts in one tensor, gate and up rows interleaved; a wrong decoder is caught."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     stored = matrices("quark_mxfp4")[0][0]
@@ -277,7 +419,10 @@ def test_the_layout_of_gpt_oss_is_what_transformers_reads() -> None:
         rows = numbers["down_proj" if found[3] == "down" else "gate_up_proj"][int(found[2])]
         return fused, rows if found[3] == "down" else rows[0 if found[3] == "gate" else 1 :: 2]
 
-    check_model({"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}, 64, pack)
+    if bug:
+        plant(monkeypatch, MUTATIONS[bug][0])
+    with pytest.raises(AssertionError) if bug else nullcontext():
+        check_model({"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}, 64, pack)
 
 
 def test_gptq_of_scattered_groups_and_of_both_versions() -> None:
@@ -345,7 +490,8 @@ def test_rules_of_names_decide_by_each_producers_syntax() -> None:
         "quantization": {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers},
     }
     modelopt["quantization"] |= {"exclude_modules": ["*.kv_b_proj"]}
-    assert kinds(modelopt, f"{layer}.mlp.experts.3.up_proj", f"{layer}.self_attn.o_proj", f"{layer}.self_attn.kv_b_proj", "lm_head") == [
+    names = f"{layer}.mlp.experts.3.up_proj", f"{layer}.self_attn.o_proj", f"{layer}.self_attn.kv_b_proj", "lm_head"
+    assert kinds(modelopt, *names) == [
         "w4afp8", "fp8_block", "unquantized", "unquantized"
     ]  # fmt: skip
     gptq = CONFIGS["gptq_asym"] | {"dynamic": {"-:.*down.*": {}, "+:.*up.*": {"group_size": 64}}}
@@ -374,6 +520,31 @@ def test_files_beside_config_json(tmp_path: Path, nested: bool) -> None:
             CheckpointError, match=r"hf_quant_config\.json says quant_algo 'NVFP4', and config\.json 'MXFP8'"
         ):
             read_facts(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("file", "theirs", "ours", "message"),
+    [
+        ("hf_quant_config.json", {"quantization": {"quant_algo": "NVFP4"}}, "awq", "quant_algo 'NVFP4', .* 'awq'"),
+        ("hf_quant_config.json", {"quantization": {"quant_algo": "MIXED_PRECISION"}}, "fp8", "quant_algo .* 'fp8'"),
+        (
+            "hf_quant_config.json",
+            {"quantization": {"quant_algo": "NVFP4", "group_size": 32}},
+            "modelopt_nvfp4",
+            "group_size 32, .* 16",
+        ),
+        ("quantize_config.json", {"bits": 4, "desc_act": True}, "gptq_asym", "desc_act True, .* False"),
+        ("quantize_config.json", {"bits": 8}, "gptq_asym", "bits 8, .* 4"),
+    ],
+)
+def test_files_that_contradict_config_json_are_named(
+    tmp_path: Path, file: str, theirs: Config, ours: str, message: str
+) -> None:
+    stated = CONFIGS.get(ours, {"quant_method": ours, "weight_block_size": [128, 128]})
+    (tmp_path / "config.json").write_text(json.dumps(model_config(64) | {"quantization_config": stated}))
+    (tmp_path / file).write_text(json.dumps(theirs))
+    with pytest.raises(CheckpointError, match=rf"{file} says {message}: remove the one that is wrong"):
+        read_facts(tmp_path)
 
 
 def test_an_unknown_format_names_its_first_tensor(tmp_path: Path) -> None:
@@ -421,7 +592,9 @@ def test_a_configuration_that_is_not_supported_names_the_field(config: Config, m
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_truncated_or_missing_tensor_is_named(name: str) -> None:
     stored, numbers = matrices(name)[0]
-    read = {part: t for part, t in stored.items() if part not in ("g_idx", "weight_shape")}
+    read = {
+        part: t for part, t in stored.items() if part not in ("g_idx", "weight_g_idx", "weight_shape", "input_scale")
+    }
     for part, tensor in read.items():
         for damaged in (None, torch.cat([tensor.flatten(), tensor.flatten()[:1]]).clone()):
             broken = (
@@ -429,8 +602,42 @@ def test_a_truncated_or_missing_tensor_is_named(name: str) -> None:
             )
             if damaged is None and len(broken) and not any(p.startswith(("weight", "qweight")) for p in broken):
                 continue
-            with pytest.raises(CheckpointError, match=r"x\b.*"):
+            message = rf"x\.{part}\b.*(download|config\.json)" if damaged is not None else r"x\b.*"
+            with pytest.raises(CheckpointError, match=message):
                 check_loads(CONFIGS[name], of_module(broken), tuple(numbers.shape))
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS if LEGAL.get(name) != (1, 1)])
+def test_scales_in_another_order_are_refused(name: str) -> None:
+    """As many numbers, in rows that are not the format's."""
+    stored, numbers = matrices(name)[0]
+    part = "scales" if "scales" in stored else "weight_scale"
+    scales = stored[part].t() if stored[part].shape[0] != stored[part].shape[1] else stored[part].reshape(1, -1)
+    with pytest.raises(CheckpointError, match=rf"x\.{part}: .* x\.weight .*: download both again"):
+        check_loads(CONFIGS[name], of_module({**stored, part: scales.contiguous()}), tuple(numbers.shape))
+
+
+def test_a_packed_tensor_that_ends_early_names_its_file(tmp_path: Path) -> None:
+    config, stored = CONFIGS["ct_int4"], matrices("ct_int4")[0][0]
+    (tmp_path / "config.json").write_text(json.dumps(model_config(64) | {"quantization_config": config}))
+    save_file(of_module(stored, "model.layers.0.mlp.up_proj"), tmp_path / "model.safetensors")
+    whole = (tmp_path / "model.safetensors").read_bytes()
+    for size in (len(whole) - 1, len(whole) // 2):
+        (tmp_path / "model.safetensors").write_bytes(whole[:size])
+        with pytest.raises(CheckpointError, match=r"model\.safetensors is truncated .*: download it again"):
+            Safetensors(tmp_path)
+
+
+def test_experts_with_groups_in_another_order_are_refused_by_name() -> None:
+    """Kernels of experts read groups in order. Other weights of such a checkpoint are dequantized."""
+    config = CONFIGS["gptq_asym"] | {"desc_act": True}
+    stored, numbers = matrices("gptq_asym")[0]
+    assert decoded(config, of_module(stored), (64, 64)).shape == (64, 64)
+    weight = TensorSpec("model.layers.1.mlp.experts.0.up_proj.weight", (64, 64), torch.bfloat16)
+    stream = InMemory(of_module(stored, weight.name.removesuffix(".weight")))
+    for schemes in (Stored(stream.specs, config), Declared(config)):
+        with pytest.raises(CheckpointError, match=rf"{weight.name}: gptq with desc_act true .* desc_act false"):
+            schemes.of(weight).reads(weight, ())
 
 
 def check_loads(config: Config, tensors: Mapping[str, Tensor], shape: tuple[int, ...]) -> None:

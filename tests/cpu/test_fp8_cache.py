@@ -45,7 +45,9 @@ def test_keys_and_values_in_fp8(family: str) -> None:
     assert torch.allclose(torch.cat(parts), whole, atol=1e-2 * float(whole.abs().max())), f"TEST_SEED={SEED}"
 
 
-@pytest.mark.parametrize("published", ["self_attn.{}_scale", "self_attn.{}_proj.{}_scale"])
+@pytest.mark.parametrize(
+    "published", ["self_attn.{}_scale", "self_attn.{}_proj.{}_scale", "self_attn.{}_proj.output_scale"]
+)
 def test_scales_of_a_checkpoint_are_used_and_needed_by_no_other_cache(published: str) -> None:
     model = drawn("llama", "fp8_e4m3")
     names = {kind: f"model.layers.1.{published.replace('{}', kind)}" for kind in "kv"}
@@ -56,5 +58,17 @@ def test_scales_of_a_checkpoint_are_used_and_needed_by_no_other_cache(published:
         read_cache_scales(model.table(), stream, planes)
         found = [planes.scale(name, layer) for layer in (0, 1) for name in ("key", "value")]
         assert [None if scale is None else float(scale) for scale in found] == expected
-    with pytest.raises(CheckpointError, match="one positive number"):
-        read_cache_scales(model.table(), InMemory({names["k"]: torch.tensor(0.0)}), Planes(model.planes(), 2))
+    for value in (float("nan"), float("inf")):
+        with pytest.raises(CheckpointError, match="one finite number"):
+            read_cache_scales(model.table(), InMemory({names["k"]: torch.tensor(value)}), Planes(model.planes(), 2))
+
+
+def test_one_scale_can_be_of_keys_and_values_and_none_is_below_0() -> None:
+    model = drawn("llama", "fp8_e4m3")
+    planes = Planes(model.planes(), 2)
+    published = {"0.self_attn.kv_scale": 0.5, "1.self_attn.k_scale": -1.0, "1.self_attn.v_scale": 0.0}
+    stream = InMemory({f"model.layers.{name}": torch.tensor(value) for name, value in published.items()})
+    assert all(map(model.table().is_skipped, stream.specs))
+    read_cache_scales(model.table(), stream, planes)
+    found = [planes.scale(name, layer) for layer in (0, 1) for name in ("key", "value")]
+    assert [scale and float(scale) for scale in found] == [0.5, 0.5, 1.0, 1.0]

@@ -264,9 +264,10 @@ def test_chat_commands_are_answered_without_the_model(thalweg: Run, monkeypatch:
 
 
 def test_a_server_from_start_to_drain() -> None:
-    with serving(TINY, "--drain-timeout", "60") as server:
+    with serving(TINY, "--drain-timeout", "60", "--device", "cpu") as server:
         names = [line.split("  ")[0].split(" curl")[0] for line in server.lines]
         assert names == ["model", "runs on", "address", "curl", "docs", "try"] and server.log == []
+        assert server.lines[1].startswith("runs on  cpu, KV cache of "), "a device that the user chose has no reason"
         assert f" {server.url}/ in a browser" in server.lines[-1] and "/resolved" in server.lines[-1]
         assert server.get("/ready")[0] == server.get("/health")[0] == 200
         status, page = server.get("/")

@@ -17,9 +17,12 @@ from thalweg.cli import main
 from thalweg.config.args import options_parser, parse_options
 from thalweg.config.engine import EngineConfig
 from thalweg.config.model import facts_of
+from thalweg.config.tree import options_of
+from thalweg.core.errors import UnsupportedConfig
 from thalweg.engine import build
 from thalweg.launch.planning.layouts import ONE, ParallelLayout, command
 from thalweg.launch.planning.weights import PlannedModel
+from thalweg.launch.resolve import resolve
 from thalweg.launch.sizes import measure
 from thalweg.models import catalog, traced
 
@@ -66,6 +69,31 @@ def lite(tmp_path: Path) -> str:
 # ---- what a machine that is not here would do ----
 
 
+def test_backends_are_those_of_the_layout(plan: Run, tmp_path: Path) -> None:
+    """FlashMLA's kernels for sparse attention have 64 or 128 heads, and fill up fewer where they are named."""
+    v32 = folder(tmp_path / "v32", DEEPSEEK | INDEXER | {"num_hidden_layers": 5})
+    for tp, prefill in ((4, "triton_sparse"), (2, "flashmla_sparse")):
+        made = json.loads(plan(v32, "--machine", "h200x4", "--tp-size", str(tp), "--json").out)
+        assert made["decisions"]["prefill_attention_backend"]["value"] == prefill
+        assert made["decisions"]["max_total_tokens"]["value"] == made["kv_tokens"], "of the layout, as before"
+    named = plan(v32, "--machine", "h200x4", "--tp-size", "4", "--dsa-prefill-backend", "flashmla_sparse", "--json")
+    assert json.loads(named.out)["decisions"]["prefill_attention_backend"]["value"] == "flashmla_sparse"
+
+
+def test_what_serve_refuses_is_not_planned_and_other_settings_stay(plan: Run, v3: str) -> None:
+    machine = ("--machine", "h200x8", "--tp-size", "4", "--pp-size", "2")
+    for flags, said in (
+        (("--pp-layer-partition", "30,30"), "does not divide 61 layers"),
+        (("--ep-size", "4", "--init-expert-location", "/nope.json"), "/nope.json cannot be read"),
+        (("--dp-size", "3", "--enable-dp-attention"), "--dp-size 3 does not divide --tp-size 4"),
+    ):
+        done = plan(v3, *machine, *flags)
+        assert done.status and said in done.err
+    kept = ("--ep-size", "4", "--enable-eplb", "--moe-a2a-backend", "alltoall")
+    best = json.loads(plan(v3, *machine, *kept, "--json").out)["best"]["command"]
+    assert "--enable-eplb" in best and "--moe-a2a-backend alltoall" in best and best.count("--ep-size") == 1
+
+
 def test_a_model_of_eight_gpus(plan: Run, v3: str) -> None:
     made = json.loads(plan(v3, "--machine", "h200x8", "--concurrency", "256", "--json").out)
     assert not made["fits_one_device"] and "leaves no page" in made["why_not_one_device"]
@@ -78,6 +106,20 @@ def test_a_model_of_eight_gpus(plan: Run, v3: str) -> None:
     assert found["TP8"]["memory_of_a_gpu"]["weights"] == pytest.approx(85.3e9, rel=0.01)
     best = made["best"]
     assert best["layout"] == made["layouts"][0]["name"] and "--tp-size 8" in best["command"]
+
+
+def test_scales_that_ranks_would_cut_are_refused_before_a_process_starts(plan: Run, tmp_path: Path) -> None:
+    """`serve` and `LLM` resolve their options as here."""
+    config = DEEPSEEK | {"moe_intermediate_size": 512, "quantization_config": {"quant_method": "w4afp8"}}
+    path = folder(tmp_path, config)
+    said = "experts.0.down_proj.weight is w4afp8, and a rank's slice 448:512 cuts 128 columns"
+    for flags in (("--machine", "h200x8", "--tp-size", "8"), ("--device", "cpu", "--tp-size", "8")):
+        told = plan(path, *flags)
+        assert told.status == 2 and said in told.err and "use --ep-size 8, which leaves experts whole" in told.err
+    with pytest.raises(UnsupportedConfig, match=said):
+        resolve(options_of(model=path, device="cpu", tp_size=8), weights=False)
+    layouts = json.loads(plan(path, "--machine", "h200x8", "--json").out)["layouts"]
+    assert layouts and not any(layout["name"] in ("TP8", "TP8 DP8") for layout in layouts)
 
 
 def test_copies_are_as_many_as_the_flag_says(plan: Run, lite: str) -> None:
@@ -135,7 +177,7 @@ def test_contexts_that_the_model_has_not_are_told(plan: Run) -> None:
 
 def test_an_unreachable_target_is_reported(plan: Run) -> None:
     text = plan(TINY, "--machine", "h20", "--tpot-target", "1e-7").out
-    assert "a token takes 0.00155 ms" in text
+    assert "a token takes 0.00142 ms" in text
 
 
 def test_the_best_layout_has_a_command(plan: Run, lite: str) -> None:
@@ -279,22 +321,27 @@ def test_shared_index_heads_trade_scoring_for_sums_of_scores(plan: Run, tmp_path
 
 def test_layouts_that_serve_refuses_are_not_planned(plan: Run, v3: str, tmp_path: Path) -> None:
     sparse = folder(tmp_path / "v32", DEEPSEEK | INDEXER)
-    one_indexer = "F" + 60 * "S"
     for path, flags, told in (
-        (sparse, ("--pp-size", "8", "--index-topk-pattern", one_indexer), "use at most --pp-size 1"),
-        (
-            sparse,
-            ("--tp-size", "8", "--attn-cp-size", "8", "--dsa-decode-backend", "flashmla_sparse"),
-            "flashmla_sparse",
-        ),
+        (sparse, ("--tp-size", "8", "--dcp-size", "8", "--dsa-decode-backend", "flashmla_sparse"), "flashmla_sparse"),
         (sparse, ("--tp-size", "8", "--dp-size", "8", "--enable-dp-attention", "--shard-indexer"), "has one rank"),
         (v3, ("--tp-size", "8", "--shard-indexer"), "has no indexer"),
         (v3, ("--tp-size", "8", "--dcp-size", "8", "--deterministic-inference"), "the deterministic kernels attend"),
     ):
         done = plan(path, "--machine", "h200x8", *flags)
         assert done.status and told in done.err, done.err
-    made = json.loads(plan(sparse, "--machine", "h200x8", "--index-topk-pattern", one_indexer, "--json").out)
-    assert made["layouts"] and all(layout["pp"] == 1 for layout in made["layouts"])
+    one_indexer = json.loads(plan(sparse, "--machine", "h200x8", "--index-topk-pattern", "F" + 60 * "S", "--json").out)
+    assert {layout["pp"] for layout in one_indexer["layouts"]} == {1, 2, 4, 8}, "its selection crosses stages"
+
+
+def test_machines_with_fp4_say_its_rate(plan: Run, tmp_path: Path) -> None:
+    nvfp4 = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["*self_attn*", "*gate", "lm_head"]}
+    path = folder(tmp_path, DEEPSEEK | {"quantization_config": nvfp4})
+    for name, words in (
+        ("b200x8", "reads 8.00 TB/s, 2,250 TFLOP/s bf16, 4,500 FP8, 9,000 FP4, NVLink 900 GB/s"),
+        ("mi355x8", "2,517 TFLOP/s bf16, 5,033 FP8, 10,066 FP4, Infinity Fabric 538 GB/s a way"),
+    ):
+        assert words in " ".join(plan(path, "--machine", name).out.split())
+    assert "FP4," not in plan(path, "--machine", "h200x8").out
 
 
 def test_a_sparse_model_and_a_dense_one(plan: Run, tmp_path: Path) -> None:
@@ -319,7 +366,7 @@ def test_a_sparse_model_and_a_dense_one(plan: Run, tmp_path: Path) -> None:
         ),
         (("--machine", "h100x12"), ("12 GPUs", "whole nodes")),
         (("--machine", "h100x8", "--tp-size", "3"), ("3 GPUs a copy", "divisor of 8")),
-        (("--machine", "h200x8", "--tp-size", "8", "--ep-size", "4"), ("TP8 EP4", "evenly")),
+        (("--machine", "h200x8", "--tp-size", "8", "--ep-size", "3"), ("TP8 EP3", "evenly")),
         (("--machine", "h200x8", "--concurrency", "2", "--request-rate", "1"), ("leave the other out",)),
         (("--machine", "h200x8", "--check"), ("leave --machine out",)),
         (("--machine", "h100x8"), ("680.1 GB free", "leaves no page", "would fit into", "h200x8")),

@@ -26,8 +26,10 @@ from tests.cpu.plan_models import (
     planned,
     rank,
 )
+from thalweg.config.machines import CHIPS
 from thalweg.core.errors import CheckpointError
 from thalweg.core.kernels import KernelConfig
+from thalweg.launch.planning import roofline
 from thalweg.launch.planning.draft_cost import DrafterPlanner, drafting
 from thalweg.launch.planning.layouts import ONE, ParallelLayout
 from thalweg.launch.planning.roofline import (
@@ -73,6 +75,35 @@ def test_numbers_of_v3() -> None:
     biases = 58 * 256  # of the router, which others count as no parameters
     assert parameters("V3") - biases == 671_026_404_352
     assert parameters("V32") - biases == 671_877_929_216
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["*self_attn*", "*gate", "lm_head"]},
+        {
+            "quant_method": "quark",
+            "global_quant_config": {
+                "weight": {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0"}
+            },
+            "exclude": ["*self_attn*", "*gate", "lm_head"],
+        },
+    ],
+    ids=["nvfp4", "mxfp4"],
+)
+def test_fp4_weights_are_multiplied_at_its_rate_where_a_machine_has_one(config: dict[str, Any]) -> None:
+    model = PlannedModel(facts(DEEPSEEK, quantization_config=config)).on(ONE)
+    (routed,) = (group for group in model.groups if group.is_routed)
+    assert (routed.low, routed.high, routed.fp4) == (0, 0, 58 * 256 * 44_040_192)
+    assert routed.read == routed.fp4 / 2
+    shape = StepShape(1, 1 << 15, 1 << 15)
+    flops = 2.0 * shape.tokens * 58 * (8 + 1) * 44_040_192  # routed and shared
+    router = 2.0 * shape.tokens * 58 * 1_835_008
+    for name, rate in (("b200", 9000e12), ("mi355", 10066.3e12), ("h200", 989e12)):
+        chip = CHIPS[name]
+        top = Ceilings(chip.read, chip.bf16, chip.fp8, chip.fp4)
+        found = by_name(roofline.phases(model, shape), top)["experts"]
+        assert found == pytest.approx(flops / rate + router / chip.bf16, rel=1e-6), name
 
 
 def test_numbers_of_others() -> None:
@@ -266,9 +297,9 @@ def test_what_drafts_of_other_weights_cost(tmp_path: Path) -> None:
     """Bytes of the head's and of the small model's own tensors, above those of the verification."""
     hidden, inner, vocab = QWEN72.hidden, 1024, 2048
     head = {
-        "architectures": ["LlamaForCausalLM"], "vocab_size": QWEN72.vocab, "hidden_size": hidden, "intermediate_size": inner,
-        "num_hidden_layers": 1, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 2048,
+        "architectures": ["LlamaForCausalLM"], "vocab_size": QWEN72.vocab, "hidden_size": hidden,
+        "intermediate_size": inner, "num_hidden_layers": 1, "num_attention_heads": 8, "num_key_value_heads": 2,
+        "head_dim": 64, "rms_norm_eps": 1e-6, "max_position_embeddings": 2048,
     }  # fmt: skip
     shape = StepShape(1, 1, 1)
     layer = 2 * 8 * 64 * hidden + 2 * 2 * 64 * hidden + 3 * hidden * inner

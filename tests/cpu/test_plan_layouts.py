@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,9 @@ from thalweg.launch.planning.gpu_memory import GpuMemory, exchange_bytes, graph_
 from thalweg.launch.planning.layouts import ONE, ParallelLayout, layouts, why_not
 from thalweg.launch.planning.roofline import Ceilings, StepPhase, StepShape, expected, seconds
 from thalweg.launch.planning.search import PlannedLayout, PlanningInput, Workload, outcomes
+from thalweg.launch.planning.weights import MetaRank, PlannedModel
 from thalweg.models.catalog import read_config_facts
+from thalweg.parallel.axis import width_of
 
 # ---- memory ----
 
@@ -117,11 +121,57 @@ def test_layouts_that_blocks_allow() -> None:
     assert "heads" in why_not(QWEN72, ParallelLayout(tp=128))
     with pytest.raises(UnsupportedConfig, match="256 experts cannot be shared by 24 ranks"):
         planned("V3").on(ParallelLayout(tp=24, dp=24, ep=24))
-    assert "divided evenly" in why_not(V3, ParallelLayout(tp=8, ep=4))
+    assert "divided evenly" in why_not(V3, ParallelLayout(tp=8, ep=3))
     assert "copies" in why_not(QWEN72, ParallelLayout(tp=8, dp=8))
     names = {one.name for one in layouts(V3, 8)}
     assert {"TP8", "TP8 DP8 EP8", "TP4 PP2", "2 x TP4", "8 x 1 GPU"} <= names
     assert all(one.gpus == 8 and not why_not(V3, one) for one in layouts(V3, 8))
+
+
+INT4 = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128},
+        }
+    },
+}
+ROUTED = INT4 | {"ignore": ["re:.*(self_attn|shared_experts|mlp.(gate|up|down)_proj).*"]}
+
+
+def narrow(quantization: dict[str, Any]) -> PlannedModel:
+    """DeepSeek-V3 whose experts have four groups of 128."""
+    config = DEEPSEEK | {"moe_intermediate_size": 512, "quantization_config": quantization}
+    return PlannedModel(read_config_facts(config, "config.json"))
+
+
+def test_scales_that_ranks_would_cut() -> None:
+    """Of a weight whose scales are of 128 columns, 512 columns are of up to 4 ranks."""
+    for layout in (ParallelLayout(tp=4), ParallelLayout(tp=8, dp=8, ep=8), ParallelLayout(tp=8, dp=2, ep=8)):
+        assert narrow(INT4).on(layout).weight_bytes
+    name = r"model\.layers\.1\.mlp\.experts\.0\.down_proj\.weight"
+    cut = r"448:512 cuts 128 columns that are stored together: let 1, 2, 4 ranks share its 512 columns; use"
+    with pytest.raises(UnsupportedConfig, match=f"tp_size: {name} is .*{cut} --ep-size 8, which leaves experts whole"):
+        narrow(ROUTED).on(TP8)
+    assert narrow(ROUTED).on(ParallelLayout(tp=8, ep=8)).weight_bytes
+    with pytest.raises(UnsupportedConfig, match=rf"shared_experts\.down_proj\.weight is .*{cut} another --tp-size"):
+        narrow(INT4).on(ParallelLayout(tp=8, ep=8))
+    scattered = json.loads(json.dumps(INT4))  # each column has a scale of its own
+    scattered["config_groups"]["group_0"]["weights"]["actorder"] = "group"
+    assert narrow(scattered).on(TP8).weight_bytes
+
+
+@pytest.mark.parametrize("unit", [8, 32, 128])
+def test_if_a_ranks_slice_cuts_the_last_ones_does(unit: int) -> None:
+    def start(rank: int) -> int:
+        axis = MetaRank(ranks)
+        axis.rank = rank
+        return width_of(width, axis).start
+
+    for width, ranks in itertools.product(range(3 * unit, 24 * unit, unit), range(1, 20)):
+        assert any(start(rank) % unit for rank in range(ranks)) == bool(start(ranks - 1) % unit), (width, ranks)
 
 
 def served(of: str, name: str) -> PlanningInput:
@@ -186,8 +236,11 @@ def test_skewed_experts_are_fewer() -> None:
 def test_every_chip_has_its_figures() -> None:
     for chip in CHIPS.values():
         assert 0 < chip.link < chip.read < chip.bf16 <= chip.fp8
+        assert chip.fp4 == 0 or chip.fp4 > chip.fp8
     assert (hardware("h200x8").chip.read, hardware("h200x8").gpus) == (4.8e12, 8)
     assert hardware("H100").name == "h100" and hardware("b200x8").machine().gpus == ("NVIDIA B200",) * 8
+    mi355x = hardware("mi355x8").machine()
+    assert (mi355x.gpus, mi355x.chip) == (("AMD Instinct MI355X",) * 8, "cdna4")
 
 
 @pytest.mark.parametrize(
@@ -215,9 +268,10 @@ def test_the_page_has_the_figures_of_the_catalog() -> None:
     page = (Path(__file__).parents[2] / "docs" / "plan.md").read_text(encoding="utf-8")
     for chip in CHIPS.values():
         fp8 = "–" if chip.capability == "8.0" else f"{chip.fp8 / 1e12:,.0f}"
+        fp4 = f"{chip.fp4 / 1e12:,.0f}" if chip.fp4 else "–"
         read = f"{chip.read / 1e12:.2f}" if chip.name in ("a100", "h100") else f"{chip.read / 1e12:.1f}"
         memory = f"{chip.memory / 2**30:.1f}".removesuffix(".0")
-        rates = f"{chip.bf16 / 1e12:,.0f} / {fp8} TFLOP/s"
+        rates = f"{chip.bf16 / 1e12:,.0f} / {fp8} / {fp4} TFLOP/s"
         assert f"| `{chip.name}` | {memory} GiB | {read} TB/s | {rates} | {chip.link / 1e9:.0f} GB/s |" in page
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import weakref
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from thalweg.quant.scheme import Read, Scheme, TensorSpec
 from thalweg.quantize import calibrate, convert, jobs
 from thalweg.quantize.calibrate import Calibration
 from thalweg.quantize.cli import main
-from thalweg.quantize.convert import ShardWriter
+from thalweg.quantize.convert import ShardWriter, Source
 from thalweg.quantize.feedback import round_with_feedback, second_moments
 from thalweg.quantize.round import encode
 from thalweg.quantize.targets import TARGETS, config_of
@@ -125,6 +127,7 @@ def test_names_and_configuration_are_the_producers(made: Path) -> None:
     config = json.loads((made / "int4/config.json").read_text())["quantization_config"]
     assert config["format"] == "mixed-precision"
     assert [group["format"] for group in config["config_groups"].values()] == ["pack-quantized", "float-quantized"]
+    assert {"lm_head", "model.layers.4.shared_head.head"} <= set(config["ignore"])
     keys = load_file(made / "int4/model.safetensors")
     module = EXPERT.removesuffix(".weight")
     assert keys[f"{module}.weight_shape"].tolist() == [128, 256] and f"{module}.weight" not in keys
@@ -181,6 +184,14 @@ def test_a_dense_model_of_plain_weights(tmp_path: Path, family: str) -> None:
     assert quantize(str(folder), str(tmp_path / "w"), "--format", "w4afp8") == 2
 
 
+def test_help_keeps_its_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        quantize("--help")
+    lines = capsys.readouterr().out.splitlines()
+    assert {f"  {name:<8}{target.summary}" for name, target in TARGETS.items()} <= set(lines)
+    assert "  thalweg quantize models/tiny tiny-int4 --format int4" in lines
+
+
 @pytest.mark.parametrize(
     "flags, said",
     [
@@ -234,6 +245,43 @@ def test_zeros_stay_zeros_in_every_format() -> None:
     for name in TARGETS:
         scheme = scheme_of(name)
         assert not scheme.decode(weight, encode(scheme, weight, torch.zeros(4, 128), 0.0), ()).any(), name
+
+
+def peak_bytes(folder: Path, name: str, layers: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Bytes at most of what was read, decoded and rounded and is still held, while a model is written in a format."""
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 128, "intermediate_size": 128, "q_lora_rank": 128}
+    sizes |= {"num_hidden_layers": layers, "first_k_dense_replace": 0, "num_nextn_predict_layers": 0}
+    folder.mkdir(parents=True)
+    source, made, peak = plain_model(folder, "v3", **sizes), list[weakref.ref[Tensor]](), [0]
+    copy, numbers, rounded = Safetensors.copy, Source.numbers, convert.rounded
+
+    def counted(tensors: Sequence[Tensor]) -> None:
+        made.extend(map(weakref.ref, tensors))
+        held = [tensor for ref in made if (tensor := ref()) is not None]
+        made[:] = map(weakref.ref, held)
+        peak.append(sum({each.data_ptr(): each.untyped_storage().nbytes() for each in held}.values()))
+
+    def after(function: Callable[..., Any], tensors: Callable[[Any], Sequence[Tensor]]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            result = function(*arguments)
+            counted(tensors(result))
+            return result
+
+        return call
+
+    monkeypatch.setattr(Safetensors, "copy", after(copy, lambda tensor: [tensor]))
+    monkeypatch.setattr(Source, "numbers", after(numbers, lambda tensor: [tensor]))
+    monkeypatch.setattr(convert, "rounded", after(rounded, lambda result: result[0]))
+    assert quantize(str(source), str(folder / "out"), "--format", name, "--threads", "1") == 0
+    monkeypatch.undo()
+    return max(peak)
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "w4afp8"])
+def test_memory_does_not_grow_with_layers(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """nvfp4 asks weights for their neighbours' largest values. `benchmarks/quantize_memory.py` measures processes."""
+    few, many = (peak_bytes(tmp_path / f"{n}", name, n, monkeypatch) for n in (2, 6))
+    assert many < 1.2 * few, (few, many)
 
 
 @pytest.mark.parametrize("name", ["int4", "fp8", "w4afp8"])

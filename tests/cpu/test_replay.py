@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from tests.configs import changed, config
-from thalweg.bench import replayer
+from thalweg.bench import replay, replayer
 from thalweg.bench.replayer import Replayer, ReplayReport, split_pages
 from thalweg.cli import main
 from thalweg.config.engine import EngineConfig
@@ -120,6 +120,21 @@ def test_a_whole_recording_is_bit_for_bit_the_run(tmp_path: Path) -> None:
     assert verdict.compared >= tokens, "an aborted sequence's last tokens are recorded and nobody's"
     assert (verdict.different, verdict.logprob_gap, verdict.filled, verdict.raised) == (0, 0.0, 0, None)
     assert verdict.logprobs > 200 and verdict.steps == len(found.steps)
+
+
+def test_what_a_group_recorded_is_run_by_one_process(tmp_path: Path) -> None:
+    """It has all experts, none of them twice, and none moves."""
+    one = engine(tmp_path)
+    one.submit([0, 30, 31], SamplingParams(temperature=0.0, max_tokens=5))
+    turn(one, 10**6)
+    found = read(ring(one).dump("asked for by the test"))
+    group = {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True, "ep_size": 2, "enable_eplb": True}
+    of_group = msgspec.structs.replace(
+        found, config=changed(found.config, **group, ep_num_redundant_experts=2, moe_a2a_backend="alltoall")
+    )
+    settings, is_same = replay._settings(of_group, None, None, False)
+    assert is_same and settings == replay._settings(found, None, None, False)[0] and settings.processes == 1
+    assert build(settings, LocalChannel()).config.ep_size == 1
 
 
 def test_a_rolled_recording_begins_in_the_middle_wherever_that_is(

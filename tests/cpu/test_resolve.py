@@ -5,7 +5,6 @@ alternative.
 from __future__ import annotations
 
 import dataclasses
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -24,7 +23,6 @@ from thalweg.core.plan import PAGE
 from thalweg.core.report import AUTO, USER, Decision
 from thalweg.launch.decisions import Decisions
 from thalweg.launch.graphs import buckets, token_buckets
-from thalweg.launch.parallelism import check_dcp
 from thalweg.launch.resolve import UNCHANGED, resolve
 from thalweg.launch.resolved import Plane, Sizes
 from thalweg.launch.resources import DEFAULTS, TYPICAL_TOKENS, Resources, resolve_resources
@@ -263,13 +261,6 @@ def test_index_heads_that_cannot_be_shared(
     assert error.startswith("shard_indexer") and all(word in error for word in words), error
 
 
-def test_a_drafter_that_caches_heads_shares_no_contexts() -> None:
-    for algorithm, is_refused in (("EAGLE3", True), ("STANDALONE", True), ("NEXTN", False), ("NGRAM", False)):
-        config = EngineConfig(model_path="", tp_size=2, dcp_size=2, speculative_algorithm=algorithm)
-        with pytest.raises(UnsupportedConfig, match="use .*NEXTN") if is_refused else nullcontext():
-            check_dcp(config, facts(**LATENT))
-
-
 def test_tensor_parallel_ranks_are_those_that_divide_no_tokens() -> None:
     found, why = run(tp_size=4, attn_cp_size=2)
     config = found.config
@@ -277,6 +268,8 @@ def test_tensor_parallel_ranks_are_those_that_divide_no_tokens() -> None:
     assert "captured in pieces" in why["attn_cp_size"].reason and why["cp_strategy"].source == AUTO
     both = run(tp_size=4, attn_cp_size=2, dp_size=2, enable_dp_attention=True, cp_strategy="zigzag")[0].config
     assert (both.attention_tp, both.attention_dp, both.cp_strategy) == (1, 2, "zigzag")
+    named = run(tp_size=2, attn_cp_size=2, cp_strategy="in-seq-split")[0].config
+    assert named.cp_strategy == "zigzag", "SGLang's name"
     assert "cp_strategy" not in run()[1] and run()[0].config.attn_cp_size == 1
 
 
@@ -414,10 +407,19 @@ V32 = LATENT | {
 }  # fmt: skip
 
 
+TINY_DIMS = {"kv_lora_rank": 128, "qk_rope_head_dim": 16, "index_head_dim": 64}
+
+
 def test_sparse_attention_has_kernels_of_its_own() -> None:
     sparse = facts(**V32)
     assert attention_of(sparse, EVERYTHING) == ("triton_sparse", "triton_sparse", ()), "FlashMLA takes other heads"
-    assert attention_of(sparse, EVERYTHING, deterministic_inference=True) == ("torch", "torch", ())
+    own = ("triton_sparse", "triton_sparse")
+    assert attention_of(sparse, EVERYTHING, deterministic_inference=True)[:2] == own
+    assert attention_of(facts(**V32 | TINY_DIMS), EVERYTHING)[:2] == own, "the bundled model's"
+    two = dataclasses.replace(EVERYTHING, gpus=EVERYTHING.gpus * 2)
+    divided = {"device": "cuda", "tp_size": 2, "dcp_size": 2}
+    assert run(sparse, two, **divided)[0].config.kernels.decode == "triton_sparse"
+    assert run(sparse, two, **divided, deterministic_inference=True)[0].config.kernels.decode == "torch"
     assert attention_of(sparse, EVERYTHING, kv_cache_dtype="fp8")[:2] == ("triton_sparse", "triton_sparse")
     for other in ({"capability": "7.5"}, {"capability": "8.0"}):  # without e4m3
         on = dataclasses.replace(EVERYTHING, **other)
@@ -425,7 +427,9 @@ def test_sparse_attention_has_kernels_of_its_own() -> None:
         assert run(sparse, on, kv_cache_dtype="fp8")[0].config.kernels.kv == "fp8_e4m3"
     assert run(sparse, EVERYTHING, kv_cache_dtype="fp8", dtype="float32")[0].config.kernels.kv == "fp8_e4m3"
     small = facts(**V32 | {"index_head_dim": 64})
-    assert attention_of(small, EVERYTHING)[:2] == ("torch", "torch"), "kernels have not run on a GPU with these dims"
+    assert attention_of(small, EVERYTHING)[:2] == ("torch", "torch"), (
+        "kernels have not been compared on a GPU with these dims"
+    )
     assert attention_of(sparse, EVERYTHING, attention_backend="reference")[:2] == ("reference", "reference")
     assert attention_of(sparse, EVERYTHING, mla=False)[:2] == ("reference", "reference")
     by_torch = run(sparse, EVERYTHING, attention_backend="torch")[0]
@@ -448,6 +452,16 @@ def test_steps_that_share_an_indexer_are_captured_in_pieces() -> None:
     made = run(facts(**V32), on, **shared)[0].config
     assert made.cuda_graph_bs == () and made.piecewise_cuda_graph_tokens
     assert "use piecewise" in refusal(facts(**V32), on, cuda_graph_mode="full", **shared)
+
+
+def test_a_selection_that_crosses_stages_is_not_captured_in_pieces() -> None:
+    of, on = facts(**V32, index_topk_pattern="FS"), dataclasses.replace(EVERYTHING, gpus=EVERYTHING.gpus * 4)
+    crossing: dict[str, Any] = {"pp_size": 2, "device": "cuda"}
+    found, why = run(of, on, **crossing)
+    assert graphs(found)[0] == "full_decode_only" and "shares the selection" in why["cuda_graph_mode"].reason
+    assert "use full_decode_only" in refusal(of, on, cuda_graph_mode="piecewise", **crossing)
+    assert graphs(run(of, on, tp_size=2, shard_indexer=True, **crossing)[0])[0] == "none"
+    assert graphs(run(facts(**V32), on, **crossing)[0])[0] == "full_and_piecewise"
 
 
 def test_index_keys_and_latents_of_sparse_kernels_are_fp8_together() -> None:
@@ -484,13 +498,17 @@ def test_backends_of_sparse_attention_have_names_of_their_own() -> None:
         assert f"not --{flag.replace('_', '-')} triton and --attention-backend torch" in told
     both = {"dsa_prefill_backend": "triton", "dsa_decode_backend": "torch"}
     assert "torch must compute both" in refusal(sparse, EVERYTHING, **both)
-    for wishes, kept in (({}, "triton"), ({"dsa_decode_backend": "torch"}, "torch")):
+    for wishes, kept in (
+        ({}, "triton"), ({"dsa_decode_backend": "torch"}, "torch"), ({"dsa_topk_backend": "sgl-kernel"}, "triton")
+    ):  # fmt: skip
         assert run(sparse, EVERYTHING, **wishes)[0].config.kernels.topk == kept
     chosen = run(sparse, EVERYTHING, dsa_decode_backend="triton", dsa_topk_backend="torch")[0].config.kernels
     assert (chosen.decode, chosen.topk) == ("triton_sparse", "torch")
     assert "use torch" in refusal(sparse, EVERYTHING, dsa_topk_backend="triton", dsa_decode_backend="torch")
     told = refusal(sparse, EVERYTHING, dsa_topk_backend="flashmla_kv")
-    assert told == "dsa_topk_backend: flashmla_kv is no backend of sparse attention here; there is auto, triton, torch"
+    assert told.startswith(
+        "dsa_topk_backend: flashmla_kv is no backend of sparse attention here; there is auto, triton"
+    )
     assert "only sparse. Use triton." in refusal(facts(**LATENT), EVERYTHING, attention_backend="torch")
 
 

@@ -77,7 +77,7 @@ def test_every_pair_of_sparse_backends_runs_or_is_refused(decode: str, prefill: 
     ("on", "changed", "wishes", "told"),
     [
         (H100, {}, {}, "the library is not installed. Use triton."),
-        (EVERYTHING, {"num_attention_heads": 16}, {}, "64 or 128 attention heads on each device"),
+        (EVERYTHING, {"num_attention_heads": 136}, {}, "at most 128 attention heads on each device"),
         (EVERYTHING, {"index_topk": 2000}, {}, "index_topk in whole tiles of 128"),
         (EVERYTHING, {"kv_lora_rank": 256}, {}, "latents of 512 + 64 dims"),
         (EVERYTHING, {}, {"deterministic_inference": True}, "no batch-invariant kernel. Use triton."),
@@ -119,13 +119,17 @@ def test_a_role_that_no_flag_names_has_the_fastest_kernel_that_fits() -> None:
 
 
 def test_heads_of_a_device_decide_whether_flashmla_computes_sparse_attention() -> None:
-    """Data-parallel attention leaves all heads on a device, tensor parallelism divides them."""
+    """Data-parallel attention leaves all heads on a device, tensor parallelism divides them; few heads keep Triton."""
     eight = dataclasses.replace(EVERYTHING, gpus=EVERYTHING.gpus * 8)
-    wish, sparse = {"dsa_decode_backend": "flashmla_sparse"}, facts(**SPARSE)
-    assert attention_of(sparse, eight, tp_size=2, **wish)[0] == "flashmla_sparse"
-    assert "64 or 128 attention heads on each device" in refusal(sparse, eight, tp_size=4, **wish)
-    divided = {"tp_size": 8, "dp_size": 8, "enable_dp_attention": True}
-    assert attention_of(sparse, eight, **divided, **wish)[0] == "flashmla_sparse"
+    sparse, wish = facts(**SPARSE), {"dsa_decode_backend": "flashmla_sparse"}
+    attention_dp = {"tp_size": 8, "dp_size": 8, "enable_dp_attention": True}
+    for divided, prefill in (
+        ({"tp_size": 2}, "flashmla_sparse"),
+        ({"tp_size": 4}, "triton_sparse"),
+        (attention_dp, "flashmla_sparse"),
+    ):
+        assert attention_of(sparse, eight, **divided)[:2] == ("triton_sparse", prefill)
+        assert attention_of(sparse, eight, **divided, **wish)[:2] == ("flashmla_sparse", prefill), "named, it pads"
 
 
 def test_latents_in_host_memory_are_for_kernels_that_read_them() -> None:
@@ -140,12 +144,15 @@ def test_latents_in_host_memory_are_for_kernels_that_read_them() -> None:
         assert "reference attention does not read host memory on a GPU" in refusal(sparse, EVERYTHING, **hot, **wishes)
 
 
-@pytest.mark.parametrize("flags", [{"dcp_size": 2}, {"attn_cp_size": 2}], ids=str)
-def test_divided_contexts_keep_sparse_attention_on_triton(flags: dict[str, int]) -> None:
+def test_divided_contexts_keep_sparse_attention_on_triton_and_divided_tokens_do_not() -> None:
     two, sparse = dataclasses.replace(EVERYTHING, gpus=EVERYTHING.gpus * 2), facts(**SPARSE)
-    assert attention_of(sparse, two, tp_size=2, dsa_decode_backend="triton", **flags)[0] == "triton_sparse"
-    told = refusal(sparse, two, tp_size=2, dsa_decode_backend="flashmla_sparse", **flags)
-    assert "it has not run with --dcp-size or --attn-cp-size above 1, or --shard-indexer. Use triton." in told
+    shared, wish = {"tp_size": 2, "dcp_size": 2}, {"dsa_decode_backend": "flashmla_sparse"}
+    assert attention_of(sparse, two, **shared)[:2] == ("triton_sparse", "triton_sparse")
+    told = refusal(sparse, two, **shared, **wish)
+    assert "it has not run with --dcp-size above 1, or --shard-indexer. Use triton." in told
+    tokens = {"tp_size": 2, "attn_cp_size": 2}
+    assert attention_of(sparse, two, **tokens)[:2] == ("triton_sparse", "flashmla_sparse")
+    assert attention_of(sparse, two, **tokens, **wish)[0] == "flashmla_sparse"
 
 
 LIBRARY = dataclasses.replace(EVERYTHING, libraries=EVERYTHING.libraries | {"deep_gemm"})
@@ -202,17 +209,15 @@ def test_index_scores_of_other_backends_are_refused() -> None:
     assert "has no sparse attention" in refusal(facts(**LATENT), LIBRARY, **{flag: "deepgemm"})
 
 
-@pytest.mark.parametrize("flags", [{"dcp_size": 2}, {"attn_cp_size": 2}, {"shard_indexer": True}], ids=str)
+@pytest.mark.parametrize("flags", [{"dcp_size": 2}, {"shard_indexer": True}], ids=str)
 def test_divided_contexts_keep_index_scores_on_triton(flags: dict[str, int]) -> None:
     two, sparse = dataclasses.replace(LIBRARY, gpus=LIBRARY.gpus * 2), facts(**SPARSE)
     told = refusal(sparse, two, tp_size=2, **SCORES, **flags)
-    assert (
-        "deep_gemm: it has not run with --dcp-size or --attn-cp-size above 1, or --shard-indexer. Use triton." in told
-    )
+    assert "deep_gemm: it has not run with --dcp-size above 1, or --shard-indexer. Use triton." in told
     kernels = KernelConfig(decode="triton_sparse", prefill="triton_sparse", index_scores="deep_gemm", fp8_index=True)
     named, layout = ("index_scores",), (sparse, 2)
-    assert unsupported_layout(kernels, named, *layout, True).startswith("dsa_paged_mqa_logits_backend deep_gemm: ")
-    assert not unsupported_layout(kernels, named, *layout, False) and not unsupported_layout(kernels, (), *layout, True)
+    assert unsupported_layout(kernels, named, *layout, dcp=2).startswith("dsa_paged_mqa_logits_backend deep_gemm: ")
+    assert not unsupported_layout(kernels, named, *layout, cp=2) and not unsupported_layout(kernels, (), *layout, dcp=2)
 
 
 def test_deep_gemms_scores_are_checked_at_start() -> None:
@@ -247,12 +252,14 @@ def test_the_library_is_checked_at_start_and_for_each_layout() -> None:
         assert [(role, name) for role, name, _ in found] == [("decode", backend)]
         with pytest.raises(RuntimeError, match="FlashMLA's sparse attention does not run here"):
             found[0].run()
-        refused = [bool(unsupported_layout(kernels, ("decode",), of, ranks, False)) for ranks in (1, 2, 4, 8)]
-        assert refused == [False, False, True, True]
-        assert "--dcp-size or --attn-cp-size" in unsupported_layout(kernels, ("decode",), of, 1, True)
-        assert not unsupported_layout(kernels, ("prefill",), of, 8, True), "another is chosen there"
+        assert not any(unsupported_layout(kernels, ("decode",), of, ranks) for ranks in (1, 2, 4, 8))
+        other = facts(**SPARSE | {"index_topk": 2000})
+        assert "whole tiles of 128" in unsupported_layout(kernels, ("decode",), other, 1)
+        assert "--dcp-size above 1" in unsupported_layout(kernels, ("decode",), of, 1, dcp=2)
+        assert not unsupported_layout(kernels, ("decode",), of, 1, cp=2)
+        assert not unsupported_layout(kernels, ("prefill",), of, 8, dcp=2), "another is chosen there"
     own = KernelConfig(decode="triton_sparse", prefill="triton_sparse")
-    assert not unsupported_layout(own, ("decode", "prefill"), of, 8, True)
+    assert not unsupported_layout(own, ("decode", "prefill"), of, 8, 2, 2)
     hot = msgspec.structs.replace(own, hot=4096)
-    assert unsupported_layout(hot, (), of, 1, True).startswith("enable_hisparse: ")
-    assert not unsupported_layout(hot, (), of, 1, False)
+    assert all(unsupported_layout(hot, (), of, 1, *both).startswith("enable_hisparse: ") for both in ((2, 1), (1, 2)))
+    assert not unsupported_layout(hot, (), of, 1)

@@ -41,7 +41,17 @@ def with_inputs(config: dict[str, Any], inputs: dict[str, Any] | None) -> dict[s
 
 CHANNEL = with_inputs(compressed("int-quantized", strategy="channel", num_bits=8), INT8_INPUTS)
 INT4 = with_inputs(compressed("pack-quantized", strategy="group", group_size=128), FP8_INPUTS)
+FP8 = {"num_bits": 8, "type": "float"}
+FP8_CHANNEL, FP8_TENSOR = (
+    with_inputs(compressed("float-quantized", strategy=strategy, **FP8), FP8_INPUTS)
+    for strategy in ("channel", "tensor")
+)
 BLOCKS = {"quant_method": "blockwise_int8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+
+
+def quark_fp8(inputs: dict[str, Any] | None) -> dict[str, Any]:
+    weight = {"dtype": "fp8_e4m3", "qscheme": "per_channel"}
+    return {"quant_method": "quark", "global_quant_config": {"weight": weight, "input_tensors": inputs}}
 
 
 def factory(config: dict[str, Any]) -> ReferenceLayers:
@@ -72,6 +82,25 @@ def test_int8_rows_are_multiplied_as_torch_multiplies_int8(config: dict[str, Any
     assert isinstance(linear, RoundedLinear)
     assert torch.allclose(linear.forward(x).double(), want, rtol=1e-5, atol=1e-6)
     assert torch.allclose(linear.add_(x[:, :128].clone(), x).double(), want + x[:, :128], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("config", [FP8_CHANNEL, FP8_TENSOR], ids=["channel", "tensor"])
+def test_fp8_rows_are_multiplied_as_torch_multiplies_fp8(config: dict[str, Any]) -> None:
+    linear, x = factory(config).row("m", (128, 256)), numbers()
+    tensors = stored(linear, config)
+    scale = x.abs().amax(1, keepdim=True).clamp_min(1e-4) / 448
+    by_row = tensors["m.weight_scale"].float().view(1, -1).expand(1, 128)
+    want = torch._scaled_mm(
+        (x / scale).to(torch.float8_e4m3fn),
+        tensors["m.weight"].t(),
+        scale,
+        by_row.contiguous(),
+        out_dtype=torch.bfloat16,
+    )
+    assert isinstance(linear, RoundedLinear)
+    assert torch.allclose(linear.forward(x), want.float(), rtol=1e-2, atol=1e-2 * float(want.abs().max()))
+    plain = x @ (tensors["m.weight"].float() * by_row.t()).t()
+    assert not torch.allclose(plain, linear.forward(x), rtol=1e-4, atol=1e-4), "activations are rounded"
 
 
 def test_int8_blocks_are_summed_by_blocks() -> None:
@@ -181,6 +210,19 @@ def test_what_is_declared_decides() -> None:
     assert rounding_of({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}) == e4m3
     assert rounding_of(BLOCKS) == Activations("int8", 128) and rounding_of({"quant_method": "w8a8_int8"}) == int8
     assert rounding_of(CHANNEL) == int8 and rounding_of(INT4) == e4m3
+    assert rounding_of(FP8_CHANNEL) == rounding_of(FP8_TENSOR) == e4m3
+    assert rounding_of({"quant_method": "fp8", "activation_scheme": "dynamic"}) == e4m3
+    assert rounding_of({"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}) == e4m3
+    assert rounding_of(quark_fp8({"is_dynamic": True, "qscheme": "per_channel"})) == e4m3
+    assert rounding_of(quark_fp8(None)) is None
+    for config in (
+        {"quant_method": "fp8", "activation_scheme": "static"},
+        {"quant_method": "modelopt", "quant_algo": "FP8"},
+        {"quant_method": "modelopt", "quant_algo": "MXFP8"},
+        quark_fp8({"is_dynamic": False, "qscheme": "per_tensor"}),
+    ):
+        scheme = format_of(config).scheme("m")
+        assert isinstance(scheme, WeightOnly) and scheme.activations is None and "16-bit" in scheme.note, config
     assert rounding_of(compressed("pack-quantized", strategy="group", group_size=128)) is None  # W4A16
     blocks = compressed("int-quantized", strategy="block", block_structure=[128, 128], num_bits=8)
     by_block = INT8_INPUTS | {"strategy": "group", "group_size": 128}
@@ -191,6 +233,8 @@ def test_what_is_declared_decides() -> None:
         (CHANNEL, INT8_INPUTS | {"symmetric": False}),
         (CHANNEL, by_block),
         (INT4, INT8_INPUTS),
+        (FP8_TENSOR, FP8_INPUTS | {"strategy": "tensor", "dynamic": False}),
+        (compressed("float-quantized", strategy="group", group_size=128, **FP8), FP8_INPUTS),
         (compressed("pack-quantized", strategy="group", group_size=64), FP8_INPUTS),
     ):
         scheme = format_of(with_inputs(config, inputs)).scheme("m")

@@ -17,8 +17,12 @@ import msgspec
 import pytest
 
 from tests.configs import config
+from tests.cpu import zoo
+from tests.cpu.test_formats import CONFIGS, W4AFP8
+from tests.cpu.test_sharded_models import FP8
 from thalweg.config.engine import EngineConfig
 from thalweg.config.machine import Machine
+from thalweg.config.model import facts_of
 from thalweg.config.server import ServerOptions
 from thalweg.config.setting import Setting
 from thalweg.config.tree import options_of, settings
@@ -26,7 +30,9 @@ from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.kernels import KernelConfig
 from thalweg.launch import resolve as resolver
 from thalweg.launch import tuned
+from thalweg.launch.decisions import Decisions
 from thalweg.launch.tuned import TunedCase, TunedFile
+from thalweg.quant.catalog import quantization_names
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY, HEAD = str(ROOT / "models" / "tiny"), str(ROOT / "models" / "tiny-eagle3")
@@ -65,8 +71,8 @@ TEXTS = {  # of settings without choices that are no number
     "cache_dir": "kernels",
     "attention_backend": "reference",
     "dist_init_addr": "10.0.0.1:29500",
-    "dsa_prefill_backend": "triton",
-    "dsa_decode_backend": "triton",
+    "dsa_prefill_backend": "torch",
+    "dsa_decode_backend": "torch",
     "dsa_topk_backend": "torch",
     "dsa_paged_mqa_logits_backend": "triton",
     "moe_runner_backend": "deep_gemm",
@@ -250,3 +256,44 @@ def test_every_option_of_the_server_is_read_by_the_server() -> None:
     fields = {name for name, one in ALL.items() if one.section in FRONT}
     unread = fields - readers - set(EngineConfig.__struct_fields__)
     assert not unread, f"the server does not read {unread}"
+
+
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8"}
+STORED: list[tuple[dict[str, Any], set[str]]] = [  # a quantization_config, and the values that are true of it
+    ({}, {"none"}),
+    (FP8, {"fp8"}),
+    (CONFIGS["awq"], {"awq", "awq_marlin", "moe_wna16"}),
+    (CONFIGS["gptq_asym"], {"gptq", "gptq_marlin", "moe_wna16"}),
+    (CONFIGS["ct_int4"], {"compressed-tensors"}),
+    (CONFIGS["quark_mxfp4"], {"quark"}),
+    (W4AFP8, {"w4afp8"}),
+    ({"quant_method": "w8a8_int8"}, {"w8a8_int8"}),
+    ({"quant_method": "blockwise_int8", "weight_block_size": [128, 128]}, {"blockwise_int8"}),
+    ({"quant_method": "mxfp4"}, {"mxfp4", "gpt_oss_mxfp4"}),
+    (MODELOPT, {"modelopt", "modelopt_fp8"}),
+    (MODELOPT | {"quant_algo": "NVFP4"}, {"modelopt", "modelopt_fp4"}),
+    (MODELOPT | {"quant_method": "modelopt_fp4", "quant_algo": "W4A16_NVFP4"}, {"modelopt", "modelopt_fp4"}),
+    (MODELOPT | {"quant_algo": "MXFP8"}, {"modelopt", "modelopt_mxfp8"}),
+    (MODELOPT | {"quant_algo": "MIXED_PRECISION"}, {"modelopt", "modelopt_mixed", "w4afp8"}),
+    ({"quant_method": "modelopt", "quantization": {"quant_algo": "NVFP4"}}, {"modelopt", "modelopt_fp4"}),
+    (
+        MODELOPT | {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"*mlp*": {"quant_algo": "NVFP4"}}},
+        {"modelopt", "modelopt_mixed"},
+    ),
+]
+
+
+@pytest.mark.parametrize(("config", "true"), STORED)
+def test_names_of_formats_are_taken_where_the_checkpoint_has_them(config: dict[str, Any], true: set[str]) -> None:
+    """Also those of vLLM and SGLang; the report has the name that is used here."""
+    facts = facts_of(zoo.draw_config("v3", 3) | {"quantization_config": config}, "config.json")
+    for asked in ALL["quantization"].choices:
+        decisions = Decisions()
+        if asked in true:
+            resolver._check_quantization(asked, facts, decisions)
+            (noted,) = decisions.entries
+            assert noted.value in true and (noted.value == asked or f"{asked} is called {noted.value}" in noted.reason)
+        else:
+            message = f"quantization: {asked} was asked for, and .* says {quantization_names(config)[0]}"
+            with pytest.raises(UnsupportedConfig, match=message):
+                resolver._check_quantization(asked, facts, decisions)

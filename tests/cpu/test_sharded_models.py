@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -31,6 +31,7 @@ from thalweg.models.decoder import Decoder, StageValue
 from thalweg.models.stages import PipelineStage, stage_borders
 from thalweg.parallel.axis import SINGLE, share_of
 from thalweg.parallel.layout import SINGLE_RANK, Layout
+from thalweg.spec.autoregressive import AutoregressiveDrafter
 from thalweg.spec.eagle import eagle_head
 from thalweg.weights.loader import load
 from thalweg.weights.random import load_random
@@ -245,11 +246,15 @@ def test_a_nextn_layer_on_two_ranks(tmp_path: Path) -> None:
         same(got, want)
 
 
+@pytest.mark.parametrize("shape", ["qwen2.5", "one-key-head"])
 @pytest.mark.parametrize("third", [True, False])
-def test_an_eagle_head_on_two_ranks(third: bool, tmp_path: Path) -> None:
-    """Its fc is cut by columns; what it watches of the target is settled."""
-    folder = written(tmp_path, SHAPES["qwen2.5"])
-    config = SHAPES["qwen2.5"] | {
+def test_an_eagle_head_on_two_ranks(third: bool, shape: str, tmp_path: Path) -> None:
+    """Its fc is cut by columns; what it watches of the target is settled. Ranks that hold the same key head share
+    contexts, but not those of the drafter, whose key heads differ.
+    """
+    folder = written(tmp_path, SHAPES[shape])
+    config = SHAPES[shape] | {
+        "num_key_value_heads": 2,
         "architectures": ["LlamaForCausalLM"],
         "num_hidden_layers": 1,
         "draft_vocab_size": 333,
@@ -264,12 +269,16 @@ def test_an_eagle_head_on_two_ranks(third: bool, tmp_path: Path) -> None:
         head = eagle_head(main, tmp_path / "head")
         assert isinstance(head, torch.nn.Module)
         load_random(head, head.table(), {}, 5, False)
-        bench = Bench(main, 1, extra=head.planes())
-        batch = bench.batch([(0, IDS[:-1])])
-        state = head.draft_state(main.forward(batch, bench.planes))
-        return head.logits(head.forward(torch.tensor(IDS[1:]), state, batch, bench.planes))
+        bench, parts = Bench(main, 1, extra=AutoregressiveDrafter(head, cast(Any, None)).planes()), list[Tensor]()
+        for some in (slice(0, 70), slice(70, 89)):  # what the second part attends to lies behind two pages
+            batch = bench.batch([(0, IDS[some])])
+            bench.lengths[0] += len(batch.ids_T)
+            state = head.draft_state(main.forward(batch, bench.planes))
+            following = torch.tensor(IDS[1:][some])
+            parts.append(head.logits(head.forward(following, state, batch, bench.planes)))
+        return torch.cat(parts)
 
-    ranks = layouts(tp=2)
+    ranks = layouts(tp=2, dcp=2 if shape == "one-key-head" else 1)
     with torch.inference_mode():
         want = draft(SINGLE_RANK)
     for got in on_ranks(2, lambda rank: draft(ranks[rank])):
@@ -286,9 +295,10 @@ def test_pipeline_stages_hand_on_what_the_next_needs(shape: str, tmp_path: Path)
     whole, borders = loaded(folder), stage_borders(facts, 2)
     if facts.indexer is not None:
         assert facts.indexer.full[borders[1].first]  # no selection has to cross this border
-    cuts = (
-        [borders] if facts.indexer is None else [borders, (PipelineStage(0, 3, 4), PipelineStage(3, 4, 4))]
-    )  # layer 3 uses layer 2's selection
+    cuts = [borders]
+    if facts.indexer is not None:
+        assert not facts.indexer.full[2]  # layer 2 uses layer 1's selection
+        cuts.append((PipelineStage(0, 2, 4), PipelineStage(2, 4, 4)))
     for cut in cuts:
         stages = [loaded(folder, stage=stage) for stage in cut]
         for model in (whole, *stages):

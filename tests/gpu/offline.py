@@ -1,18 +1,21 @@
-"""Compiles every Triton kernel that steps of small models launch, for sm_90 and without a GPU; nothing is computed.
+"""Compiles every Triton kernel that steps of small models launch, for one GPU and without any; nothing is computed.
 
-    python -m tests.gpu.offline [SHAPE[:CHOICE] …]
+    python -m tests.gpu.offline [--target sm_90|sm_100|gfx950] [SHAPE[:CHOICE] …]
 
-The steps run on the CPU with a driver that stands for an H100: a launch compiles down to machine code and returns. It
-finds what would end the start of an engine on a GPU: code that does not compile, and more shared memory than a block
-may have. It needs Triton, but no CUDA.
+The steps run on the CPU with a driver that stands for that GPU: a launch compiles down to machine code and returns. It
+finds what would end the start of an engine there: code that does not compile, and more shared memory than a block may
+have. It needs Triton, but no CUDA and no ROCm.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from triton.backends.compiler import GPUTarget
@@ -28,7 +31,7 @@ from thalweg.batch.slots import Slots
 from thalweg.core.kernels import KernelConfig
 from thalweg.core.plan import PAGE, SamplingNeeds
 from thalweg.core.tree import TreeShape
-from thalweg.kernels.attend.args import KvWrite, LatentPlane, QueryRows
+from thalweg.kernels.attend.args import KvWrite, LatentPlane, QueryRows, RaggedRows
 from thalweg.kernels.build_inputs import triton as input_kernels
 from thalweg.kernels.build_tree import triton as growing
 from thalweg.kernels.build_tree.ref import BuiltTree, TreeCandidates, TreeLevel, first_candidate
@@ -38,6 +41,7 @@ from thalweg.kernels.dsa import triton as dsa
 from thalweg.kernels.dsa.places import places
 from thalweg.kernels.expert_slots import case as slot_cases
 from thalweg.kernels.expert_slots import triton as expert_slots
+from thalweg.kernels.mla.backends import triton_prefill
 from thalweg.kernels.nsa import triton as nsa
 from thalweg.kernels.nsa.ref import NsaConfig, NsaPlanes
 from thalweg.kernels.pack_rows import case as pack_cases
@@ -54,8 +58,26 @@ from thalweg.memory.planes import Planes, index_plane, record_plane, vector_plan
 from thalweg.models import catalog
 from thalweg.sampling.kernel_sampling import KernelSampler
 
-SHARED = 232448  # bytes a block may have on sm_90
-PROCESSORS = 132
+
+class Target(NamedTuple):
+    """A GPU to compile for."""
+
+    gpu: GPUTarget
+    shared: int  # bytes that a block may have
+    processors: int
+    capability: tuple[int, int]  # as `launch.capability`
+    exempt: Mapping[str, str] = MappingProxyType({})  # modules of `kernels` that launch nothing there, and why
+
+
+EXEMPT = {
+    "experts.tma": "weights come by TMA; `experts.triton` computes these products with pointers",
+    "small_batch_gemm.triton": "weights come by TMA; the library of PyTorch computes these products",
+}
+TARGETS = {
+    "sm_90": Target(GPUTarget("cuda", 90, 32), 232448, 132, (9, 0)),  # H100, H200
+    "sm_100": Target(GPUTarget("cuda", 100, 32), 232448, 148, (10, 0)),  # B200
+    "gfx950": Target(GPUTarget("hip", "gfx950", 64), 163840, 256, (0, 0), EXEMPT),  # MI355X
+}
 CHOICES: dict[str, dict[str, Any]] = {
     "plain": {},
     "deterministic": {"deterministic": True},
@@ -65,13 +87,14 @@ CHOICES: dict[str, dict[str, Any]] = {
 DECODES = (1, 2, 4, 8, 16, 64)  # rows
 
 
-class Hopper:
+class Driver:
     """What Triton asks a driver."""
 
-    class utils:
-        @staticmethod
-        def get_device_properties(device: int) -> dict[str, int]:
-            return {"max_shared_mem": SHARED, "multiprocessor_count": PROCESSORS}
+    def __init__(self, target: Target) -> None:
+        self.target, self.utils = target, self
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": self.target.shared, "multiprocessor_count": self.target.processors}
 
     def get_current_device(self) -> int:
         return 0
@@ -80,7 +103,7 @@ class Hopper:
         return 0
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return self.target.gpu
 
     def get_active_torch_device(self) -> torch.device:
         return torch.device("cpu")
@@ -89,7 +112,8 @@ class Hopper:
 class Compiled:
     """In the place of `JITFunction.run`: compiles instead of launching, and keeps account."""
 
-    def __init__(self) -> None:
+    def __init__(self, target: Target) -> None:
+        self.target = target
         self.launches: Counter[str] = Counter()
         self.failures: dict[str, str] = {}
         self.run = JITFunction.run
@@ -99,6 +123,9 @@ class Compiled:
         if name in self.failures:
             return
         self.launches[name] += 1
+        if name.removeprefix("thalweg.kernels.").rpartition(".")[0] in self.target.exempt:
+            self.failures[name] = "launched, though its module is exempt"
+            return
         try:
             kernel = self.run(function, *args, grid=grid, warmup=True, **options)
         except (
@@ -107,28 +134,27 @@ class Compiled:
             TypeError,
             ValueError,
             AttributeError,
+            KeyError,
         ) as error:  # each fails the run in the end
             self.failures[name] = str(error)
             return
-        if kernel.metadata.shared > SHARED:
-            self.failures[name] = f"{kernel.metadata.shared} bytes of shared memory; a block has {SHARED}"
+        if kernel.metadata.shared > self.target.shared:
+            self.failures[name] = f"{kernel.metadata.shared} bytes of shared memory; a block has {self.target.shared}"
 
 
-def pretend() -> Compiled:
-    """Makes this process take itself for one with an H100."""
-    compiled, product = Compiled(), torch.mm
+def pretend(target: Target) -> Compiled:
+    """Makes this process take itself for one with such a GPU."""
+    compiled, product = Compiled(target), torch.mm
 
     def mm(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
         return product(a, b).to(out_dtype or a.dtype)  # a CPU's has no out_dtype
 
-    driver.set_active(Hopper())
+    driver.set_active(Driver(target))
     JITFunction.run = lambda *args, **kwargs: compiled(*args, **kwargs)
     CompiledKernel._init_handles = lambda self: None
     for module in [one for name, one in sys.modules.items() if name.startswith("thalweg.kernels.")]:
-        if hasattr(module, "launch_options"):
-            vars(module)["launch_options"] = lambda tensor: {"PDL": True, "launch_pdl": True}
-        if hasattr(module, "has_tma"):
-            vars(module)["has_tma"] = lambda tensor: True
+        if hasattr(module, "capability"):
+            vars(module)["capability"] = lambda tensor: target.capability
     vars(torch)["mm"] = mm
     return compiled
 
@@ -265,6 +291,12 @@ def sparse() -> None:
         swap.copy_pages(latents.paged_PSD, rows_T)
     for columns in (64, 4096, 20000):
         dsa.choose(torch.empty(3, columns), positions, 2048)
+    starts, uv = torch.zeros(2, dtype=torch.int32), torch.empty(16, 128, 512, dtype=torch.bfloat16)
+    mask = dsa.mask_of(torch.zeros(3, 2048, dtype=torch.int32), 2500)
+    asked, latent_SD = (torch.empty(3, *dims, dtype=torch.bfloat16) for dims in ((16, 192), (576,)))
+    triton_prefill(
+        asked, latent_SD, uk, uv.transpose(1, 2), RaggedRows(starts, starts, 3, 2500), scale=1.0, chosen_TS=mask
+    )
 
 
 def native_sparse() -> None:
@@ -280,8 +312,12 @@ def native_sparse() -> None:
         nsa.attend(query, gates, NsaPlanes(*planes), rows, NsaConfig(16, window, 1.0), 40 * PAGE)
 
 
-def main(wanted: list[str]) -> int:
-    compiled = pretend()
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.gpu.offline")
+    parser.add_argument("--target", choices=TARGETS, default="sm_90")
+    parser.add_argument("wanted", nargs="*", metavar="SHAPE[:CHOICE]", help="of tests.gpu.shapes; sparse; weight-only")
+    arguments = parser.parse_args(argv)
+    compiled, wanted = pretend(TARGETS[arguments.target]), arguments.wanted
     if not wanted or "sparse" in wanted:
         sparse()
         native_sparse()

@@ -23,6 +23,7 @@ from thalweg.quant.catalog import Declared
 from thalweg.spec.tree import tree_masks_of
 
 KERNELS = KernelConfig(decode="triton", prefill="triton")
+SPARSE_KERNELS = KernelConfig(decode="triton_sparse", prefill="triton_sparse")
 COMMON: dict[str, Any] = {
     "vocab_size": 1024,
     "rms_norm_eps": 1e-6,
@@ -80,7 +81,7 @@ SPARSE: dict[str, Any] = COMMON | LATENT | {
     "moe_intermediate_size": 256, "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2,
     "num_attention_heads": 8, "q_lora_rank": 256, "num_hidden_layers": 3, "topk_method": "noaux_tc",
     "scoring_func": "sigmoid", "norm_topk_prob": True, "n_group": 2, "topk_group": 1, "routed_scaling_factor": 2.5,
-    "index_topk": 2048, "index_head_dim": 128, "index_n_heads": 8,
+    "index_topk": 2048, "index_head_dim": 128, "index_n_heads": 16,
 }  # fmt: skip
 
 # weights whose products round activations to 8 bits, on a CPU too
@@ -92,7 +93,7 @@ ROUNDED = {
 
 def published(shape: str) -> dict[str, Any]:
     """What config.json says of a shape."""
-    return (SHAPES | DENSE | ROUNDED)[shape]
+    return (SHAPES | DENSE | ROUNDED | {"v32": SPARSE})[shape]
 
 
 def facts(shape: str) -> ModelFacts:

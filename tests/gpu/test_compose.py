@@ -1,39 +1,47 @@
 """Every pair of features on a GPU, with the kernels that serve there. Deterministic inference makes equality exact.
 
-The bundled model has no kernels (its heads are too small): it runs by the reference, on the device.
+Of small models with the attention of DeepSeek-V3 and of V3.2, whose contexts are longer than its choice; and of the
+bundled model, by the reference and by kernels.
 """
 
 from __future__ import annotations
 
 import json
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from tests.compose import deterministic, matrix
 from tests.configs import config
-from tests.gpu.shapes import SHAPES, folder
+from tests.gpu.shapes import KERNELS, SHAPES, SPARSE, SPARSE_KERNELS, folder
 from thalweg.core.kernels import KernelConfig
 from thalweg.engine.local import LocalEngine
 
-KERNELS = KernelConfig(decode="triton", prefill="triton", deterministic=True)
-
-
-SMALL = {  # DeepSeek-V3 with NextN, in FP8 blocks, of a size that starts in seconds
-    **SHAPES["v3"], "hidden_size": 2048, "intermediate_size": 4096, "moe_intermediate_size": 512, "num_attention_heads": 16,
-    "q_lora_rank": 512, "num_nextn_predict_layers": 1,
+FP8_BLOCKS = {"quantization_config": SHAPES["v3"]["quantization_config"], "num_nextn_predict_layers": 1}
+SMALL = {  # with NextN, in FP8 blocks, of a size that starts in seconds
+    "v3": SHAPES["v3"] | FP8_BLOCKS | {
+        "hidden_size": 2048, "intermediate_size": 4096, "moe_intermediate_size": 512, "num_attention_heads": 16,
+        "q_lora_rank": 512,
+    },
+    "v32": SPARSE | FP8_BLOCKS | {"index_topk": 64},
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> matrix.Make:
+@pytest.fixture(scope="module", params=SMALL)
+def small(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> matrix.Make:
     """The maker of its engine."""
     path = tmp_path_factory.mktemp("small")
-    (path / "config.json").write_text(json.dumps(SMALL))
-    return partial(on_kernels, path, cuda_graph_bs=(1, 2, 4, 8, 16))
+    (path / "config.json").write_text(json.dumps(SMALL[request.param]))
+    kernels = SPARSE_KERNELS if request.param == "v32" else KERNELS
+    return partial(on_kernels, path, kernels=invariant(kernels), cuda_graph_bs=(1, 2, 4, 8, 16))
+
+
+def invariant(kernels: KernelConfig) -> KernelConfig:
+    return msgspec.structs.replace(kernels, deterministic=True)
 
 
 @pytest.mark.parametrize("case", matrix.CASES, ids=matrix.name)
@@ -44,17 +52,27 @@ def test_every_pair_on_kernels_gives_the_plain_engines_tokens(
 
 
 @pytest.mark.parametrize("case", matrix.CASES[::4], ids=matrix.name)
-def test_the_bundled_model_gives_the_plain_engines_tokens(case: dict[str, Any], cuda: torch.device) -> None:
-    matrix.check(case, on_device)
+@pytest.mark.parametrize("kernels", [None, invariant(SPARSE_KERNELS)], ids=["reference", "kernels"])
+def test_the_bundled_model_gives_the_plain_engines_tokens(
+    kernels: KernelConfig | None, case: dict[str, Any], cuda: torch.device
+) -> None:
+    matrix.check(case, bundled(kernels))
 
 
-def on_device(**fields: Any) -> LocalEngine:
-    return LocalEngine(matrix.settings("cuda", **fields))
+@cache
+def bundled(kernels: KernelConfig | None) -> matrix.Make:
+    """The maker of its engine."""
+
+    def made(**fields: Any) -> LocalEngine:
+        by = {} if kernels is None else {"kernels": kernels, "dtype": "bfloat16"}
+        return LocalEngine(matrix.settings("cuda", **by, **fields))
+
+    return made
 
 
 def on_kernels(path: Path, **fields: Any) -> LocalEngine:
     settings = {
-        "kernels": KERNELS,
+        "kernels": invariant(KERNELS),
         "device": "cuda",
         "dtype": "bfloat16",
         "load_format": "dummy",

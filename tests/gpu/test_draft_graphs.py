@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tests import configs
-from tests.gpu.shapes import KERNELS, published
+from tests.gpu.shapes import KERNELS, SPARSE_KERNELS, published
 from tests.gpu.test_eagle_heads import config
 from tests.gpu.test_engine import agreement, tokens
 from thalweg.core.plan import SamplingNeeds
@@ -34,13 +34,15 @@ from thalweg.spec.drafter import DraftExtendInput, DraftOutput, DraftRequest
 WIDTH = 3
 
 
-def engine(drafter: str, folder: Path, pieces: tuple[int, ...], **fields: Any) -> LocalEngine:
+def engine(drafter: str, folder: Path, pieces: tuple[int, ...], shape: str = "v3-dense", **fields: Any) -> LocalEngine:
+    """Of v32 contexts soon have more tokens than are chosen."""
     folder.mkdir(exist_ok=True)
-    shape = "v2-lite" if drafter == "EAGLE3" else "v3-dense"
     model, head = folder / "model", folder / "head"
     model.mkdir()
     head.mkdir()
     own = published(shape) | {"num_hidden_layers": 2, "num_nextn_predict_layers": 1}
+    if shape == "v32":
+        own |= {"index_topk": 64, "first_k_dense_replace": 2}
     (model / "config.json").write_text(json.dumps(own))
     streams = {"eagle_aux_hidden_state_layer_ids": [2, 1, 0]}
     (head / "config.json").write_text(json.dumps(config(shape, True) | streams))
@@ -48,7 +50,7 @@ def engine(drafter: str, folder: Path, pieces: tuple[int, ...], **fields: Any) -
         "model_path": str(model),
         "device": "cuda",
         "dtype": "bfloat16",
-        "kernels": KERNELS,
+        "kernels": SPARSE_KERNELS if shape == "v32" else KERNELS,
         "load_format": "dummy",
         "speculative_algorithm": drafter,
         "speculative_draft_model_path": str(head),
@@ -147,11 +149,13 @@ class Beside:
 
 
 @pytest.mark.parametrize("pieces", [(), (64, 256)], ids=["whole steps", "pieces too"])
-@pytest.mark.parametrize("drafter", ["EAGLE3", "NEXTN"])
+@pytest.mark.parametrize(
+    ("drafter", "shape"), [("EAGLE3", "v2-lite"), ("NEXTN", "v3-dense"), ("EAGLE3", "v32"), ("NEXTN", "v32")]
+)
 def test_recorded_drafting_is_the_drafters_own(
-    drafter: str, pieces: tuple[int, ...], tmp_path: Path, cuda: torch.device
+    drafter: str, shape: str, pieces: tuple[int, ...], tmp_path: Path, cuda: torch.device
 ) -> None:
-    made = engine(drafter, tmp_path, pieces)
+    made = engine(drafter, tmp_path, pieces, shape)
     beside = Beside(made)
     made.runner.graphs.drafts = beside  # type: ignore[misc]
     generator = torch.Generator().manual_seed(1)
@@ -168,14 +172,16 @@ def test_recorded_drafting_is_the_drafters_own(
     assert beside.parted <= 0.1 * beside.proposed
 
 
-def test_requests_are_answered_with_graphs_as_without(tmp_path: Path, cuda: torch.device) -> None:
+@pytest.mark.parametrize("shape", ["v3-dense", "v32"])
+def test_requests_are_answered_with_graphs_as_without(shape: str, tmp_path: Path, cuda: torch.device) -> None:
     kinds: list[dict[str, Any]] = [
-        {"temperature": 0.0}, {"temperature": 0.8, "seed": 5}, {"temperature": 0.0, "repetition_penalty": 1.2, "logprobs": 2},
+        {"temperature": 0.0}, {"temperature": 0.8, "seed": 5},
+        {"temperature": 0.0, "repetition_penalty": 1.2, "logprobs": 2},
         {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "seed": 4},
     ]  # fmt: skip
     got = []
     for name, pieces, fields in (("none", (), {"cuda_graph_bs": ()}), ("whole", (), {}), ("pieces", (64, 256), {})):
-        made = engine("NEXTN", tmp_path / name, pieces, **fields)
+        made = engine("NEXTN", tmp_path / name, pieces, shape, **fields)
         got.append(answers(made, kinds))
         assert not made.loop.stats().drafter_failures
         assert name == "none" or made.runner.graphs.graphs  # type: ignore[attr-defined]
@@ -207,7 +213,8 @@ def test_kernels_do_what_their_references_do(seed: int, cuda: torch.device) -> N
         assert torch.equal(got, want)
 
     rows = ref.DraftRows(
-        torch.tensor([2, 5, 0, 7, 3, 8, 8]).cuda(), torch.tensor([1, 4, 3, 4, 2, 1, 1]).cuda(), torch.tensor([*first, tokens, tokens]).cuda()
+        torch.tensor([2, 5, 0, 7, 3, 8, 8]).cuda(), torch.tensor([1, 4, 3, 4, 2, 1, 1]).cuda(),
+        torch.tensor([*first, tokens, tokens]).cuda(),
     )  # fmt: skip
     position = (torch.arange(tokens) + 55).cuda()
     ints[:, 1] = position[0] + whole(0, 20, slots)

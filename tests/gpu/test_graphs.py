@@ -14,10 +14,12 @@ from tests.gpu.shapes import folder
 from tests.gpu.test_engine import agreement, engine, tokens
 from thalweg.batch.batch import Batch
 from thalweg.batch.inputs import build_inputs
+from thalweg.core.agreement import AgreedStep
 from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.plan import PAGE, Bind, PageAppend, Row, StepPlan
 from thalweg.core.sampling import SamplingParams
 from thalweg.kernels.attend.triton import waves
+from thalweg.runner.captured import CapturedStep
 from thalweg.runner.graph_pool import GraphPool, view_of
 from thalweg.runner.piecewise import Piecewise, fitting
 from thalweg.runner.runner import Runner
@@ -51,9 +53,14 @@ def test_prompts_in_whole_recorded_steps(cuda: torch.device, tmp_path: Path) -> 
     wishes = {"chunked_prefill_size": 16, "max_running_requests": 16}
     plain = tokens(engine(path, cuda_graph_mode="none", **wishes), prompts, params)
     whole = engine(path, cuda_graph_mode="full", **wishes)
-    asked = []
+    asked = list[tuple[int, CapturedStep | None]]()
     ask = whole.runner.graphs.get
-    whole.runner.graphs.get = lambda plan, agreed=None: asked.append((plan.tokens, ask(plan, agreed))) or asked[-1][1]  # type: ignore[method-assign]
+
+    def get(plan: StepPlan, agreed: AgreedStep | None = None) -> CapturedStep | None:
+        asked.append((plan.tokens, ask(plan, agreed)))
+        return asked[-1][1]
+
+    whole.runner.graphs.get = get  # type: ignore[method-assign]
     assert agreement(plain, tokens(whole, prompts, params), 4) >= 0.8
     assert asked and all(graph is not None for _, graph in asked), "no step ran eagerly"
 
@@ -95,7 +102,15 @@ def test_decode_rows_beside_a_prompt_are_recorded_too(shape: str, cuda: torch.de
 
 
 @pytest.mark.parametrize(
-    ("shape", "cache"), [("v2-lite", None), ("v3", "fp8_e4m3"), ("qwen2", None), ("qwen3", "fp8_e4m3")]
+    ("shape", "cache"),
+    [
+        ("v2-lite", None),
+        ("v3", "fp8_e4m3"),
+        ("v32", None),
+        ("v32", "fp8_ds_mla"),
+        ("qwen2", None),
+        ("qwen3", "fp8_e4m3"),
+    ],
 )
 @pytest.mark.parametrize("backend", [None, "triton"])
 def test_attention_is_captured_with_its_step(
@@ -110,8 +125,9 @@ def test_attention_is_captured_with_its_step(
     ]  # fmt: skip
     held = 0
     for parts in (
-        [(0, 32)], [(0, 20)], [(0, 200), (0, 56)], [(70, 1), (64, 1), (0, 100)], [(64, 30), (0, 11)], [(30, 1), (0, 20)],
-        [(5, 1), (128, 1), (9, 1), (64, 30), (0, 11)], [(0, 3), (300, 1), (0, 1), (2, 5)], [(3, 1)], [(0, 9)] * 16,
+        [(0, 32)], [(0, 20)], [(0, 200), (0, 56)], [(70, 1), (64, 1), (0, 100)], [(64, 30), (0, 11)],
+        [(30, 1), (0, 20)], [(5, 1), (128, 1), (9, 1), (64, 30), (0, 11)], [(0, 3), (300, 1), (0, 1), (2, 5)],
+        [(3, 1)], [(0, 9)] * 16,
     ):  # fmt: skip
         batch = _bound(runner, parts)
         graph = next((one for one in steps.ragged if one.tokens >= len(batch.ids_T) and one.fits(batch)), None)

@@ -194,7 +194,7 @@ def test_an_engine_gives_the_tokens_of_our_kernel(cuda: torch.device, tmp_path: 
     params = [SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)] * 4
     answers = dict[str, list[list[int]]]()
     for name, flags in (
-        ("triton", {"kv_cache_dtype": "fp8_e4m3", "cuda_graph_mode": "none"}),
+        ("triton", NAMED | {"dsa_paged_mqa_logits_backend": "triton", "cuda_graph_mode": "none"}),
         ("eager", NAMED | {"cuda_graph_mode": "none"}),
         ("captured", NAMED | {"cuda_graph_mode": "full_and_piecewise"}),
     ):

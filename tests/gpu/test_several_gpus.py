@@ -18,18 +18,18 @@ import torch
 from tests.gpu.shapes import SHAPES
 from tests.gpu.test_compose import SMALL
 
-ROOT = Path(__file__).parents[2]
+ROOT, V3 = Path(__file__).parents[2], SMALL["v3"]
 TOKENS = 96
 MODELS = {
-    "v3": SMALL,
-    "v32": SMALL
+    "v3": V3,
+    "v32": V3
     | {
         "architectures": ["DeepseekV32ForCausalLM"],
         "index_topk": 128,
         "index_head_dim": 128,
         "index_n_heads": 16,
     },
-    "v32 by libraries": SMALL
+    "v32 by libraries": V3
     | {
         "architectures": ["DeepseekV32ForCausalLM"],
         "num_attention_heads": 128,
@@ -37,7 +37,7 @@ MODELS = {
         "index_head_dim": 128,
         "index_n_heads": 64,
     },
-    "w4afp8": SMALL | {"quantization_config": {"quant_method": "w4afp8", "group_size": 128}},
+    "w4afp8": V3 | {"quantization_config": {"quant_method": "w4afp8", "group_size": 128}},
     "qwen3": SHAPES["qwen3"],
 }
 SIZES = ("tp_size", "pp_size")  # which multiply the GPUs
@@ -69,6 +69,7 @@ LAYOUTS = {
     "v32 cp2 graphs": ("v32", *CP2, SPARSE, GRAPHS),
     "v32 dcp2 graphs": ("v32", *DCP2, SPARSE, GRAPHS),
     "v32 by libraries tp2 graphs": ("v32 by libraries", "tp_size=2", RECORDS, GRAPHS),
+    "v32 by libraries cp2 graphs": ("v32 by libraries", *CP2, RECORDS, GRAPHS),
     "v32 by libraries pp2 nextn eager": ("v32 by libraries", "pp_size=2", RECORDS, NEXTN, EAGER),
     "v32 tp2 hot sets": ("v32", "tp_size=2", "enable_hisparse=true", "hisparse_host_memory_gb=2", SPARSE, GRAPHS),
     "w4afp8 tp2 graphs": ("w4afp8", "tp_size=2", GRAPHS),

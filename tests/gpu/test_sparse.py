@@ -35,9 +35,11 @@ from thalweg.memory.planes import Planes, index_plane, record_plane
 from thalweg.memory.records import encode_record, quantize
 from thalweg.models.token_by_token import TokenByToken
 
+Masked = tuple[tuple[int, float], ...]
 TOPK, PROMPT, NEW = SPARSE["index_topk"], 3900, 12
 FP8 = SPARSE | {"quantization_config": SHAPES["v3"]["quantization_config"]}
 KINDS = {name: KernelConfig(decode=name, prefill=name) for name in ("torch", "triton_sparse")}
+KINDS["choice by torch"] = msgspec.structs.replace(KINDS["triton_sparse"], topk="torch")
 KINDS["records"] = msgspec.structs.replace(KINDS["triton_sparse"], kv="fp8_ds_mla", fp8_index=True)
 KINDS["records on torch"] = msgspec.structs.replace(KINDS["torch"], kv="fp8_ds_mla", fp8_index=True)
 STEPS: dict[str, list[Part]] = {
@@ -96,10 +98,12 @@ def test_past_the_chosen_context_it_is_the_cpus(checkpoint: Path, cuda: torch.de
         )
 
 
-def assert_beside_the_reference(shape: dict[str, Any], choice: KernelConfig, is_fp8: bool, cuda: torch.device) -> None:
+def assert_beside_the_reference(
+    shape: dict[str, Any], choice: KernelConfig, is_fp8: bool, cuda: torch.device, masked: Masked = ()
+) -> None:
     """The bounds of test_models.py, for the median token. What the indexer chooses is compared apart from what becomes
     of a choice: a near tie that rounding decides moves a tenth of what attention to 256 tokens of random weights
-    gives. is_fp8: the weights.
+    gives. is_fp8: the weights. masked: see `kernels.dsa.backends.SparseKernel`.
     """
 
     def scattered(scores_NS: torch.Tensor, topk: int) -> torch.Tensor:
@@ -109,6 +113,7 @@ def assert_beside_the_reference(shape: dict[str, Any], choice: KernelConfig, is_
 
     of, is_fp8 = facts_of(shape | {"index_topk": 256}, "sparse"), is_fp8 or choice.fp8_index
     reference, kernels = twins(of, cuda, choice)
+    kernels.metadata.masked = masked
     for module in (*reference.modules(), *kernels.modules()):
         if isinstance(module, Indexer):
             module.selection = scattered
@@ -133,6 +138,74 @@ def test_beside_kernels_it_is_the_references(shape: dict[str, Any], kind: str, c
     assert_beside_the_reference(shape, KINDS[kind], shape is FP8, cuda)
 
 
+@pytest.mark.parametrize("kind", ["triton_sparse", "records"])
+def test_prompts_by_a_mask_are_the_references(kind: str, cuda: torch.device) -> None:
+    assert_beside_the_reference(SPARSE, KINDS[kind], False, cuda, ((1024, 0.0),))
+
+
+def chosen_far_back(context: int, choice: KernelConfig, device: torch.device, **sizes: int) -> dict[str, list[float]]:
+    """Two decode rows, one behind `context` random tokens and one behind half as many. The model chooses by its own
+    scores.
+
+    "kernels": of each layer and row, which share of the reference's choice the kernels chose. "random": the same for a
+    random choice instead. "error": of each row, how far the kernels' output is from the reference's.
+    """
+    layers, many = 2, {"index_n_heads": 16, "max_position_embeddings": 2 * context}
+    of = facts_of(SPARSE | many | {"num_hidden_layers": layers, "first_k_dense_replace": layers} | sizes, "sparse")
+    reference, kernels = twins(of, device, choice)
+    assert of.indexer is not None
+    pages = -(-(context + 1) // 64)
+    rows: list[Part] = [(1, context, 1), (1 + pages, context // 2, 1)]
+    there, here = (Planes(model.planes(), 1 + 2 * pages, device) for model in (reference, kernels))
+    generator, places = torch.Generator().manual_seed(4), torch.arange(64, 64 * (1 + 2 * pages), device=device)
+    for name, dims in (("index", of.indexer.dim), ("latent", SPARSE["kv_lora_rank"] + SPARSE["qk_rope_head_dim"])):
+        for layer in range(layers):
+            values = torch.randn(len(places), dims, generator=generator).to(device)
+            for planes_of in (there, here):
+                planes_of.write(name, layer, places, values.to(torch.bfloat16))
+    plain, paged = batches(rows, device, torch.Generator().manual_seed(5), 1024)
+    made: dict[str, list[Tensor]] = {"reference": [], "kernels": [], "random": []}
+
+    def recorded(name: str, chosen: Tensor) -> Tensor:
+        made[name] += [one[one >= 0] for one in chosen.long()]
+        return chosen
+
+    def random_choice(scores_NS: Tensor, topk: int) -> Tensor:
+        some = torch.rand(scores_NS.shape, generator=generator).to(device)
+        return select_top_k(torch.where(scores_NS == -torch.inf, -torch.inf, some), topk)
+
+    for module in reference.modules():
+        if isinstance(module, Indexer):
+            module.selection = lambda scores, topk: recorded("reference", select_top_k(scores, topk))
+    found: dict[str, list[float]] = {}
+    with torch.inference_mode(), pytest.MonkeyPatch.context() as patch:
+        exact = reference.forward(plain, there).double()
+        patch.setattr(dsa, "choose", lambda *of, choose=dsa.choose: recorded("kernels", choose(*of)))
+        got = kernels.forward(paged, here).double()
+        for module in kernels.modules():
+            if isinstance(module, Indexer):
+                module.selection = lambda scores, topk: recorded("random", random_choice(scores, topk))
+        kernels.forward(paged, here)
+    found["error"] = ((got - exact).norm(dim=1) / exact.norm(dim=1)).tolist()
+    assert all(len(some) == layers * len(rows) for some in made.values())
+    for name in ("kernels", "random"):
+        found[name] = [
+            float(torch.isin(theirs, ours).float().mean())
+            for ours, theirs in zip(made[name], made["reference"], strict=True)
+        ]
+    return found
+
+
+@pytest.mark.parametrize("kind", ["triton_sparse", "records"])
+@pytest.mark.parametrize("past", [8192, 32768, 131072])
+def test_the_models_own_choice_far_back_is_the_references(past: int, kind: str, cuda: torch.device) -> None:
+    """Rounding decides near ties of some thousand candidates; a random choice has little in common with it."""
+    found = chosen_far_back(TOPK + past, KINDS[kind], cuda)
+    assert min(found["kernels"]) > (0.9 if kind == "records" else 0.95), found
+    assert max(found["error"]) < (0.15 if kind == "records" else 0.05), found
+    assert max(found["random"]) < 0.6, "a random choice must differ"
+
+
 @pytest.mark.parametrize("kind", ["torch", "triton"])
 @pytest.mark.parametrize("shape", [SPARSE, FP8], ids=["bf16", "fp8"])
 def test_chunks_and_prefix_hits_change_few_tokens(
@@ -151,7 +224,9 @@ def test_chunks_and_prefix_hits_change_few_tokens(
     assert agreement(whole, cached, 2) >= 0.6 and agreement(whole, chunked, 2) >= 0.6
 
 
-@pytest.mark.parametrize(("tokens", "columns"), [(1, 4096), (64, 16384), (3, 131072), (300, 8192), (2, 2048)])
+@pytest.mark.parametrize(
+    ("tokens", "columns"), [(1, 4096), (64, 16384), (3, 131072), (3, 163840), (300, 8192), (2, 2048)]
+)
 def test_the_choice_is_that_of_a_stable_sort(tokens: int, columns: int, cuda: torch.device) -> None:
     """Also where many scores are equal, and of rows that see fewer than are chosen."""
     generator = torch.Generator(cuda).manual_seed(1)
@@ -312,7 +387,8 @@ def test_bits_depend_on_the_sequence_alone(kind: str, cuda: torch.device) -> Non
 def test_a_deterministic_one_starts_warm(shape: dict[str, Any], cuda: torch.device, tmp_path: Path) -> None:
     """Every token is a step of its own: what runs before the first request, and what is measured, is one token's."""
     (tmp_path / "config.json").write_text(json.dumps(shape))
-    of = engine(tmp_path, warmup=True, deterministic_inference=True, max_running_requests=4)
+    wishes = {"deterministic_inference": True, "attention_backend": "torch"}
+    of = engine(tmp_path, warmup=True, max_running_requests=4, **wishes)
     assert of.config.warmup and of.config.step_times is None and isinstance(of.runner.model, TokenByToken)
     prompts = [tuple(range(100)), tuple(range(7, 50))]
     params = [SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)] * 2

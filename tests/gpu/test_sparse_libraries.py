@@ -50,13 +50,13 @@ def filled(backend: str, pages: int, generator: torch.Generator, device: torch.d
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("heads", [64, 128])
+@pytest.mark.parametrize("heads", [16, 32, 64, 128])
 def test_the_self_check_passes(heads: int, backend: str, cuda: torch.device) -> None:
     flashmla.check(cuda, CheckCase(backend, heads))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("heads", [64, 128])
+@pytest.mark.parametrize("heads", [16, 64, 96, 128])
 @pytest.mark.parametrize("count", [1, 3, 70, 600])
 def test_attention_is_plain_torchs(count: int, heads: int, backend: str, cuda: torch.device) -> None:
     """Contexts past the choice, shorter ones, and one of a single token; in one launch and in two; along the paths of
@@ -102,7 +102,7 @@ def test_attention_is_plain_torchs(count: int, heads: int, backend: str, cuda: t
             assert float((got[token] - exact).norm() / exact.norm()) < 0.02, (name, token)
 
 
-@pytest.mark.parametrize("heads", [64, 128])
+@pytest.mark.parametrize("heads", [32, 64, 128])
 @pytest.mark.parametrize(("decode", "prefill"), PAIRS)
 @pytest.mark.parametrize("shape", [SPARSE, FP8], ids=["bf16", "fp8"])
 def test_beside_kernels_it_is_the_references(

@@ -1,4 +1,4 @@
-"""Draft trees on kernels: masked decode against a softmax over visible tokens, and whole models against the reference."""
+"""Draft trees on kernels: masked decode against a softmax over visible tokens, and models against the reference."""
 
 from __future__ import annotations
 
@@ -237,7 +237,8 @@ def same_accept(
     return same
 
 
-def test_what_is_learned_of_recorded_paths_is_the_drafters_own(tmp_path: Path, cuda: torch.device) -> None:
+@pytest.mark.parametrize("shape", ["v3-dense", "v32"])
+def test_what_is_learned_of_recorded_paths_is_the_drafters_own(shape: str, tmp_path: Path, cuda: torch.device) -> None:
     """The same entries and states; and answers as without graphs."""
     kinds: list[dict[str, Any]] = [
         {"temperature": 0.0},
@@ -245,12 +246,13 @@ def test_what_is_learned_of_recorded_paths_is_the_drafters_own(tmp_path: Path, c
         {"temperature": 0.0, "logprobs": 1},
     ]
     fields: dict[str, Any] = {"tree": TreeShape(3, 3, 9), "num_drafts": 9}
-    plain = answers(engine("NEXTN", tmp_path / "none", (), cuda_graph_bs=(), **fields), kinds)
-    made = engine("NEXTN", tmp_path / "whole", (), speculative_simulate_accept_length=2.5, **fields)
+    plain = answers(engine("NEXTN", tmp_path / "none", (), shape, cuda_graph_bs=(), **fields), kinds)
+    made = engine("NEXTN", tmp_path / "whole", (), shape, speculative_simulate_accept_length=2.5, **fields)
     runner, learned, real = made.runner, list[bool](), made.runner.graphs.drafts.extend
     drafter: Any = runner.drafting.drafter
     rng = random.Random(7)
-    made.loop.scheduler.draft_length.choose = lambda sampling, most: rng.choice((3, 7, 9, 9))  # type: ignore[method-assign]
+    policy: Any = made.loop.scheduler.draft_length
+    policy.choose = lambda sampling, most: rng.choice((3, 7, 9, 9))
 
     def extend(seen: DraftExtendInput) -> bool:
         before = runner.slots.extra[HIDDEN].clone()
@@ -270,11 +272,12 @@ def test_what_is_learned_of_recorded_paths_is_the_drafters_own(tmp_path: Path, c
     runner.graphs.drafts.extend = extend  # type: ignore[method-assign]
     answers(made, kinds)
     assert len(learned) > 20 and all(learned) and made.loop.stats().accepted_tokens > 40
-    made = engine("NEXTN", tmp_path / "again", (), **fields)
+    made = engine("NEXTN", tmp_path / "again", (), shape, **fields)
     assert agreement(plain, answers(made, kinds), 10) >= 0.7 and not made.loop.stats().drafter_failures
 
 
-def test_drafts_of_any_number_are_recorded(tmp_path: Path, cuda: torch.device) -> None:
+@pytest.mark.parametrize("shape", ["v3-dense", "v32"])
+def test_drafts_of_any_number_are_recorded(shape: str, tmp_path: Path, cuda: torch.device) -> None:
     """Of one, which is a chain, of some, and of all that there may be: nothing is proposed by the drafter itself, and
     little learned.
     """
@@ -282,7 +285,8 @@ def test_drafts_of_any_number_are_recorded(tmp_path: Path, cuda: torch.device) -
     kinds: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 0.7, "top_p": 0.9, "seed": 4}]
     found, called = list[list[list[int]]](), list[dict[str, int]]()
     for graphs in ((), (1, 2, 4, 8)):
-        made, rng = engine("NEXTN", tmp_path / str(len(graphs)), (), cuda_graph_bs=graphs, **fields), random.Random(11)
+        made = engine("NEXTN", tmp_path / str(len(graphs)), (), shape, cuda_graph_bs=graphs, **fields)
+        rng = random.Random(11)
         called.append(_calls(made.runner.drafting.drafter))
 
         def drawn(sampling: Any, most: int, rng: random.Random = rng) -> int:

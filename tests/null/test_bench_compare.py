@@ -142,8 +142,9 @@ def test_files_of_one_side_are_repeats_of_one() -> None:
 
 @pytest.mark.parametrize(
     ("command", "rest"),
-    [("bench offline", {"points": [{"x": 1}]}), ("bench one-batch", {"results": ["a"]}), ("bench serve", {"points": ["a"]}),
-     ("bench startup", {"starts": [{}]}), ("bench kernels", {"rows": [{"us": 3}]}), ("eval", {"results": [7]}),
+    [("bench offline", {"points": [{"x": 1}]}), ("bench one-batch", {"results": ["a"]}),
+     ("bench serve", {"points": ["a"]}), ("bench startup", {"starts": [{}]}),
+     ("bench kernels", {"rows": [{"us": 3}]}), ("eval", {"results": [7]}),
      ("bench startup", {"starts": [{"start": "warm", "ready_seconds": "a"}]})],
 )  # fmt: skip
 def test_json_of_another_shape_is_an_error_that_names_the_file(
@@ -239,6 +240,6 @@ def test_every_command_has_a_reading(tmp_path: Path) -> None:
     cells = points(load(root / "cpu/ablation_tiny.json"))
     hits = cells["the base"]["sums"].hits
     assert len(cells["mla off"]["one request"].values) >= 3 and hits is not None and hits[0] == hits[1] >= 10
-    assert "one request, a CPU second" in cells["radix off"] and "tp on" not in cells
+    assert "one request, a CPU second" in cells["radix off"] and "graph on" not in cells
     with pytest.raises(ResultFileError, match="bench load"):
         points([{"command": "thalweg bench load"}])

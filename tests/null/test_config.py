@@ -184,7 +184,7 @@ def test_flag_names_of_other_engines_print_one_notice_each() -> None:
         ("--schedule-policy lifo", ("--schedule-policy:", "fcfs, lpm, priority", "lifo")),
         ("--page-size 16", ("--page-size:", "64", "16")),
         ("--dtype float16", ("--dtype: must be one of bfloat16, float32; got 'float16'; use bfloat16",)),
-        ("--quantization awq", ("--quantization: must be one of fp8, none; got 'awq'",)),
+        ("--quantization awk", ("--quantization: must be one of fp8, compressed-tensors", "got 'awk'; use awq")),
         ("--nnodes 0", ("nnodes", "at least 1", "0")),
         ("--chunked-prefill-size 0", ("chunked_prefill_size", "-1")),
         ("--ssl-keyfile key.pem", ("ssl_keyfile", "--ssl-certfile")),
@@ -256,9 +256,18 @@ def test_what_is_printed_hides_secrets() -> None:
 
 def test_a_list_of_numbers_may_follow_its_flag() -> None:
     """As SGLang's users write it; a model after it is still a model."""
-    for words in (["--cuda-graph-bs", "1", "2", "4"], ["--cuda_graph_bs=1", "2", "--cuda-graph-bs", "4"]):
+    for words in (
+        ["--cuda-graph-bs", "1", "2", "4"], ["--cuda_graph_bs=1", "2", "--cuda-graph-bs", "4"],
+        ["--cuda-graph-bs", "1,2,4"], ["--cuda-graph-bs=1,2", "4"],
+    ):  # fmt: skip
         assert parse(*words).options.load.cuda_graph_bs == (1, 2, 4)
     assert parse("--cuda-graph-bs", "1", "2", "models/m").args.positional_model == "models/m"
+
+
+def test_lists_of_other_words_keep_their_commas() -> None:
+    assert non_defaults(parse("--served-model-name", "a,b").options)["served_model_name"] == ("a,b",)
+    with pytest.raises(UnsupportedConfig, match="expected a list, each a whole number, got 'x'"):
+        parse("--pp-layer-partition", "3,x")
 
 
 def test_backends_of_sparse_attention_have_their_older_names() -> None:
@@ -414,7 +423,10 @@ def test_vllm_speculative_config_is_accepted(
         (["--speculative-config", "[]"], ("expected an object",)),
         (["--speculative-config", '{"method": "medusa"}'], ("'medusa' is not here", "NGRAM")),
         (["--speculative-config", '{"prompt_lookup_max": 4}'], ("prompt_lookup_max has no equal", "2 to 5")),
-        (["--speculative-config", '{"draft_tensor_parallel_size": 2}'], ("draft_tensor_parallel_size", "one device")),
+        (
+            ["--speculative-config", '{"draft_tensor_parallel_size": 2}'],
+            ("draft_tensor_parallel_size", "as its target"),
+        ),
         (["--speculative-config", '{"num_speculative_token": 2}'], ("did you mean num_speculative_tokens?",)),
         (
             ["--speculative-config", '{"num_speculative_tokens": "x"}'],

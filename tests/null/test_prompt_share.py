@@ -4,6 +4,7 @@ the choice on traces.
 
 from __future__ import annotations
 
+from collections import deque
 from itertools import accumulate
 
 import msgspec
@@ -19,7 +20,8 @@ from thalweg.scheduler.prompt_share import LEAST_STEP, MARGIN, MAX_DEVIATION, SI
 from thalweg.scheduler.requests import Limits
 from thalweg.scheduler.scheduler import Scheduler
 
-# A decode step takes 10 ms. Any prompt adds 2 ms, for weights that are read anyway; from 1,000 tokens on, each adds 10 us.
+# A decode step takes 10 ms. Any prompt adds 2 ms, for weights that are read anyway; from 1,000 tokens on, each adds
+# 10 us.
 KNEE = StepTimes(
     decode=((1, 0.010), (256, 0.010)),
     mixed=((1, ((1, 0.012), (1000, 0.012), (9000, 0.092))),),
@@ -103,6 +105,37 @@ def test_prompts_alone_keep_the_target_of_decode_rows_that_are_on_their_way_thro
     of.expect(1, load(0), held, 0)
     of.observe(0, False)
     assert of.choose(load(0), prompts(1), 0, 8192) == free, "a step of prompts holds nobody up"
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4, 8])
+def test_rows_wait_no_longer_than_the_target_through_stages(stages: int) -> None:
+    """A simulated pipe: each stage takes its part of a step, and a request has a row in every `stages`-th step."""
+    clock, cost, target = Clock(), StepCost(KNEE), 0.030
+    of = CostBasedShare(cost, LatencyTargets(between_tokens=target), clock, stages)
+    free, in_flight, commits, slow = [0.0] * stages, deque[tuple[int, float]](), list[float](), 0
+    for number in range(400):
+        tokens = of.choose(load(32), prompts(64, seconds=1.0), 0, 8192)
+        of.expect(number, load(32), tokens, 0)
+        at = clock.now
+        for stage in range(stages):
+            at = free[stage] = max(at, free[stage]) + cost.seconds(load(32), tokens, 0) / stages
+        in_flight.append((number, at))
+        if len(in_flight) > stages:
+            first, clock.now = in_flight.popleft()
+            slow += of.observe(first, True)
+            commits.append(clock.now)
+    waits = [last - first for first, last in zip(commits[200:], commits[200 + stages :], strict=False)]
+    assert 0.7 * target < max(waits) <= target and slow <= stages and cost.factor == pytest.approx(1.0, abs=0.05)
+
+
+def test_one_request_at_a_time_takes_what_was_measured_through_stages() -> None:
+    clock, cost = Clock(), StepCost(KNEE)
+    of = CostBasedShare(cost, LatencyTargets(), clock, 4)
+    for number in range(200):
+        of.expect(number, load(1), 0, 0)
+        clock.now += cost.seconds(load(1), 0, 0)
+        of.observe(number, True)
+    assert cost.factor == pytest.approx(1.0, abs=0.05)
 
 
 def test_many_decode_rows_hold_a_step_at_the_knee_and_many_waiting_requests_fill_it() -> None:

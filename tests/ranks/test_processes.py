@@ -16,6 +16,7 @@ import msgspec
 import pytest
 
 from tests.compose.matrix import MODEL, settings
+from tests.ranks.faults import shared_memory
 from tests.ranks.group import SPAWN
 from thalweg.core.errors import EngineDead, InvalidRequest
 from thalweg.core.messages import DumpExperts, Fatal, FlushCache, StartProfile, UpdateWeights
@@ -113,7 +114,7 @@ def test_a_killed_process_is_named_and_the_group_restarts(layout: dict[str, Any]
     """Control messages before, a kill in the middle of a step, and nothing left behind."""
 
     async def test() -> None:
-        before = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+        before = shared_memory()
         async with serving(**layout) as front:
             assert await collect(front, PROMPT, 24) == want
             await front.control(FlushCache(0))
@@ -137,22 +138,27 @@ def test_a_killed_process_is_named_and_the_group_restarts(layout: dict[str, Any]
             assert await collect(front, PROMPT, 24) == want and front.restarts == 1
             new = pids(front)
         assert not any(map(is_running, new)), "no process stays"
-        assert (set(os.listdir("/dev/shm")) if before or os.path.isdir("/dev/shm") else set()) <= before
+        assert shared_memory() <= before
 
     run(test)
 
 
-def test_a_stopped_process_is_named_by_the_watchdog() -> None:
+@pytest.mark.parametrize(
+    "flags", [{"watchdog_timeout": 2.0, "watchdog_action": "restart"}, {}], ids=["asked", "default"]
+)
+def test_a_stopped_process_is_named_by_the_watchdog(flags: dict[str, Any]) -> None:
     async def test() -> None:
-        async with serving(**TP2, watchdog_timeout=2.0, watchdog_action="restart") as front:
+        async with serving(**TP2, **flags) as front:
             stream = front.stream(PROMPT, greedy(300))
             await anext(stream)
             assert front.rank_states == {"rank 0 (TP 0)": "ready", "rank 1 (TP 1)": "ready"}
             os.kill(pids(front)[1], signal.SIGSTOP)
             await eventually(lambda: front.rank_states["rank 1 (TP 1)"] == "stopped")
+            begun = time.monotonic()
             with pytest.raises(EngineDead, match=r"rank 1 \(TP 1\)"):
                 async for _ in stream:
                     pass
+            assert time.monotonic() - begun < LIMIT_S
 
     run(test)
 

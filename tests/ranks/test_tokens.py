@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import types
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 PAIRED = ("tp2", "tp2-ep2", "dp2-ep2", "cp2", "pp2", "tp2-dcp2", "tp4", "tp2-dp2-ep4", "pp2-tp2")  # `make soak` has all
-ON_NODES = ("dp2-ep2", "tp4", "tp2-dp2-ep4", "pp2-tp2")  # that divide records, plans, both, and stages
+# that divide records, plans, both, tokens, contexts, and stages
+ON_NODES = ("dp2-ep2", "tp4", "tp2-dp2-ep4", "cp2", "tp2-dcp2", "pp2-tp2")
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class Case:
     drafts: str = "none"
     grammar: str = "none"
     n: int = 1
-    pages: int = 7
+    pages: int = 6
     prompt_logprobs: bool = False
     kv: str = "float32"
     fields: dict[str, Any] = field(default_factory=dict)
@@ -78,12 +79,12 @@ class Case:
 
 
 MOE_LAYERS = 3  # of the bundled model, without its NextN layer
-REQUESTS = 5  # of the load, to save time
+REQUESTS, TOKENS = 5, 80  # of the load, and of an answer, to save time
 EPLB = {"enable_eplb": True, "eplb_rebalance_num_iterations": 8, "ep_num_redundant_experts": 4}
 GRAPHS: dict[str, dict[str, Any]] = {
     "none": {},
     "decode": {"cuda_graph_bs": (1, 8), "cuda_graph_mode": "full_and_piecewise"},
-    "whole": {"cuda_graph_bs": (8, 64), "cuda_graph_mode": "full"},
+    "whole": {"cuda_graph_bs": (4, 16, 64), "cuda_graph_mode": "full"},
 }
 MOST_JUMPS = {"float32": 1, "fp8_e4m3": 2}  # requests; rounding to e4m3 moves a near tie more often
 COLUMNS: dict[str, list[Any]] = {
@@ -92,7 +93,7 @@ COLUMNS: dict[str, list[Any]] = {
     "drafts": ["none", "nextn-3", "nextn-tree", "adaptive"],
     "grammar": ["none", "json_schema", "regex"],
     "n": [1, 2],
-    "pages": [6, 40],
+    "pages": [5, 40],
     "prompt_logprobs": [False, True],
     "kv": ["float32", "fp8_e4m3"],
     "is_uneven": [False, True],
@@ -125,7 +126,7 @@ def case_of(levels: dict[str, Any]) -> Case:
     return Case(**own, fields=fields | (EPLB if levels["experts"] == "moving" else {}))
 
 
-CASES = covering(COLUMNS, 0, legal=is_legal)  # this seed needs few cases
+CASES = covering(COLUMNS, 80, legal=is_legal)  # this seed needs few cases
 
 
 @pytest.fixture(autouse=True)
@@ -161,16 +162,24 @@ def answers_of(served: list[Served]) -> dict[int, Answer]:
 
 
 @cache
-def reference(kind: str, grammar: str, kv: str) -> list[list[Answer]]:
-    """Two choices of each request: alone, whole prompts, no prefix cache, plenty of pages, depth 1."""
+def reference(kind: str, grammar: str, kv: str, pattern: str = "") -> list[list[Answer]]:
+    """Two choices of each request: alone, whole prompts, no prefix cache, plenty of pages, depth 1. pattern: as
+    `EngineConfig.index_topk_pattern`.
+    """
     limits = {"chunked_prefill_size": 4096, "num_pages": 200, "max_running_requests": 16}
-    engine = LocalEngine(settings(max_steps_in_flight=1, radix_cache=False, kv_cache_dtype=kv, **limits))
+    own = {"kv_cache_dtype": kv, "index_topk_pattern": pattern}
+    engine = LocalEngine(settings(max_steps_in_flight=1, radix_cache=False, **own, **limits))
     return [serve_alone(engine, [one]) for one in load(kind, grammar, n=2, prompt_logprobs=True)]
 
 
 def load(kind: str, grammar: str, n: int, prompt_logprobs: bool) -> list[tuple[Ask, Grammar]]:
     wish = {"kind": kind, "n": n, "grammar": grammar, "logprobs": True, "prompt_logprobs": prompt_logprobs}
-    return crowd(types.SimpleNamespace(vocab=2048), wish)[:REQUESTS]  # type: ignore[arg-type]
+    asked = crowd(types.SimpleNamespace(vocab=2048), wish)[:REQUESTS]  # type: ignore[arg-type]
+    return [(replace(ask, params=shortened(ask.params)), held) for ask, held in asked]
+
+
+def shortened(params: SamplingParams) -> SamplingParams:
+    return msgspec.structs.replace(params, max_tokens=min(params.max_tokens, TOKENS))
 
 
 def run_case(group: ProcessGroup, case: Case, plant: str = "") -> tuple[list[Served], int]:
@@ -184,7 +193,7 @@ def run_case(group: ProcessGroup, case: Case, plant: str = "") -> tuple[list[Ser
     ranks = config.dp_size
     served = group.serve(config, [script, *[()] * (ranks - 1)] if case.is_uneven else dealt(script, ranks), plant)
     answers, tokenizer, jumped = answers_of(served), Tokenizer(Path(MODEL)), 0
-    wanted = reference(case.kind, case.grammar, case.kv)
+    wanted = reference(case.kind, case.grammar, case.kv, case.fields.get("index_topk_pattern", ""))
     for (ask, grammar), some, choices in zip(asked, uids, wanted, strict=True):
         has_jumped = False
         for i, (uid, want) in enumerate(zip(some, choices, strict=False)):
@@ -225,22 +234,22 @@ def test_stages_of_ranks_of_which_one_verifies_trees(groups: dict[int, ProcessGr
 
 def test_scarce_pages_do_preempt(groups: dict[int, ProcessGroup]) -> None:
     """The column is worth nothing if it never bites."""
-    served, jumped = run_case(groups[2], Case("tp2", "penalised", "nextn-3", "json_schema", n=2, pages=6))
+    served, jumped = run_case(groups[2], Case("tp2", "penalised", "nextn-3", "json_schema", n=2, pages=5))
     assert jumped <= 1 and served[0].preemptions > 0
 
 
 def test_ranks_that_share_contexts_hold_as_many_more_tokens(groups: dict[int, ProcessGroup]) -> None:
     """The load above, on as many pages, which are twice as large: nothing is preempted."""
-    served, jumped = run_case(groups[2], Case("tp2-dcp2", "penalised", "nextn-3", "json_schema", n=2, pages=2 * 6))
+    served, jumped = run_case(groups[2], Case("tp2-dcp2", "penalised", "nextn-3", "json_schema", n=2, pages=2 * 5))
     assert jumped <= 1 and served[0].preemptions == 0
 
 
 @pytest.mark.parametrize(
     "case",
     [
-        Case("tp2-dcp2-dp2-ep4", "seeded", "nextn-tree", pages=6),
-        Case("pp2-tp2-dcp2", "greedy", "nextn-3", pages=6, fields={"max_steps_in_flight": 2}),
-        Case("dp2", "penalised", "nextn-3", n=2, pages=6),
+        Case("tp2-dcp2-dp2-ep4", "seeded", "nextn-tree", pages=5),
+        Case("pp2-tp2-dcp2", "greedy", "nextn-3", pages=5, fields={"max_steps_in_flight": 2}),
+        Case("dp2", "penalised", "nextn-3", n=2, pages=5),
         Case("dp4-ep4", "seeded", "nextn-tree", fields={"moe_a2a_backend": "alltoall", "max_steps_in_flight": 2}),
     ],
     ids=lambda case: case.layout,
@@ -278,6 +287,40 @@ def test_ranks_share_the_heads_of_an_indexer(case: Case, groups: dict[int, Proce
     served, jumped = run_case(groups[engine_config(case.layout).processes], case)
     assert jumped <= MOST_JUMPS[case.kv] and sum(rank.accepted for rank in served) > 10
     assert len({rank.checksum for rank in served}) == 1
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("tp2-dcp2", "greedy", "small-2", pages=5),
+        pytest.param(Case("cp2-tp2-dcp2", "greedy", "small-2"), marks=pytest.mark.soak),
+    ],
+    ids=lambda case: case.layout,
+)
+def test_a_drafter_keeps_whole_contexts(case: Case, groups: dict[int, ProcessGroup]) -> None:
+    """The bundled model drafts for itself, so its drafts are right where its own KV is."""
+    served, jumped = run_case(groups[engine_config(case.layout).processes], case)
+    tokens = sum(len(delta.tokens) for delta in served[0].deltas.values())
+    assert jumped <= 1 and served[0].accepted > 0.6 * tokens
+
+
+SHARED_SELECTION = {"index_topk_pattern": "FFSS", "max_steps_in_flight": 2}
+CUT = {"pp_layer_partition": (2, 2)}  # before the third layer, which has no indexer
+CROSSINGS = [
+    Case("pp2", "greedy", "nextn-tree", pages=5, fields=SHARED_SELECTION | CUT),
+    Case("pp4", "seeded", "nextn-3", fields=SHARED_SELECTION | GRAPHS["decode"]),
+    Case("pp2-cp2", "seeded", "nextn-3", kv="fp8_e4m3", fields=SHARED_SELECTION | CUT),
+    Case("pp2-tp2-dcp2", "greedy", "adaptive", "json_schema", fields=SHARED_SELECTION | CUT),
+]
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.soak] * ("-" in case.layout), id=case.layout) for case in CROSSINGS]
+)
+def test_stages_share_a_selection_of_context(case: Case, groups: dict[int, ProcessGroup]) -> None:
+    """Prompts in chunks, decode rows and verifications; contexts are longer than a selection."""
+    served, jumped = run_case(groups[engine_config(case.layout).processes], case)
+    assert jumped <= MOST_JUMPS[case.kv] and sum(rank.accepted for rank in served) > 10
 
 
 def test_the_cases_cover_every_legal_pair() -> None:

@@ -13,9 +13,11 @@ from functools import cached_property
 from typing import Iterator, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from thalweg.attention.context_shard import ContextShard
+from thalweg.attention.selection import SelectedContext, SelectedContexts
 from thalweg.batch.batch import Batch, Group
 from thalweg.core.plan import PAGE
 from thalweg.memory.planes import Planes
@@ -130,6 +132,10 @@ class AttentionGroup:
         nothing = torch.full((len(index_NK), self._width(tile)), -torch.inf, device=index_NK.device)
         return nothing.scatter_(1, index_NK, bias_NK)
 
+    def columns(self, tile: QueryTile) -> int:
+        """Columns of a tile's context on all ranks."""
+        return tile.pages * self._context.page_size
+
     def gather(self, paged: Tensor, pages: int) -> Tensor:
         """[R, S, dim]: the first `pages` pages of every row's context, contiguous."""
         table = self._table_N if pages == self.pages else self.table_RP[:, :pages].reshape(-1)
@@ -153,6 +159,41 @@ class AttentionMetadata:
     cos_sin_T1c: Tensor  # complex64: the rotation of each token
     groups: tuple[AttentionGroup, ...]
     max_kv_len: int
+
+    def contexts(self, columns_TK: Tensor) -> tuple[SelectedContext, ...]:
+        """Columns of each token's context, int64 [T, K], as every group takes them; ~column for a filler. A tile whose
+        context has fewer columns takes as many.
+        """
+        is_filler_TK = columns_TK < 0
+        parts = (
+            torch.where(is_filler_TK, ~columns_TK, columns_TK),
+            torch.where(is_filler_TK, -torch.inf, columns_TK * -TIE),
+        )
+        return tuple(
+            SelectedContext(
+                *(
+                    tuple(group.take_tile(group.take(x), tile)[:, : group.columns(tile)] for tile in group.tiles)
+                    for x in parts
+                )
+            )
+            for group in self.groups
+        )
+
+    def packed(self, selections: SelectedContexts, topk: int) -> Tensor:
+        """See `layers.interface.ForwardMetadata`."""
+        packed_TK = self.batch.positions_T.new_full((len(self.batch.ids_T), topk), -1)
+        for group, selected in zip(self.groups, selections, strict=True):
+            if selected is not None:
+                tiles = (torch.where(bias == -torch.inf, ~p, p) for p, bias in zip(*selected, strict=True))
+                padded = [F.pad(tile, (0, topk - tile.shape[1]), value=-1) for tile in tiles]
+                packed_TK[group.group.token_slice] = group.join_tiles(padded)
+        return packed_TK.to(torch.int32)
+
+    def unpacked(self, packed_TK: Tensor) -> SelectedContexts:
+        """Inverse of `packed`."""
+        is_whole = (group.max_kv_len <= packed_TK.shape[1] for group in self.groups)
+        contexts = self.contexts(packed_TK.to(torch.int64))
+        return tuple(None if whole else context for whole, context in zip(is_whole, contexts, strict=True))
 
 
 class AttentionMetadataBuilder(nn.Module):
@@ -184,6 +225,8 @@ class AttentionMetadataBuilder(nn.Module):
         parts = (part for group in batch.groups for part in _split_rows(batch, group, self.workspace))
         groups = tuple(AttentionGroup(batch, part, context, self.workspace) for part in parts)
         return AttentionMetadata(batch, planes, cos_sin_T1c, groups, max(group.max_kv_len for group in groups))
+
+    captured_context = None
 
     def captured_cached_tokens(self, wish: int, planes: Planes) -> None:
         """Masks and tiles are cut by lengths on the host."""

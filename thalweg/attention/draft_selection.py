@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from thalweg.attention.context import TIE, AttentionMetadata
-from thalweg.attention.selection import SelectedContext, SelectedContexts
+from thalweg.attention.context import AttentionMetadata
+from thalweg.attention.selection import SelectedContexts
 from thalweg.attention.tree_paths import path_columns, paths_of_tree
 from thalweg.batch.batch import Batch
 from thalweg.batch.draft_selection import DraftSelection
@@ -45,13 +45,7 @@ def shared_columns(shared: DraftSelection, batch: Batch) -> Tensor:
 
 def shared_contexts(shared: DraftSelection, metadata: AttentionMetadata) -> SelectedContexts:
     """`shared_columns` as every group takes them."""
-    columns_TK = shared_columns(shared, metadata.batch)
-    bias_TK = torch.where(columns_TK < 0, -torch.inf, columns_TK * -TIE)
-    return tuple(
-        SelectedContext(*(tuple(group.take_tile(group.take(x), tile) for tile in group.tiles) for x in selected))
-        for selected in [(columns_TK.clamp(min=0), bias_TK)]
-        for group in metadata.groups
-    )
+    return metadata.contexts(shared_columns(shared, metadata.batch))
 
 
 def store_contexts(shared: DraftSelection, metadata: AttentionMetadata, selected: SelectedContexts) -> None:

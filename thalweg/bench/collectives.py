@@ -206,9 +206,12 @@ def main(argv: list[str]) -> int:
     )
     add_flags(parser, "", FLAGS)
     args = parser.parse_args(argv)
-    size = args.tp_size or torch.cuda.device_count()
-    if size < 2 or size > torch.cuda.device_count():
-        raise UnsupportedConfig(f"--tp-size {size}: this host has {torch.cuda.device_count()} GPUs, and it takes 2")
+    gpus = torch.cuda.device_count()
+    size = args.tp_size or gpus
+    if gpus < 2:
+        raise UnsupportedConfig(f"it times transfers between GPUs: this host has {gpus}, and at least 2 are needed")
+    if not 2 <= size <= gpus:
+        raise UnsupportedConfig(f"--tp-size {size}: use 2 to {gpus}, as this host has {gpus} GPUs")
     if args.width % 128:
         raise UnsupportedConfig(f"--width {args.width} must be a multiple of 128")
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from thalweg.bench.command import PartialRun
 from thalweg.bench.display import show
-from thalweg.bench.in_process import check_one_process, configuration
+from thalweg.bench.in_process import configuration
 from thalweg.bench.results import save
 from thalweg.config.options import Options
 from thalweg.config.tree import replace
@@ -94,7 +94,8 @@ def measure_engines(
     with PartialRun() as partial:
         for shape, config in engines:
             resolved, engine = started(shape, config)
-            check_one_process(engine, command)
+            if engine.config.dp_size > 1:
+                raise UnsupportedConfig(f"bench {command} sets the drafts of one scheduler: leave out --dp-size")
             settings = configuration(resolved)
             for row in rows_of(shape, resolved, engine):
                 rows.append(row)

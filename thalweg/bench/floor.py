@@ -76,7 +76,7 @@ def share_of_floor(
     if hardware is None or not outputs:
         return None
     rows, context, chip = max(1, round(batch)), round((inputs + outputs / 2) / requests), hardware.chip
-    shape, top = roofline.divided(model.layout, rows, 1, context), Ceilings(chip.read, chip.bf16, chip.fp8)
+    shape, top = roofline.divided(model.layout, rows, 1, context), Ceilings(chip.read, chip.bf16, chip.fp8, chip.fp4)
     try:
         step = step_seconds(model, shape, top, hardware)
     except ThalwegError:

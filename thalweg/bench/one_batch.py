@@ -41,7 +41,7 @@ FLAGS = f"""
 {BATCHES}
 --output-len --output  count...=16   tokens to generate
 --repeat      count=1       runs of each case; the fastest is reported
---fill-cache  switch        random vectors are the context: only the last 64 tokens of a prompt, or fewer, are computed
+--fill-cache  switch        random vectors are the context: only the last page of a prompt, or less, is computed
 --run-name    name=default  a name in the result
 {BENCH_SEED}
 {OUTPUT}
@@ -106,13 +106,13 @@ def measure(engine: LocalEngine, batches: Iterator[list[Tokens]], output_len: in
 
 
 def batches_of(
-    engine: LocalEngine, resolved: Resolved, case: Case, is_filled: bool, rng: Random
+    engine: LocalEngine, resolved: Resolved, case: Case, is_filled: bool, seed: int, rng: Random
 ) -> Iterator[list[Tokens]]:
-    """Prompts of a case: new ones each time, or the same ones, which the cache has."""
+    """Prompts of a case: new ones each time, or the same ones, which the cache has. seed: of what it has."""
     if is_filled:
         prompts = filled_cache.prompts_of_own_pages(resolved, *case[:2], rng)
         while True:
-            filled_cache.cache_prompts(engine, prompts)
+            engine.fill_cache(prompts, seed)
             yield prompts
     while True:
         yield random_batch(resolved, *case[:2], rng)
@@ -138,11 +138,10 @@ def main(argv: list[str]) -> int:
     rng, rows = Random(args.bench_seed), list[Row]()
     if args.fill_cache:
         filled_cache.check(engine, "--fill-cache")
-        filled_cache.fill_planes(engine.runner.planes, args.bench_seed)
     with PartialRun() as run, progress_bar("cases", len(cases)) as bar:
         for case in cases:
             before = engine.loop.stats().acceptance
-            batches = batches_of(engine, resolved, case, args.fill_cache, rng)
+            batches = batches_of(engine, resolved, case, args.fill_cache, args.bench_seed, rng)
             runs = measure(engine, batches, case[2], args.repeat)
             drafts = engine.loop.stats().acceptance.since(before)
             timing = min(runs, key=lambda each: each.total)

@@ -7,7 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import msgspec
@@ -17,10 +17,14 @@ from thalweg.bench.command import CommandParser, add_flags
 from thalweg.bench.display import progress_bar
 from thalweg.bench.replayer import Replayer, ReplayReport
 from thalweg.config.engine import EngineConfig
+from thalweg.config.options import ParallelOptions
 from thalweg.core.errors import UnsupportedConfig
 from thalweg.engine.recording import Recording, fingerprint, read, versions
 from thalweg.models.catalog import read_facts
 
+_PARALLEL = {one.name for one in fields(ParallelOptions)}
+# settings of an engine that one process is
+ONE_PROCESS = {one.name: one.default for one in msgspec.structs.fields(EngineConfig) if one.name in _PARALLEL}
 EPILOG = """\
 examples:
   thalweg replay dumps/thalweg-20260101-120000-4242-000017.json
@@ -114,15 +118,7 @@ def _settings(recording: Recording, model: str | None, device: str | None, progr
         if same
         else (),
         overlap_schedule=False,
-        tp_size=1,
-        pp_size=1,
-        pp_layer_partition=(),
-        dp_size=1,
-        dcp_size=1,
-        attn_cp_size=1,
-        ep_size=1,
-        moe_dense_tp_size=1,
-        enable_dp_attention=False,
+        **ONE_PROCESS,
         crash_dump_folder="",
         watchdog_timeout=0.0,
         show_progress=progress,

@@ -46,6 +46,8 @@ from thalweg.config.machines import hardware, hardware_of
 from thalweg.launch.hub import cached_folder
 
 REFUSED = 3  # refused connections in a row: the server is gone, and the rest of the load would only count that
+# fields of a result that are the same for all points of a sweep
+SOURCE = ("command", "date", "device", "versions", "commit", "configuration")
 LATE_MS = 20.0  # of the send delay (p99): users would have felt something else than what was measured
 SPARE_FILES = 64  # beside connections: logs, pipes, libraries
 INTERRUPTED = "Ctrl-C"
@@ -410,7 +412,7 @@ def _save(path: Path, result: Mapping[str, Any]) -> None:
     if path.suffix != ".jsonl" or "points" not in result:
         write(path, result)
         return
-    source = {name: result[name] for name in ("command", "date", "device", "versions", "commit", "configuration")}
+    source = {name: result[name] for name in SOURCE}
     for row in result["points"]:
         write(path, row | source)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Iterable, Sequence
 
 from thalweg.cache.radix import PrefixCursor, RadixTree
+from thalweg.core.errors import InvalidRequest
 from thalweg.core.plan import NULL_PAGE
 
 
@@ -56,6 +57,28 @@ class PageAllocator:
             ref_counts[page] -= 1
             if not ref_counts[page] and not self.tree.mark_evictable(page):
                 self.free_pages.append(page)
+
+    def cache_prompts(self, prompts: Iterable[Sequence[int]]) -> None:
+        """Makes pages of any content the cached prefixes of these prompts, where they are not cached. Other prefixes
+        may be evicted. Raises InvalidRequest where there are too few pages.
+        """
+        held, tree = list[list[int]](), self.tree
+        try:
+            for prompt in prompts:
+                cursor, count = PrefixCursor(prompt, 0), len(prompt) // self.page_size
+                missing = count - tree.match(cursor, count)
+                held.append(tree.pages(cursor))
+                self.acquire(held[-1])
+                if missing > self.num_available():
+                    raise InvalidRequest(
+                        "prompts",
+                        f"they need more than the cache's {self.num_pages:,} pages: use more --max-total-tokens",
+                    )
+                held[-1] += self.allocate(missing)
+                tree.insert(cursor, held[-1], count)
+        finally:
+            for pages in held:
+                self.release(pages)
 
     def evict_tail(self, cursor: PrefixCursor, keep: int) -> None:
         """Frees the evictable pages at the end of an ended sequence, beyond its first `keep` pages."""

@@ -15,14 +15,16 @@ from typing import Any, Generic, TypeVar
 from thalweg.core.capabilities import Capabilities
 
 YES, NO, BOTH = (True,), (False,), (True, False)
-CHIPS = {"8.0": "ampere", "8.6": "ampere", "8.7": "ampere", "8.9": "ada", "9.0": "hopper"}  # by compute capability
+CHIPS = {  # by compute capability, or by the name of AMD's compiler
+    "8.0": "ampere", "8.6": "ampere", "8.7": "ampere", "8.9": "ada", "9.0": "hopper", "gfx950": "cdna4",
+}  # fmt: skip
 NEWER = "blackwell"
 GPUS = (*dict.fromkeys(CHIPS.values()), NEWER)  # generations that Triton's kernels compile for
-FP8_CHIPS = ("ada", "hopper", NEWER)  # of these, the ones with e4m3
+FP8_CHIPS = ("ada", "hopper", "cdna4", NEWER)  # of these, the ones with e4m3
 
 
 def chip_of(capability: str) -> str:
-    """The GPU generation of a compute capability such as "9.0"."""
+    """The GPU generation of a compute capability such as "9.0", or of "gfx950"."""
     if capability in CHIPS:
         return CHIPS[capability]
     return NEWER if capability and float(capability) >= 10 else "older"
@@ -63,8 +65,9 @@ class AttentionCapabilities(Capabilities):
     deterministic: tuple[bool, ...]  # whether bits can be independent of the batch
     trees: tuple[bool, ...]  # whether draft tokens can form a tree
     unaligned_latents: tuple[bool, ...]  # deterministic mode, and latents of no whole tiles
-    other_shapes: tuple[bool, ...]  # sparse attention of other heads, latents or choices than FlashMLA's
-    divided: tuple[bool, ...]  # ranks divide a context (DCP) or its tokens (CP)
+    other_shapes: tuple[bool, ...]  # sparse attention of more heads, other latents or choices than FlashMLA's
+    padded_heads: tuple[bool, ...]  # sparse attention of fewer heads than FlashMLA's; required of unnamed backends
+    divided: tuple[bool, ...]  # ranks divide a context (DCP)
     host_latents: tuple[bool, ...]  # the pages of latents are in host memory, with hot sets on the device
     graphs: tuple[bool, ...]  # whether CUDA graphs can capture it; never required
 
@@ -89,7 +92,7 @@ class IndexCapabilities(Capabilities):
     installed: tuple[bool, ...]
     deterministic: tuple[bool, ...]  # whether bits can be independent of the batch
     other_index_heads: tuple[bool, ...]  # or dims of them, than DeepGEMM's
-    divided: tuple[bool, ...]  # ranks divide a context (DCP), its tokens (CP) or the index heads
+    divided: tuple[bool, ...]  # ranks divide a context (DCP) or the index heads
 
 
 C = TypeVar("C", bound=Capabilities)
@@ -113,8 +116,8 @@ class KernelBackend(Generic[C]):
     check: str = ""  # of experts, products and index scores
     gathers_keys: bool = False  # GQA prefill reads the cached keys of a row in one piece
     preferred_heads: int = 0  # comes first for models with at least this many heads
-    # comes first for models with sparse attention of these dims: latents, rotated keys, index keys
-    preferred_dims: tuple[int, ...] = ()
+    # comes first for models with sparse attention of such dims: latents, rotated keys, index keys
+    preferred_dims: tuple[tuple[int, int, int], ...] = ()
 
     def on(self, libraries: frozenset[str]) -> C:
         """The capabilities on a machine that has these libraries."""
@@ -134,6 +137,7 @@ _REFERENCE = AttentionCapabilities(
     trees=BOTH,
     unaligned_latents=BOTH,
     other_shapes=BOTH,
+    padded_heads=BOTH,
     divided=BOTH,
     host_latents=BOTH,
     graphs=NO,
@@ -161,7 +165,9 @@ _TRITON = replace(
 _SPARSE = replace(_TRITON, heads=("mla",), sparse=YES, kv=("bfloat16", "fp8_ds_mla"), host_latents=BOTH)
 _HOPPER = replace(_TRITON, chip=("hopper",), deterministic=NO)
 _FLASHMLA = replace(_HOPPER, heads=("mla",), trees=NO)
-_SPARSE_FLASHMLA = replace(_SPARSE, chip=("hopper",), deterministic=NO, other_shapes=NO, divided=NO, host_latents=NO)
+_SPARSE_FLASHMLA = replace(
+    _SPARSE, chip=("hopper",), deterministic=NO, other_shapes=NO, padded_heads=NO, divided=NO, host_latents=NO
+)
 _FLASHINFER = replace(  # compiles when first used and plans on the host, so it is never chosen automatically
     _HOPPER,
     heads=("mla", "gqa"),
@@ -173,10 +179,13 @@ _CHECK_FLASHINFER = "kernels.gqa.flashinfer:check"
 _TRITON_GQA, _FLASHINFER_GQA = "kernels.gqa.backends:TritonGqa", "kernels.gqa.flashinfer:FlashInferGqa"
 _TRITON_MLA, _TRITON_PREFILL = "kernels.mla.backends:TritonMlaDecode", "kernels.mla.backends:triton_prefill"
 _TRITON_SPARSE = "kernels.dsa.backends:TritonSparse"
-V32_DIMS = (512, 64, 128)  # of DeepSeek-V3.2 and GLM-5, with which sparse kernels have run on GPUs
+V32_DIMS = (512, 64, 128)  # of DeepSeek-V3.2 and GLM-5
+SPARSE_DIMS = (V32_DIMS, (128, 16, 64))  # with which sparse kernels were checked on a GPU; the latter: models/tiny
 
 
-def _sparse_flashmla(mla: str, dims: tuple[int, ...] = ()) -> dict[str, KernelBackend[AttentionCapabilities]]:
+def _sparse_flashmla(
+    mla: str, dims: tuple[tuple[int, int, int], ...] = ()
+) -> dict[str, KernelBackend[AttentionCapabilities]]:
     """mla: computes contexts that are chosen whole. dims: for which it is preferred; (): none, and so listed after the
     reference, which fits everything.
     """
@@ -216,7 +225,9 @@ DECODE: dict[str, KernelBackend[AttentionCapabilities]] = {
         check_mla="kernels.mla.flashmla:check",
     ),
     "torch": KernelBackend(supports=_TORCH, mla_layer="layers.mla:Mla"),
-    "triton_sparse": KernelBackend(supports=_SPARSE, mla=_TRITON_MLA, sparse=_TRITON_SPARSE, preferred_dims=V32_DIMS),
+    "triton_sparse": KernelBackend(
+        supports=_SPARSE, mla=_TRITON_MLA, sparse=_TRITON_SPARSE, preferred_dims=SPARSE_DIMS
+    ),
     "reference": KernelBackend(supports=_REFERENCE, libraries=()),
     **_sparse_flashmla(_TRITON_MLA),
     "flashinfer": KernelBackend(
@@ -242,9 +253,9 @@ PREFILL: dict[str, KernelBackend[AttentionCapabilities]] = {
     "torch": KernelBackend(supports=_TORCH),
     # Five layers of DeepSeek-V3.2 on an H200: a prompt of 32,768 tokens in 0.54 s and one of 131,072 in 3.76 s; with
     # Triton's kernel 0.86 and 5.12 s.
-    **_sparse_flashmla(_TRITON_PREFILL, V32_DIMS),
+    **_sparse_flashmla(_TRITON_PREFILL, (V32_DIMS,)),
     "triton_sparse": KernelBackend(
-        supports=_SPARSE, mla=_TRITON_PREFILL, sparse=_TRITON_SPARSE, preferred_dims=V32_DIMS
+        supports=_SPARSE, mla=_TRITON_PREFILL, sparse=_TRITON_SPARSE, preferred_dims=SPARSE_DIMS
     ),
     "reference": KernelBackend(supports=_REFERENCE, libraries=()),
     "flashinfer": KernelBackend(
@@ -306,7 +317,7 @@ INDEX_SCORES: dict[str, KernelBackend[IndexCapabilities]] = {
         libraries=(TRITON, DEEP_GEMM),
         index_scores="layers.index_scores:DeepGemmScores",
         check="kernels.dsa.deep_gemm:check",
-        preferred_dims=V32_DIMS,
+        preferred_dims=(V32_DIMS,),
     ),
     "torch": KernelBackend(
         supports=replace(_INDEX_TRITON, attention=("torch",), chip=("", "older", *GPUS)), libraries=()

@@ -64,9 +64,19 @@ enable-flashinfer-mla: use --attention-backend flashinfer
 enable-flashmla: use --attention-backend flashmla
 prefill-context-parallel-size pcp: use --attn-cp-size, and --tp-size for all devices: context-parallel ranks are a
     part of them here
-nsa-prefill-cp-mode dsa-prefill-cp-mode: use --cp-strategy interleave for round-robin-split, and zigzag for in-seq-split
 enable-nsa-prefill-cp-cache-layer-split: not in this version: each device holds all layers of its cache
 enable-ep-moe: use --ep-size
+all2all-backend: use --moe-a2a-backend
+eplb-config: use --ep-num-redundant-experts, --eplb-algorithm and --eplb-rebalance-num-iterations
+base-gpu-id gpu-id-step: set the variable CUDA_VISIBLE_DEVICES, such as 4,5,6,7 for four devices from the fourth on
+nccl-port data-parallel-rpc-port: not needed: the system chooses ports, and --dist-init-addr names one for several nodes
+data-parallel-address data-parallel-size-local data-parallel-start-rank data-parallel-rank: use --nnodes, --node-rank
+    and --dist-init-addr, the sizes being those of all nodes
+data-parallel-external-lb data-parallel-hybrid-lb: not in this version: one address serves all data-parallel ranks
+max-parallel-loading-workers: not needed: every process reads only its own part of the files
+pp-max-micro-batch-size pp-async-batch-depth: not needed: decoding requests are spread evenly over as many steps as
+    there are stages
+enable-elastic-ep elastic-ep-backend: not in this version: when a process is lost, the group starts again
 enable-deepep-moe: use --ep-size and --moe-a2a-backend deepep
 enable-flashinfer-cutlass-moe: not in this version
 ep-dispatch-algorithm ep-static-dispatch: not needed: a token chooses among the copies of an expert by all its experts
@@ -93,7 +103,7 @@ def instead_of(flag: str) -> str:
     return UNSUPPORTED_FLAGS.get(name, "")
 
 
-# flags of other engines that change nothing here, with the one value that they may have: why
+# flags of other engines that change nothing here, with the values that they may have: why
 NO_EFFECT_FLAGS = text_table(
     """
 enable-prefill-cp: --attn-cp-size above 1 turns context parallelism on
@@ -103,6 +113,15 @@ enable-dsa-prefill-context-parallel: --attn-cp-size above 1 turns context parall
 dcp-comm-backend a2a: ranks exchange attention outputs in one all-to-all a layer
 cp-kv-cache-interleave-size 64: ranks hold 64 tokens in turn, so that pages stay whole
 dcp-kv-cache-interleave-size 64: ranks hold 64 tokens in turn, so that pages stay whole
+disable-custom-all-reduce: own kernels add up only what they were timed to add sooner than NCCL at the start
+enable-flashinfer-allreduce-fusion: sums are fused with the norm wherever that was faster than NCCL at the start
+enable-symm-mem: sums of few rows use symmetric memory wherever that was faster than NCCL at the start
+enable-torch-symm-mem: sums of few rows use symmetric memory wherever that was faster than NCCL at the start
+enable-p2p-check: whether GPUs address each other's memory is always checked
+enable-nccl-nvls: NCCL multicasts over NVLink if the variable NCCL_NVLS_ENABLE is 1
+load-balance-method total_tokens or minimum_tokens or auto: a request goes to the rank with the fewest tokens to compute
+distributed-executor-backend mp: the server starts the processes of its machine
+data-parallel-backend mp: the server starts the processes of its machine
 trust-remote-code: no code of a checkpoint is ever run
 enable-mixed-chunk: prefill and decode always share steps
 enable-chunked-prefill: prompts are always cut to the step's token budget
@@ -123,6 +142,9 @@ speculative-accept-threshold-acc 1.0: drafts are accepted without loss
 OTHER_VALUES = dict.fromkeys(
     ("speculative-accept-threshold-single 1.0", "speculative-accept-threshold-acc 1.0"),
     "below 1 it changes how answers are distributed; --speculative-acceptance relaxed is the lossy rule there is",
+) | dict.fromkeys(
+    ("distributed-executor-backend mp", "data-parallel-backend mp"),
+    "use --launcher ray or torchrun, with --nnodes, for several machines",
 )
 
 
@@ -132,7 +154,7 @@ def without_effect(flag: str, value: object) -> str:
     Raises UnsupportedConfig for a value that would change something.
     """
     name, _, allowed = flag.partition(" ")
-    if allowed and str(value) not in (allowed, allowed.removesuffix(".0")):
+    if allowed and str(value) not in (*allowed.split(" or "), allowed.removesuffix(".0")):
         instead = OTHER_VALUES.get(flag, NO_EFFECT_FLAGS[flag])
         raise UnsupportedConfig(f"--{name}: {allowed} is all it may be, got {value}: {instead}")
     return f"--{name} changes nothing: {NO_EFFECT_FLAGS[flag]}"
@@ -149,7 +171,7 @@ EQUAL = {
 }
 ADAPTIVE = "in each step as many drafts are made as bring most tokens a second"
 WITHOUT = {  # keys that change nothing, in which value (... is any), and why
-    "draft_tensor_parallel_size": (1, "one device is all there is"),
+    "draft_tensor_parallel_size": (1, "a drafter is divided as its target"),
     "disable_by_batch_size": (..., ADAPTIVE),
     "num_speculative_tokens_per_batch_size": (..., ADAPTIVE),
     "disable_padded_drafter_batch": (..., "requests are drafted for together whatever they accepted"),
@@ -157,7 +179,7 @@ WITHOUT = {  # keys that change nothing, in which value (... is any), and why
 REFUSED = {
     "prompt_lookup_max": "the longest earlier match of the last 2 to 5 tokens is used",
     "prompt_lookup_min": "the longest earlier match of the last 2 to 5 tokens is used",
-    "draft_tensor_parallel_size": "one device is all there is",
+    "draft_tensor_parallel_size": "a drafter is divided as its target",
     "speculative_token_tree": "use --speculative-eagle-topk and --speculative-num-draft-tokens for trees",
     "rejection_sample_method": "use --speculative-acceptance",
     "draft_sample_method": "use --speculative-acceptance: with rejection-sampling drafts are sampled",

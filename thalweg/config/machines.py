@@ -15,7 +15,7 @@ from thalweg.config.machine import Machine
 from thalweg.config.setting import nearest
 from thalweg.core.errors import UnsupportedConfig
 
-A_NODE = 8  # GPUs behind one NVLink switch; beyond it the network counts
+A_NODE = 8  # GPUs behind one NVLink switch, or with links to each other; beyond it the network counts
 NETWORK = 50e9  # bytes/s a GPU and direction, assumed: one 400 Gbit/s adapter each, as in DGX and HGX systems
 MOST_GPUS = 1024
 CORES_A_GPU = 16  # assumed, as a node of two 64-core processors has
@@ -33,7 +33,10 @@ class Chip:
     read: float  # bytes a second of its memory
     bf16: float  # FLOP/s of dense products
     fp8: float  # as bf16 where the card has none
-    link: float  # NVLink bytes a second in one direction
+    link: float  # bytes a second of its fabric in one direction
+    fp4: float = 0.0  # 0: the card has none, and such weights are multiplied as bf16
+    maker: str = "NVIDIA"
+    fabric: str = "NVLink"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +59,7 @@ class Hardware:
             cores=self.gpus * CORES_A_GPU,
             memory=host,
             free=host,
-            gpus=(f"NVIDIA {self.chip.driver}",) * self.gpus,
+            gpus=(f"{self.chip.maker} {self.chip.driver}",) * self.gpus,
             gpu_free=self.chip.memory,
             capability=self.chip.capability,
             libraries=libraries_for(chip_of(self.chip.capability)),
@@ -65,6 +68,8 @@ class Hardware:
 
 MIB = 1 << 20
 TAKEN = 480 * MIB  # that an idle H100 has not free, of what nvidia-smi shows as total
+
+AMD = "AMD Instinct", "Infinity Fabric"  # maker and fabric
 
 # Rates of matrix products are half of what the data sheets give with sparsity; NVLink's are half of both directions.
 CHIPS = {
@@ -79,7 +84,11 @@ CHIPS = {
         # NVIDIA H20 SXM data sheet, NVLink 4
         Chip("h20", "H20", "9.0", 97871 * MIB - TAKEN, 4.0e12, 148e12, 296e12, 450e9),
         # NVIDIA HGX B200 data sheet at 1,000 W, NVLink 5
-        Chip("b200", "B200", "10.0", 183359 * MIB - TAKEN, 8.0e12, 2250e12, 4500e12, 900e9),
+        Chip("b200", "B200", "10.0", 183359 * MIB - TAKEN, 8.0e12, 2250e12, 4500e12, 900e9, 9000e12),
+        # AMD Instinct MI355X data sheet: seven Infinity Fabric links, to one GPU each
+        Chip(
+            "mi355", "MI355X", "gfx950", 294912 * MIB - TAKEN, 8.0e12, 2516.6e12, 5033.2e12, 537.6e9, 10066.3e12, *AMD
+        ),
     )
 }
 

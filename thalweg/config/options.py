@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from thalweg.config.backends import DECODE, EXPERTS, FP8, PREFILL
-from thalweg.config.context_parallel import STRATEGIES
+from thalweg.config.context_parallel import SGLANG_STRATEGIES, STRATEGIES
 from thalweg.config.server import ServerOptions
 from thalweg.config.setting import Section, setting
 from thalweg.config.speculative import SpeculativeOptions
@@ -24,7 +24,27 @@ KV_DTYPES = {
     "fp8": "the same as fp8_e4m3",
     "fp8_ds_mla": "the same with scales for each token, rotated keys in bfloat16, FP8 index keys: sparse attention",
 }
-QUANTIZATIONS = {"fp8": "FP8 in blocks of 128 x 128 with a scale each", "none": "bfloat16, float16 or float32"}
+QUANTIZATIONS = {
+    "fp8": "FP8 in blocks with a scale each, or with one for each tensor",
+    "compressed-tensors": "what llm-compressor writes",
+    "awq": "INT4 of AutoAWQ",
+    "gptq": "INT4 of GPTQ",
+    "modelopt": "what ModelOpt writes",
+    "quark": "what Quark writes",
+    "w4afp8": "INT4 experts, FP8 in blocks elsewhere",
+    "mxfp4": "MXFP4 experts, as of gpt-oss",
+    "blockwise_int8": "INT8 in blocks",
+    "w8a8_int8": "INT8 with a scale for each row",
+    "none": "bfloat16, float16 or float32",
+    "awq_marlin": "the same as awq",
+    "gptq_marlin": "the same as gptq",
+    "moe_wna16": "awq or gptq",
+    "modelopt_fp4": "modelopt with NVFP4",
+    "modelopt_fp8": "modelopt with FP8",
+    "modelopt_mxfp8": "modelopt with MXFP8",
+    "modelopt_mixed": "modelopt with MIXED_PRECISION",
+    "gpt_oss_mxfp4": "the same as mxfp4",
+}
 GRAPH_MODES = {
     "full": "decode and small mixed steps",
     "full_decode_only": "decode steps",
@@ -65,7 +85,8 @@ TOOL_CALL_PARSERS = {
     "llama3": "Llama 3: JSON as the whole answer",
     "none": "calls stay in the text",
 }
-TOPK_BACKENDS = {"triton": "Triton kernels", "torch": "PyTorch on a GPU"}
+OWN_SPARSE = {"triton": "Triton kernels", "torch": "PyTorch on a GPU"}
+TOPK_BACKENDS = OWN_SPARSE | {"sgl-kernel": "SGLang's default: as auto"}
 LOGITS_BACKENDS = {
     "triton": "Triton kernels",
     "deep_gemm": "DeepGEMM on Hopper, of FP8 index keys; Triton for few tokens of prompts and for trees of drafts",
@@ -73,7 +94,7 @@ LOGITS_BACKENDS = {
     "torch": "PyTorch, where it attends",
 }
 DSA_BACKENDS = {
-    **TOPK_BACKENDS,
+    **OWN_SPARSE,
     "flashmla_sparse": "FlashMLA on Hopper, of latents in bfloat16",
     "flashmla_kv": "FlashMLA on Hopper, of FP8 records",
     "flashmla_auto": "the one of the two that reads the KV cache",
@@ -90,7 +111,7 @@ A2A_BACKENDS = {
     "deepep": "the library DeepEP",
 }
 DEEPEP_MODES = {"normal": "DeepEP's kernels for many tokens", "low_latency": "DeepEP's kernels for few tokens"}
-EPLB_ALGORITHMS = {"deepseek": "each on its own", "deepseek_hierarchical": "groups of them"}
+EPLB_ALGORITHMS = {"deepseek": "each on its own", "deepseek_hierarchical": "groups of them stay on a node"}
 _DEVICES = {"least": 1, "off": 1, "on": 2}  # of each number of devices
 
 
@@ -445,7 +466,11 @@ class ParallelOptions(Section):
         **_DEVICES,
     )
     cp_strategy: str | None = setting(
-        None, "how attn_cp_size groups divide prompts", choices=STRATEGIES, auto="interleave"
+        None,
+        "how attn_cp_size groups divide prompts",
+        choices=STRATEGIES | {name: f"SGLang's spelling of {own}" for name, own in SGLANG_STRATEGIES.items()},
+        auto="interleave",
+        foreign=("nsa-prefill-cp-mode", "dsa-prefill-cp-mode"),
     )
     pp_size: int = setting(
         1,
@@ -455,7 +480,10 @@ class ParallelOptions(Section):
         **_DEVICES,
     )
     pp_layer_partition: tuple[int, ...] = setting(
-        (), "layers of each stage, the first stage first", metavar="N", auto="as even as they can be, by parameters"
+        (),
+        "layers of each stage, the first stage first",
+        metavar="N",
+        auto="as even as they can be, by the least times of their layers",
     )
     dcp_size: int = setting(
         1,

@@ -141,6 +141,7 @@ class ServerOptions(Section):
         300.0,
         "seconds in which the engine must make a step while requests wait; beyond it /health answers 503 until it does."
         " 0: no limit",
+        foreign=("dist-timeout",),
         least=0.0,
         most=86400.0,
     )

@@ -82,7 +82,10 @@ class Setting:
         if self.optional and (value is None or value == "auto"):
             return None
         if self.many:
-            value = tuple(map(self._convert, value if isinstance(value, (list, tuple)) else (value,)))
+            entries = list(value) if isinstance(value, (list, tuple)) else [value]
+            if self.kind is int:  # 16,15 as well as 16 15
+                entries = [part for one in entries for part in (one.split(",") if isinstance(one, str) else [one])]
+            value = tuple(map(self._convert, entries))
         else:
             value = self._convert(value)
         self.check(value)

@@ -28,9 +28,10 @@ LACKS = {
     "deterministic": "no batch-invariant kernel",
     "trees": "no tree masks",
     "unaligned_latents": "its batch-invariant kernel needs a kv_lora_rank in whole tiles of 64",
-    "other_shapes": "it needs 64 or 128 attention heads on each device, latents of 512 + 64 dims and an index_topk in"
-    " whole tiles of 128",
-    "divided": "it has not run with --dcp-size or --attn-cp-size above 1, or --shard-indexer",
+    "other_shapes": "it needs at most 128 attention heads on each device, latents of 512 + 64 dims and an index_topk"
+    " in whole tiles of 128",
+    "padded_heads": "it would fill up the heads of a device to 64 or 128",
+    "divided": "it has not run with --dcp-size above 1, or --shard-indexer",
     "host_latents": "it does not read latents in host memory (--enable-hisparse)",
     "other_index_heads": "it needs 32 or 64 index heads of 32, 64 or 128 dims",
     "unaligned_experts": "its grouped products need a hidden size in whole tiles of 128 and, on each rank, experts as"

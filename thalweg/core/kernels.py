@@ -8,6 +8,7 @@ import msgspec
 
 TORCH = "torch"  # attention in plain torch, Triton kernels for the rest
 RECORD, RECORD_TILE = "fp8_ds_mla", 128  # KV cache type of records, see `memory.records`; numbers that share a scale
+FLASHMLA_HEADS = (64, 128)  # of its sparse kernels; other numbers are filled up
 LATENT_TILE = 64  # dims of latents in a step of the product with W_UV, which masks none
 TORCH_ATTENTION = ("reference", TORCH)  # backends whose attention is plain torch
 

@@ -82,6 +82,16 @@ class DumpExperts(msgspec.Struct, tag=True, frozen=True):
     folder: str
 
 
+class FillCache(msgspec.Struct, tag=True, frozen=True):
+    """Random vectors become the KV of these prompts' full pages, for benchmarks of decoding at long contexts. A
+    `ControlReply` with the same id answers.
+    """
+
+    id: int
+    seed: int
+    prompts: tuple[tuple[int, ...], ...]  # of this data-parallel rank
+
+
 class Drain(msgspec.Struct, tag=True, frozen=True):
     """No new work will come: finish what runs, then exit."""
 
@@ -237,7 +247,8 @@ class Fatal(msgspec.Struct, tag=True, frozen=True):
     at: float = 0.0  # time.time() of the error on its node: of several processes, the first that failed is the cause
 
 
-Control = UpdateWeights | StartProfile | StopProfile | DumpExperts  # carried out between two steps, with none in flight
+# carried out between two steps, with none in flight
+Control = UpdateWeights | StartProfile | StopProfile | DumpExperts | FillCache
 ToEngine = Submit | Abort | FlushCache | Control | Drain
 FromEngine = StepUpdate | Rejected | ControlReply | EngineReady | Fatal
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # what decoding such messages raises

@@ -1,4 +1,4 @@
-"""Operations on a rank between two steps: weight updates and profiles.
+"""Operations on a rank between two steps: weight updates, profiles, and random caches for benchmarks.
 
 A trace has ranges for each step: "forward step 17 rows 8 tokens 8", "sample step 17 …" and, with a drafter,
 "draft step 17 …".
@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 from torch import nn
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -19,10 +20,11 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from thalweg.core.agreement import AgreedStep
 from thalweg.core.errors import CheckpointError, InvalidRequest
 from thalweg.core.grammar import GrammarMasks
-from thalweg.core.messages import DumpExperts, StartProfile, StopProfile, UpdateWeights
+from thalweg.core.messages import DumpExperts, FillCache, StartProfile, StopProfile, UpdateWeights
 from thalweg.core.plan import StepPlan
 from thalweg.engine.recording import file_stamp, make_folder
 from thalweg.engine.worker import Worker
+from thalweg.memory.random_fill import fill_planes
 from thalweg.models.catalog import read_facts
 from thalweg.models.token_by_token import TokenByToken
 from thalweg.parallel.axis import gather_number, gather_texts
@@ -65,7 +67,7 @@ class AdminOperations:
     """Operations on a rank, with no step in flight. Captured steps use new weights, which are written in place."""
 
     def __init__(self, runner: Runner, worker: Worker) -> None:
-        self.worker, self.has_gpu = worker, runner.planes.device.type == "cuda"
+        self.worker, self.planes, self.has_gpu = worker, runner.planes, runner.planes.device.type == "cuda"
         self.model = runner.model.model if isinstance(runner.model, TokenByToken) else runner.model
         self.drafting = runner.drafting
         self._running: tuple[profile, Runner, Path] | None = None  # profiler, the runner to put back, folder
@@ -169,6 +171,13 @@ class AdminOperations:
         if problem:
             raise InvalidRequest("output_dir", problem)
         return written
+
+    def fill_cache(self, wish: FillCache) -> str:
+        """Random vectors in all pages of this rank. Returns nothing to tell."""
+        self.worker.followers.control(msgspec.structs.replace(wish, prompts=()))
+        layout = self.model.factory.layout
+        fill_planes(self.planes, wish.seed, layout.tp.rank, layout.dcp.rank)
+        return ""
 
 
 def _module(model: object) -> nn.Module:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -226,7 +227,8 @@ def expert_sizes(config: EngineConfig, facts: ModelFacts) -> ExpertSizes:
     assert facts.moe is not None, "experts are divided"
     groups = facts.moe.groups if config.eplb_algorithm == "deepseek_hierarchical" else 1
     experts = facts.moe.experts
-    return ExpertSizes(facts.layers, experts, experts + config.ep_num_redundant_experts, config.ep_size, groups)
+    nodes = math.gcd(config.ep_size, max(config.tp_size // config.node_processes, 1))
+    return ExpertSizes(facts.layers, experts, experts + config.ep_num_redundant_experts, config.ep_size, groups, nodes)
 
 
 def complete_layout(layout: Layout, config: EngineConfig, facts: ModelFacts) -> Layout:
@@ -248,11 +250,13 @@ def _balancer(config: EngineConfig, facts: ModelFacts, runner: Runner) -> Expert
     model = runner.model.model if isinstance(runner.model, TokenByToken) else runner.model
     parts = [part for part in (model, *runner.drafting.drafter.modules()) if isinstance(part, torch.nn.Module)]
     layers = [module for part in parts for module in part.modules() if isinstance(module, ExpertStacks)]
+    sizes = expert_sizes(config, facts)
     policy = BalancePolicy(
         config.eplb_rebalance_num_iterations,
         config.eplb_rebalance_layers_per_chunk,
         config.eplb_min_rebalancing_utilization_threshold,
-        expert_sizes(config, facts).groups,
+        sizes.groups,
+        sizes.nodes,
     )
     return ExpertBalancer(layers, model.factory.layout, policy, model.factory.device)
 
@@ -266,7 +270,7 @@ def assemble(
     layout = complete_layout(layout, config, facts)
     factory = layer_factory(facts, str(device), config.kernels, config.dtype, schemes, layout)
     pipe = layout.pipe
-    stages = stage_borders(facts, pipe.stages, config.pp_layer_partition, config.speculative_algorithm == "NEXTN")
+    stages = stage_borders(facts, pipe.stages, config.pp_layer_partition)
     model = catalog.assemble(facts, factory, stages[pipe.stage])
     draft_sampling = draft_sampling_for(config.speculative_acceptance, config.num_drafts, facts.vocab, device)
     algorithm = config.speculative_algorithm if pipe.is_last else NO_DRAFTER

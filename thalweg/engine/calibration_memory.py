@@ -164,8 +164,10 @@ def _largest_steps(config: EngineConfig, runner: Runner, context: int) -> Iterat
     else:
         for plan in plans.largest_steps(slots, budget, context, config.num_drafts):
             yield runner, plan
-        for plan in plans.cached_prompts(slots, budget, context):
-            yield runner, plan
+        indexer = model.facts.indexer  # contexts of which it chooses are not expanded, shorter ones are
+        for reach in {context, context if indexer is None else min(context, indexer.topk)}:
+            for plan in plans.cached_prompts(slots, budget, reach):
+                yield runner, plan
 
 
 def _hidden_bytes(config: EngineConfig, model: Model) -> int:

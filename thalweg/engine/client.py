@@ -49,7 +49,7 @@ from thalweg.engine.child import HANG, RECORD, EngineProcess
 from thalweg.engine.local import SubmitOptions, sequences
 from thalweg.engine.nodes import Nodes
 from thalweg.engine.owed import OwedReplies
-from thalweg.engine.processes import EngineProcesses
+from thalweg.engine.processes import STOPPED_S, EngineProcesses
 from thalweg.engine.routing import RequestRouter
 from thalweg.engine.streams import Assembler, Piece
 from thalweg.text.tokenizer import Tokenizer
@@ -424,23 +424,24 @@ class EngineClient:
         """Logs and records when a data-parallel rank is silent although it owes replies, and changes the state "ready"
         to "hung"; `_handle` changes it back. A rank that has work sends at least every 0.25 s.
         """
-        timeout = self.config.watchdog_timeout
+        timeout, soon = self.config.watchdog_timeout, min(self.config.watchdog_timeout, STOPPED_S)
         while timeout:
             await asyncio.sleep(min(1.0, timeout / 4))
             self._receive()  # unread messages are no silence
-            silent = self._owed.silent(timeout)
-            if self._silence or not silent:
+            stopped = self._processes.stopped() if self._processes and self._owed.silent(soon) else ""
+            limit = soon if stopped else timeout
+            if self._silence or not (silent := self._owed.silent(limit)):
                 continue
             stuck = self._processes.stuck() if self._processes else ""
             reason = self._silence = (
-                f"the engine has made no step for {timeout:g} s while {self._owed.of(silent)} sequences wait"
+                f"the engine has made no step for {limit:g} s while {self._owed.of(silent)} sequences wait"
                 f"{f' ({stuck})' if stuck else ''}; /health says when it goes on"
             )
             log.error("%s", reason)
             self.record(HANG)
             if self.state == "ready":
                 self.state, self.reason = "hung", reason
-            if self.config.watchdog_action == "restart":
+            if self.config.watchdog_action == "restart" or (stopped and self.config.copy_processes > 1):
                 self._end(reason)  # it has GRACE to write the recording, and is killed then
 
     def _end_unready(self) -> None:
@@ -492,7 +493,7 @@ class EngineClient:
     def _handle(self, message: FromEngine, rank: int) -> None:
         """rank: the data-parallel rank that sends it; -1: another process."""
         self._owed.hear(rank)
-        if self._silence and not self._owed.silent(self.config.watchdog_timeout):
+        if self._silence and not self._owed.silent(min(self.config.watchdog_timeout, STOPPED_S)):
             self._silence = ""
             log.warning("the engine goes on")
             if self.state == "hung":

@@ -19,7 +19,7 @@ from thalweg.parallel.process_axis import ProcessAxis
 
 log = logging.getLogger(__name__)
 
-OF_ONE_NODE = "GPUs of several nodes cannot address each other's memory"
+OF_ONE_NODE = "these ranks are on several nodes, which cannot address each other's memory"
 T = TypeVar("T")
 
 
@@ -30,7 +30,7 @@ def with_sum_and_norm(config: EngineConfig, model: Model, device: torch.device) 
     axis = model.factory.layout.tp
     if not isinstance(axis, ProcessAxis) or config.deterministic_inference:
         return config
-    if config.nnodes > 1:
+    if not axis.is_on_one_node:
         return config.started([Decision("sum_and_norm", "library", START_UP, OF_ONE_NODE)])
     from thalweg.parallel.sum_and_norm import SumAndNorm  # needs Triton
 
@@ -54,7 +54,7 @@ def with_exchange(config: EngineConfig, model: Model, device: torch.device) -> E
     sends_bf16 = config.moe_a2a_backend != "deepep" and config.dtype == "bfloat16"
     if moe is None or not isinstance(axis, ProcessAxis) or config.deterministic_inference or not sends_bf16:
         return config
-    if config.nnodes > 1:
+    if not axis.is_on_one_node:
         return config.started([Decision("expert_exchange", "library", START_UP, OF_ONE_NODE)])
     from thalweg.parallel.peer_exchange import PeerExchange  # needs Triton
 

@@ -15,7 +15,7 @@ import numpy as np
 from thalweg.core.agreement import AgreedStep
 from thalweg.core.errors import InvalidRequest
 from thalweg.core.grammar import GrammarMasks
-from thalweg.core.messages import Control, DumpExperts, StartProfile, StopProfile, UpdateWeights
+from thalweg.core.messages import Control, DumpExperts, FillCache, StartProfile, StopProfile, UpdateWeights
 from thalweg.core.plan import StepPlan
 from thalweg.engine.admin import AdminOperations
 from thalweg.engine.worker import Worker
@@ -119,6 +119,8 @@ class Follower:
                 self.admin.stop_profile()
             case DumpExperts():
                 self.admin.dump_experts(message)
+            case FillCache():
+                self.admin.fill_cache(message)
 
 
 def _masks(message: SampleStep) -> GrammarMasks | None:

@@ -37,6 +37,7 @@ class Member:
     step_records: StepRecords | None = None  # of the leaders, if there are several
     plans: PlanChannel | None = None  # of its data-parallel rank, if that has followers
     follower: int = 0  # of those that read these plans
+    nodes: tuple[int, ...] = ()  # of each process of the copy; (): all are on one
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,8 @@ def named_members(config: EngineConfig) -> list[Member]:
 
 def _copy(config: EngineConfig, copy: int, rendezvous: Rendezvous, node: int, mirrors: Mirrors) -> list[Member]:
     count, first = config.copy_processes, copy * config.copy_processes
-    own = [rank for rank in range(count) if config.node_of(first + rank) == node]
+    nodes = tuple(config.node_of(first + rank) for rank in range(count))
+    own = [rank for rank in range(count) if nodes[rank] == node]
     members = [Member(rank, (first + rank) % config.node_processes, rank_name(config, copy, rank)) for rank in own]
     if count == 1:
         return members
@@ -93,7 +95,7 @@ def _copy(config: EngineConfig, copy: int, rendezvous: Rendezvous, node: int, mi
         dp = place_of(config, member.rank).dp
         before = sum(rank in wake_pipes for rank in groups[dp][1:] if rank < member.rank)
         shared = replace(member, rendezvous=rendezvous, wake_pipe=wake_pipes[member.rank], step_records=records)
-        with_shared.append(replace(shared, plans=channels[dp], follower=before))
+        with_shared.append(replace(shared, plans=channels[dp], follower=before, nodes=nodes))
     return with_shared
 
 
@@ -207,6 +209,6 @@ def join(config: EngineConfig, member: Member, lost: Callable[[], str] = nothing
     # some ranks wait for others already while these compile or load, so a start's time is the limit
     timeout = max(timeout_of(config), config.restart_timeout)
     store = connect(member.rendezvous, member.rank, config.copy_processes, device, timeout, lost)
-    layout = build_mesh(mesh_of(config), device, timeout)
+    layout = build_mesh(mesh_of(config), device, timeout, member.nodes)
     del store  # torch holds it in C++ only, which does not keep a Python object alive
     return RankContext(member, layout, device)

@@ -17,6 +17,7 @@ from thalweg.core.messages import (
     Abort,
     Control,
     ControlReply,
+    FillCache,
     FlushCache,
     FromEngine,
     Rejected,
@@ -165,6 +166,18 @@ class LocalEngine:
         self.router.flush()
         self._put_all(FlushCache(-1))
 
+    def fill_cache(self, prompts: Sequence[Sequence[int]], seed: int) -> None:
+        """Random vectors become the KV of these prompts' full pages, each on the data-parallel rank that it will be
+        sent to, and of all else in the cache: for benchmarks, with no request under way. Raises InvalidRequest where
+        the cache holds too few pages.
+        """
+        by_rank: list[list[tuple[int, ...]]] = [[] for _ in range(self.config.dp_size)]
+        for uid, prompt in enumerate(map(tuple, prompts), self.next_uid):
+            by_rank[self.router.route(Submit(uid, prompt, SamplingParams()))].append(prompt)
+        for uid in range(self.next_uid, self.next_uid + len(prompts)):
+            self.router.forget(uid)
+        self._control([FillCache(0, seed, tuple(own)) for own in by_rank])
+
     def _put(self, rank: int, message: ToEngine) -> None:
         if rank == 0:
             self.channel.inbox.append(message)
@@ -196,14 +209,18 @@ class LocalEngine:
 
     def control(self, message: Control) -> str:
         """Carries out a control message between two steps and returns its result. Raises InvalidRequest."""
+        return self._control([message] * self.config.dp_size)
+
+    def _control(self, messages: Sequence[Control]) -> str:
+        """messages: of each data-parallel rank."""
         self.next_control += 1
-        message = msgspec.structs.replace(message, id=self.next_control)
-        self._put_all(message)
+        for rank, message in enumerate(messages):
+            self._put(rank, msgspec.structs.replace(message, id=self.next_control))
         replies = list[ControlReply]()
         while len(replies) < self.config.dp_size:
             self._run(self.loop.step if self.loop.coordinator.is_shared else self.loop.receive)
             self.channel.outbox += self.others.receive()
-            replies = [r for r in self.channel.outbox if isinstance(r, ControlReply) and r.id == message.id]
+            replies = [r for r in self.channel.outbox if isinstance(r, ControlReply) and r.id == self.next_control]
         self.channel.outbox = [other for other in self.channel.outbox if other not in replies]
         reply = merged_reply(replies)
         if reply.error:

@@ -1,7 +1,6 @@
 """The engine's only loop. Its depth is the number of steps whose results the host may not know yet: 1 is synchronous, 2
-is overlapped, p and p + 1 are pipelines of p stages without and with overlap. A step has two parts: forward (inputs →
-model → logits) and sample (masks → accept → copy tokens to the host → propose drafts). Clients get tokens before drafts
-are made.
+is overlapped, p and p + 1 are pipelines of p stages without and with overlap. A step has two parts: forward and sample
+(masks, acceptance, copy of tokens to the host, drafts). Clients get tokens before drafts are made.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from thalweg.core.messages import (
     Control,
     ControlReply,
     DumpExperts,
+    FillCache,
     FromEngine,
     Rejected,
     StartProfile,
@@ -57,7 +57,7 @@ class Channel(Protocol):
 
 
 class Loop:
-    """Drives one rank: receive → plan → coordinate ranks → forward → sample → commit steps older than the depth."""
+    """Drives one rank: receive, plan, coordinate ranks, forward, sample, commit steps older than the depth."""
 
     def __init__(
         self,
@@ -201,6 +201,9 @@ class Loop:
                     result = self.admin.stop_profile()
                 case DumpExperts():
                     result = self.admin.dump_experts(message)
+                case FillCache():
+                    self.scheduler.allocator.cache_prompts(message.prompts)
+                    result = self.admin.fill_cache(message)
         except InvalidRequest as error:
             return [ControlReply(message.id, error=error.message, field=error.field)]
         return [ControlReply(message.id, result)]

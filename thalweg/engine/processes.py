@@ -17,6 +17,7 @@ from thalweg.engine.group import Member, has_pending_plans, leaders_of, members_
 from thalweg.engine.node_link import split_address
 from thalweg.engine.nodes import Nodes, RemoteProcess
 
+STOPPED_S = 5.0  # after which a process that a signal has stopped is missed, while sequences wait
 BLAME_S = 0.5  # after a process is killed, another may report a broken connection first
 
 
@@ -126,7 +127,7 @@ class EngineProcesses:
         """
         deadline = time.monotonic() + BLAME_S
         while time.monotonic() < deadline:
-            if killed := self._ended(lambda code: code < 0) or (or_stopped and self._stopped()):
+            if killed := self._ended(lambda code: code < 0) or (or_stopped and self.stopped()):
                 return killed
             if len(self.members) == 1 and self._ended(lambda code: True):
                 break
@@ -142,13 +143,14 @@ class EngineProcesses:
 
     def stuck(self) -> str:
         """The processes that are behind their leader, or stopped; "" if none is."""
-        if stopped := self._stopped():
+        if stopped := self.stopped():
             return stopped
         behind = [member.name for member in self.members if has_pending_plans(self.config, member)]
         behind += [one.name for one in self.spawned if isinstance(one, RemoteProcess) and one.has_pending_plans]
         return f"behind its leader: {' and '.join(behind)}" if behind else ""
 
-    def _stopped(self) -> str:
+    def stopped(self) -> str:
+        """The processes that a signal has stopped; "" if none is."""
         names = [member.name for member, spawned in self._others() if spawned.is_stopped]
         return f"{' and '.join(names)}: stopped by a signal" if names else ""
 

@@ -36,31 +36,35 @@ def triton_available() -> bool:
 def hopper_has(*modules: str) -> bool:
     """Whether these modules are installed and the current device is a Hopper."""
     is_installed = all(importlib.util.find_spec(module) is not None for module in modules)
-    return is_installed and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+    is_nvidia = torch.version.hip is None and torch.cuda.is_available()
+    return is_installed and is_nvidia and torch.cuda.get_device_capability()[0] == 9
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return (0, 0) if torch.version.hip else torch.cuda.get_device_capability(device)  # an MI355X says (9, 5)
+
+
+def capability(tensor: Tensor) -> tuple[int, int]:
+    """Compute capability of its NVIDIA GPU; (0, 0) elsewhere. All that kernels choose by device follows from it."""
+    return _capability(tensor.device) if tensor.is_cuda else (0, 0)
 
 
 def has_tma(tensor: Tensor) -> bool:
     """Whether its device has TMA, and shared memory for deep pipelines, which consumer cards (12.x) have not."""
-    return tensor.is_cuda and _is_roomy(tensor.device)
-
-
-@cache
-def _is_roomy(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device)[0] in (9, 10)
-
-
-@cache
-def _overlaps(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) >= (9, 0)
+    return capability(tensor)[0] in (9, 10)
 
 
 def launch_options(tensor: Tensor) -> dict[str, bool]:
     """Keyword arguments of a Triton launch on this tensor's device: the constexpr PDL, and the launch attribute if it
-    is true.
+    is true. Kernels have inline PTX only where PDL is true.
     """
-    if tensor.is_cuda and _overlaps(tensor.device):
-        return {"PDL": True, "launch_pdl": True}
-    return {"PDL": False}
+    return {"PDL": True, "launch_pdl": True} if capability(tensor) >= (9, 0) else {"PDL": False}
+
+
+def max_registers(tensor: Tensor, registers: int) -> dict[str, int]:
+    """The keyword argument of a Triton launch that limits a thread's registers; AMD's compiler has none."""
+    return {"maxnreg": registers} if capability(tensor) > (0, 0) else {}
 
 
 def launch_config(tensor: Tensor, warps: int, stages: int = 1) -> dict[str, int | bool]:

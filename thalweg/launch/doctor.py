@@ -19,6 +19,7 @@ import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import combinations
 from pathlib import Path
 from typing import NamedTuple
 
@@ -61,6 +62,14 @@ class Torch(NamedTuple):
         return f"pip install --force-reinstall 'torch=={self.version.partition('+')[0]}'"
 
 
+class Peers(NamedTuple):
+    """How several GPUs reach each other."""
+
+    apart: tuple[tuple[int, int], ...] = ()  # pairs that do not address each other's memory
+    nccl: str = ""  # version; "": this torch has none
+    error: str = ""  # why there is no symmetric memory
+
+
 VersionOf = Callable[[str], str]  # of a distribution; "" where it is not installed
 
 
@@ -80,8 +89,8 @@ def text(findings: Sequence[Finding]) -> str:
     """The report for people: a line for each finding, its command below it, and a last line that sums up."""
     lines, count = [], Counter(finding.level for finding in findings)
     for one in findings:
-        lines.append(f"{one.level.upper() if one.level == FAIL else one.level:<5}{one.check:<16}{one.found}")
-        lines += [f"{'':<21}→ {one.mend}"] if one.mend else []
+        lines.append(f"{one.level.upper() if one.level == FAIL else one.level:<5}{one.check:<18}{one.found}")
+        lines += [f"{'':<23}→ {one.mend}"] if one.mend else []
     advice = {FAIL: "to mend before serving", WARN: "to look at"}
     counts = [f"{count[level]} {what}" for level, what in advice.items() if count[level]]
     return "\n".join([*lines, "", ", ".join(counts) or "nothing is missing"])
@@ -102,6 +111,8 @@ def examine(options: Options, online: bool = False) -> Iterator[Finding]:
         has_compiler = any(map(shutil.which, ("cc", "gcc", "clang")))
         yield check_gpu(torch, gpus, driver_version())
         yield from check_triton(torch, _version("triton"), has_compiler)
+        if len(torch.gpus) > 1:
+            yield from check_peers(torch, _peers(len(torch.gpus)))
     else:
         found = f"no NVIDIA GPU: models run on the CPU ({machine.cpu}, {machine.cores} cores)"
         yield Finding("gpu", NOTE, found)
@@ -175,6 +186,18 @@ def check_triton(torch: Torch, version: str, has_compiler: bool) -> Iterator[Fin
     yield _judge("triton", bool(version), found, torch.reinstall)
     found = "found" if has_compiler else "no C compiler, which triton needs"
     yield _judge("compiler", has_compiler, found, "sudo apt-get install gcc")
+
+
+def check_peers(torch: Torch, peers: Peers) -> Iterator[Finding]:
+    """NCCL is needed. The rest makes sums over tensor-parallel ranks, and exchanges between experts, faster."""
+    count, pairs = len(torch.gpus), ", ".join(f"{a} and {b}" for a, b in peers.apart)
+    apart = f"GPUs {pairs} do not address each other's memory: their sums take NCCL"
+    together = f"all {count} GPUs address each other's memory"
+    yield _judge("peer access", not pairs, apart if pairs else together, "nvidia-smi topo -p2p r", WARN)
+    found = peers.nccl or "this torch has none: models run on one GPU"
+    yield _judge("nccl", bool(peers.nccl), found, torch.reinstall, WARN)
+    found = f"none: {peers.error}; sums take NCCL" if peers.error else "torch makes it"
+    yield _judge("symmetric memory", not peers.error, found, torch.reinstall, WARN)
 
 
 def check_wheel(wheel: Wheel, torch: Torch, has_gpu: bool, version: str) -> Finding:
@@ -254,6 +277,22 @@ def _torch() -> Torch:
         return Torch(version, str(error))
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return Torch(version, "", torch.version.cuda or "", tuple(map(torch.cuda.get_device_name, range(count))))
+
+
+def _peers(gpus: int) -> Peers:
+    """gpus: how many torch can use."""
+    import torch
+    import torch.distributed as dist
+    import torch.distributed._symmetric_memory as symmetric
+
+    apart = tuple(pair for pair in combinations(range(gpus), 2) if not torch.cuda.can_device_access_peer(*pair))
+    has_nccl, error = dist.is_available() and dist.is_nccl_available(), ""
+    try:
+        symmetric.empty(1, dtype=torch.int64, device=torch.device("cuda"))
+    except RuntimeError as failure:
+        error = str(failure).partition("\n")[0]
+    version: tuple[int, ...] = torch.cuda.nccl.version() if has_nccl else ()  # type: ignore[no-untyped-call]
+    return Peers(apart, ".".join(map(str, version)), error)
 
 
 def _requirements() -> list[Requirement]:

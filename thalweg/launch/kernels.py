@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from thalweg.config import backends
-from thalweg.config.backends import FP8_CHIPS, TRITON, V32_DIMS, AttentionCapabilities, KernelBackend
+from thalweg.config.backends import FP8_CHIPS, SPARSE_DIMS, TRITON, AttentionCapabilities, KernelBackend
 from thalweg.config.machine import Machine
 from thalweg.config.model import ModelFacts
 from thalweg.config.options import (
@@ -24,6 +24,7 @@ from thalweg.core.capabilities import LACKS, Capabilities, Required, Selected, s
 from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.kernels import (
     DECISION_NAMES,
+    FLASHMLA_HEADS,
     LATENT_TILE,
     RECORD,
     RECORD_TILE,
@@ -40,7 +41,7 @@ KV_NAMES = {"fp8": "fp8_e4m3"}  # other names of KV cache types
 FLAG, REFERENCE, SPARSE = "attention_backend", "reference", "triton_sparse"
 SPARSE_KERNELS = frozenset(name for name, row in backends.DECODE.items() if row.sparse)
 FLASHMLA = {False: "flashmla_sparse", True: "flashmla_kv"}  # by whether latents are FP8 records
-FLASHMLA_HEADS, FLASHMLA_DIMS, FLASHMLA_TILE = (64, 128), (512, 64), 128  # of a device; of latents; of a choice
+FLASHMLA_DIMS, FLASHMLA_TILE = (512, 64), 128  # of latents; of a choice
 LOGITS_HEADS, LOGITS_DIMS = (32, 64), (32, 64, 128)  # of DeepGEMM: index heads, and their dims
 LOGITS_NAMES = {"deepgemm": "deep_gemm"}  # other names of what computes index scores
 HOT_WHOLE_CONTEXTS = "it cannot be combined with --dcp-size or --attn-cp-size; leave one of them out"
@@ -73,8 +74,8 @@ def resolve_kernels(
     reason = "kernels may round differently in another batch, and are faster"
     is_deterministic = load.deterministic_inference
     decisions.record("deterministic_inference", is_deterministic, is_deterministic, reason)
-    dims = _sparse_dims(facts) if _runs_sparse_kernels(load, machine, device, dtype) else ()
-    wishes = _attention_wishes(load, facts, kv in ("fp8_e4m3", RECORD), dims == V32_DIMS)
+    dims = _sparse_dims(facts) if _runs_sparse_kernels(options, machine, device, dtype) else ()
+    wishes = _attention_wishes(load, facts, kv in ("fp8_e4m3", RECORD), dims in SPARSE_DIMS)
     if facts.indexer is not None and load.mla:
         kv = _sparse_cache_type(wishes, dims, kv)
     if kv == RECORD:
@@ -109,6 +110,7 @@ def _requirements(
 ) -> Required:
     """What attention needs. kv, dtype: of the KV cache and of activations. has_trees: drafts form a tree."""
     is_deterministic, parallel = options.load.deterministic_inference, options.parallel
+    ranks = decisions.config().attention_tp
     mla = facts.mla if options.load.mla else None
     in_host = options.memory.enable_hisparse and facts.indexer is not None and mla is not None
     return {
@@ -121,8 +123,9 @@ def _requirements(
         "deterministic": is_deterministic,
         "trees": has_trees,
         "unaligned_latents": is_deterministic and mla is not None and mla.kv_lora % LATENT_TILE > 0,
-        "other_shapes": not _fits_flashmla(facts, decisions.config().attention_tp),
-        "divided": parallel.dcp_size > 1 or parallel.attn_cp_size > 1,
+        "other_shapes": not _fits_flashmla(facts, ranks),
+        "padded_heads": facts.heads // ranks not in FLASHMLA_HEADS,
+        "divided": parallel.dcp_size > 1,
         "host_latents": in_host and not is_deterministic,
         "installed": True,
     }
@@ -196,7 +199,7 @@ def _sparse_cache_type(wishes: tuple[Wish | None, Wish | None], dims: tuple[int,
     for. Raises UnsupportedConfig.
     """
     is_kernel = any(wish is not None and wish.backend in SPARSE_KERNELS for wish in wishes)
-    if kv == "fp8_e4m3" and (is_kernel or (wishes == (None, None) and dims == V32_DIMS)):
+    if kv == "fp8_e4m3" and (is_kernel or (wishes == (None, None) and dims in SPARSE_DIMS)):
         kv = RECORD
     _check_sparse_cache(wishes, kv)
     return kv
@@ -209,7 +212,7 @@ def _resolve_index(
     if facts.indexer is None:
         return "triton", False
     own, asked = "triton" if decode in SPARSE_KERNELS else TORCH, load.dsa_topk_backend
-    asked = None if asked == "auto" else asked
+    asked = None if asked in ("auto", "sgl-kernel") else asked
     if asked == "triton" and own == TORCH:
         raise UnsupportedConfig(f"dsa_topk_backend: triton does not choose beside {decode} attention; use torch")
     topk = decisions.choose("dsa_topk_backend", asked, own, "that which computes the scores")
@@ -258,19 +261,19 @@ def _fits_flashmla(facts: ModelFacts, ranks: int) -> bool:
     return (
         mla is not None
         and indexer is not None
-        and facts.heads // ranks in FLASHMLA_HEADS
+        and facts.heads // ranks <= max(FLASHMLA_HEADS)
         and (mla.kv_lora, mla.rope) == FLASHMLA_DIMS
         and indexer.topk % FLASHMLA_TILE == 0
     )
 
 
 def unsupported_layout(
-    kernels: KernelConfig, named: Collection[str], facts: ModelFacts, ranks: int, is_divided: bool
+    kernels: KernelConfig, named: Collection[str], facts: ModelFacts, ranks: int, cp: int = 1, dcp: int = 1
 ) -> str:
     """Why the backends that the user named do not attend with the heads of each of so many devices; "" where they do.
-    named: their fields in `kernels`. is_divided: devices divide a context or its tokens.
+    named: their fields in `kernels`. cp, dcp: devices that divide the tokens of a context, and the context.
     """
-    if kernels.hot and is_divided:
+    if kernels.hot and (cp > 1 or dcp > 1):
         return f"enable_hisparse: {HOT_WHOLE_CONTEXTS}"
     for role, backend, row in (
         ("decode", kernels.decode, backends.DECODE[kernels.decode]),
@@ -278,12 +281,13 @@ def unsupported_layout(
     ):
         if role not in named:
             continue
+        instead = f"use --dsa-{role}-backend triton"
         if True not in row.supports.other_shapes and not _fits_flashmla(facts, ranks):
-            return f"attention backend {backend}: {LACKS['other_shapes']}; use triton_sparse"
-        if is_divided and True not in row.supports.divided:
-            return f"attention backend {backend}: {LACKS['divided']}; use triton_sparse"
+            return f"attention backend {backend}: {LACKS['other_shapes']}; {instead}"
+        if dcp > 1 and True not in row.supports.divided:
+            return f"attention backend {backend}: {LACKS['divided']}; {instead}"
     scores = backends.INDEX_SCORES[kernels.index_scores]
-    if "index_scores" in named and is_divided and True not in scores.supports.divided:
+    if "index_scores" in named and dcp > 1 and True not in scores.supports.divided:
         return f"{DECISION_NAMES['index_scores']} {kernels.index_scores}: {LACKS['divided']}; use triton"
     return ""
 
@@ -355,12 +359,13 @@ def _sparse_dims(facts: ModelFacts) -> tuple[int, ...]:
     return () if mla is None or indexer is None else (mla.kv_lora, mla.rope, indexer.dim)
 
 
-def _runs_sparse_kernels(load: LoadOptions, machine: Machine, device: str, dtype: str) -> bool:
-    """Whether Triton's sparse kernels are chosen automatically. They need e4m3, which Ampere has not; in deterministic
-    mode they have not been compared on a GPU.
+def _runs_sparse_kernels(options: Options, machine: Machine, device: str, dtype: str) -> bool:
+    """Whether Triton's sparse kernels are chosen automatically. They need e4m3, which Ampere has not, and in
+    deterministic mode whole contexts.
     """
     has_kernels = device == "cuda" and TRITON.name in machine.libraries and machine.chip in FP8_CHIPS
-    return has_kernels and load.mla and dtype == "bfloat16" and not load.deterministic_inference
+    has_parts = options.load.deterministic_inference and options.parallel.dcp_size > 1
+    return has_kernels and options.load.mla and dtype == "bfloat16" and not has_parts
 
 
 def _on(
@@ -371,7 +376,7 @@ def _on(
     """
 
     def is_preferred(row: KernelBackend[C]) -> bool:
-        return 0 < row.preferred_heads <= heads or () != row.preferred_dims == dims
+        return 0 < row.preferred_heads <= heads or dims in row.preferred_dims
 
     names = sorted(catalog, key=lambda name: not is_preferred(catalog[name]))
     return {name: catalog[name].on(machine.libraries) for name in names}
@@ -410,7 +415,10 @@ def _attention(
 
 
 def _select(wish: Wish | None, required: Required, catalog: Mapping[str, AttentionCapabilities]) -> Selected:
-    if wish is None or wish.flag == FLAG:
-        return select(FLAG, required, catalog, "auto" if wish is None else wish.backend)
+    if wish is None:
+        return select(FLAG, required, catalog, "auto")
+    required = {**required, "padded_heads": False}
+    if wish.flag == FLAG:
+        return select(FLAG, required, catalog, wish.backend)
     values = {value: catalog[name] for value, name in SPARSE_BACKENDS.items()}
     return dataclasses.replace(select(wish.flag, required, values, wish.value), name=wish.backend)

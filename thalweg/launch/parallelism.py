@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from thalweg.config.context_parallel import INTERLEAVE
-from thalweg.config.drafters import DRAFTERS, DrafterWeights
+from thalweg.config.context_parallel import INTERLEAVE, SGLANG_STRATEGIES
 from thalweg.config.engine import EngineConfig
 from thalweg.config.machine import Machine
+from thalweg.config.machines import hardware_of
 from thalweg.config.model import ModelFacts
 from thalweg.config.options import ParallelOptions
 from thalweg.core.errors import UnsupportedConfig
@@ -16,6 +16,7 @@ from thalweg.core.kernels import TORCH_ATTENTION, KernelConfig
 from thalweg.core.report import AUTO, USER, Decision
 from thalweg.launch.decisions import Decisions
 from thalweg.launch.experts import resolve_experts
+from thalweg.launch.planning.stages import layer_seconds
 from thalweg.models.stages import stage_borders
 
 
@@ -23,13 +24,6 @@ def resolve_parallelism(
     parallel: ParallelOptions, facts: ModelFacts, machine: Machine, device: str, decisions: Decisions
 ) -> None:
     """Raises UnsupportedConfig."""
-    has_nextn = decisions.fields.get("speculative_algorithm") == "NEXTN"
-    stages = stage_borders(facts, parallel.pp_size, parallel.pp_layer_partition, has_nextn)
-    if parallel.pp_size > 1:
-        layers, is_users = tuple(stage.stop - stage.first for stage in stages), bool(parallel.pp_layer_partition)
-        reason = "the largest stage has as few parameters as it can"
-        decisions.record("pp_layer_partition", ",".join(map(str, layers)), is_users, reason)
-        decisions.fields["pp_layer_partition"] = layers
     for name in ("tp_size", "pp_size", "dp_size", "dcp_size", "enable_dp_attention", "shard_indexer"):
         decisions.fields[name] = getattr(parallel, name)
     tp, dp = parallel.tp_size, parallel.dp_size
@@ -43,6 +37,7 @@ def resolve_parallelism(
     _resolve_indexer(config, facts, decisions)
     _resolve_widths(parallel, facts, config.attention_tp, decisions)
     resolve_experts(parallel, facts, device, decisions)
+    _resolve_stages(parallel, facts, machine, decisions)
     gpus = len(machine.gpus) * config.nnodes
     if device == "cuda" and config.processes > gpus:
         copies = f" ({config.copies} copies of {config.copy_processes})" if config.copies > 1 else ""
@@ -63,6 +58,17 @@ def resolve_parallelism(
         decisions.entries.append(Decision("processes", config.processes, USER, f"{copies}{inner}"))
 
 
+def _resolve_stages(parallel: ParallelOptions, facts: ModelFacts, machine: Machine, decisions: Decisions) -> None:
+    stages, partition, costs = parallel.pp_size, parallel.pp_layer_partition, list[float]()
+    if stages > 1 and not partition:
+        costs = layer_seconds(facts, decisions.config(), hardware_of(machine))
+    layers = tuple(stage.stop - stage.first for stage in stage_borders(facts, stages, partition, costs))
+    if stages > 1:
+        reason = "the slowest stage takes as little time as it can, of a prompt and of decode steps"
+        decisions.record("pp_layer_partition", ",".join(map(str, layers)), bool(partition), reason)
+        decisions.fields["pp_layer_partition"] = layers
+
+
 def _resolve_context_parallelism(parallel: ParallelOptions, decisions: Decisions) -> None:
     cp, inner = parallel.attn_cp_size, parallel.tp_size // (parallel.dp_size if parallel.enable_dp_attention else 1)
     if inner % cp:
@@ -73,7 +79,8 @@ def _resolve_context_parallelism(parallel: ParallelOptions, decisions: Decisions
     if cp > 1:
         reason = "each step's tokens are divided; steps with prompts are captured in pieces, never with their attention"
         decisions.add("attn_cp_size", cp, USER, reason)
-        decisions.choose("cp_strategy", parallel.cp_strategy, INTERLEAVE, "it balances prompts of any length")
+        asked = SGLANG_STRATEGIES.get(parallel.cp_strategy or "", parallel.cp_strategy)
+        decisions.choose("cp_strategy", asked, INTERLEAVE, "it balances prompts of any length")
     elif parallel.cp_strategy is not None:
         raise UnsupportedConfig(
             f"cp_strategy: {parallel.cp_strategy} divides prompts over several groups; use --attn-cp-size 2 or more"
@@ -175,7 +182,7 @@ def whole_contexts(kernels: KernelConfig, facts: ModelFacts) -> str:
 
 def check_dcp(config: EngineConfig, facts: ModelFacts) -> None:
     """Ranks can share contexts whose KV they would all hold: latents, or a key head. Raises UnsupportedConfig."""
-    dcp, tp, algorithm = config.dcp_size, config.attention_tp, config.speculative_algorithm
+    dcp, tp = config.dcp_size, config.attention_tp
     if tp % dcp:
         raise UnsupportedConfig(
             f"dcp_size: {dcp} does not divide the {tp} ranks of an attention; use --dcp-size {_or(_divisors(tp))}"
@@ -192,11 +199,6 @@ def check_dcp(config: EngineConfig, facts: ModelFacts) -> None:
         raise UnsupportedConfig(
             "dcp_size: ranks share latents, which --disable-mla does not cache; leave one of them out"
         )
-    if dcp > 1 and algorithm in DRAFTERS and DRAFTERS[algorithm].weights is DrafterWeights.FOLDER:
-        raise UnsupportedConfig(
-            f"dcp_size: ranks share latents, and the drafter {algorithm} caches keys and values of heads; use"
-            " --speculative-algorithm NEXTN, NGRAM or NONE, or --dcp-size 1"
-        )
 
 
 def _resolve_widths(parallel: ParallelOptions, facts: ModelFacts, attention_tp: int, decisions: Decisions) -> None:
@@ -205,7 +207,10 @@ def _resolve_widths(parallel: ParallelOptions, facts: ModelFacts, attention_tp: 
     legal = [size for size in _divisors(tp) if size == 1 or moe is not None and slots % size == 0]
     experts = "no experts" if moe is None else f"{slots} experts on {tp} ranks"
     if ep not in legal:
-        raise UnsupportedConfig(f"ep_size: {experts} cannot be divided into {ep} groups; use --ep-size {_or(legal)}")
+        use, copies = f"--ep-size {_or(legal)}", parallel.ep_num_redundant_experts
+        if copies and moe is not None and tp % ep == moe.experts % ep == 0:
+            use = f"--ep-num-redundant-experts {copies + -slots % ep}"
+        raise UnsupportedConfig(f"ep_size: {experts} cannot be divided into {ep} groups; use {use}")
     decisions.fields["ep_size"] = ep
     dense = parallel.moe_dense_tp_size
     if dense not in (None, 1, attention_tp):

@@ -28,7 +28,8 @@ from thalweg.launch.resolved import Resolved
 from thalweg.launch.resources import Resources, resolve_resources
 from thalweg.launch.sizes import measure
 from thalweg.launch.speculation import refuse_simulated, resolve_drafting, without_room
-from thalweg.models.catalog import read_facts
+from thalweg.models.catalog import read_facts, states_quantization
+from thalweg.quant.catalog import RECOGNIZED, quantization_names
 from thalweg.text.chat import ChatFormat, ChatOptions, ParserNames, choose_chat
 from thalweg.text.parser import REASONING_FORMATS, TOOL_FORMATS
 from thalweg.text.retention import ThinkingRetention
@@ -50,6 +51,10 @@ PARSER_NAMES = {
         "kimi-k2": "kimi_k2",
     },
 }
+INT8_ACTIVATIONS = (
+    'Activations are INT8, too; for 16-bit ones add "quantization_config": {"quant_method": "w8a8_int8", "is_dynamic":'
+    " false} to config.json"
+)
 # options that the engine takes as the user set them; the defaults of both are the same
 UNCHANGED = (
     "load_format",
@@ -141,10 +146,13 @@ def _locate(options: Options, weights: bool) -> tuple[Checkpoint, Checkpoint | N
     """The model's folder, and the drafter's where one was named."""
     model, speculative = options.model, options.speculative
     checkpoint = locate(model.model, model.revision, model.hf_token)
+    weights = weights and options.load.load_format != "dummy"
+    if weights and not states_quantization(checkpoint.folder):
+        fetch_weights(checkpoint, model.hf_token)  # the tensors tell their format
     if speculative.speculative_draft_model_path is None:
         return checkpoint, None
     drafter = locate(speculative.speculative_draft_model_path, token=model.hf_token)
-    if weights and options.load.load_format != "dummy" and speculative.speculative_algorithm is None:
+    if weights and speculative.speculative_algorithm is None:
         fetch_weights(drafter, model.hf_token)  # the names of its tensors may have to tell what it is
     return checkpoint, drafter
 
@@ -172,13 +180,21 @@ def _fit(
 
 def _check_quantization(asked: str | None, facts: ModelFacts, decisions: Decisions) -> None:
     """Records the format of the weights. Raises UnsupportedConfig where the user named another."""
-    stored = str(facts.quantization_config.get("quant_method", "none"))
+    stored, *names = quantization_names(facts.quantization_config)
+    if asked in names:
+        decisions.add("quantization", stored, USER, f"{asked} is called {stored} here")
+        return
     if asked not in (None, stored):
         raise UnsupportedConfig(
-            f"quantization: {asked} was asked for, and config.json of the checkpoint says {stored}. Weights are not"
-            " converted: leave --quantization out, or serve a checkpoint that has this format"
+            f"quantization: {asked} was asked for, and the checkpoint's quantization_config says"
+            f" {', '.join((stored, *names))}. Weights are not converted: leave --quantization out, or serve a"
+            " checkpoint that has this format"
         )
-    decisions.choose("quantization", asked, stored, "quantization_config in config.json")
+    reason = "quantization_config in config.json"
+    if (tensor := facts.quantization_config.get(RECOGNIZED)) is not None:
+        reason = f"config.json has no quantization_config; {tensor} and all quantized weights are INT8 with row scales"
+        log.warning("quantization: %s: read as %s. %s", reason, stored, INT8_ACTIVATIONS)
+    decisions.choose("quantization", asked, stored, reason)
 
 
 def _chat(options: Options, folder: Path, tokenizer: Tokenizer | None, decisions: Decisions) -> ChatFormat:

@@ -207,10 +207,11 @@ def _welcome(config: Options, resolved: Resolved, url: str, settings: Mapping[st
     engine, device, tokens = resolved.engine, settings["device"], settings["max_total_tokens"].value
     size = f"{resolved.sizes.parameters:,} parameters, {engine.dtype}"
     processes = f", {engine.processes} processes" if engine.processes > 1 else ""
+    hardware = f"{device.value} ({device.reason})" if device.reason else device.value
     page = f"{url}/ in a browser is a chat page; " if config.server.playground else ""
     lines = {
         "model": f"{resolved.names[0]} ({resolved.architecture}, {size}) from {resolved.path}",
-        "runs on": f"{device.value} ({device.reason}){processes}, KV cache of {tokens:,} tokens",
+        "runs on": f"{hardware}{processes}, KV cache of {tokens:,} tokens",
         "address": url,
         "curl": _curl(config, resolved, url),
         "docs": f"{documentation()}{url}/openapi.json has every field",

@@ -30,11 +30,12 @@ def measure(facts: ModelFacts, config: EngineConfig) -> Sizes:
     """
     layout = replace(layout_of(config), copies=1)
     is_reference, redundant = config.decode_attention_backend == "reference", config.ep_num_redundant_experts
-    planned = PlannedModel(facts, config.dtype, is_reference, config.kernels, redundant)
+    is_dense_whole = config.moe_dense_tp_size == 1
+    planned = PlannedModel(facts, config.dtype, is_reference, config.kernels, redundant, is_dense_whole=is_dense_whole)
     model = catalog.assemble(facts, planned.factory(layout))
     drafter, tree = _build_drafter(facts, config, model), config.tree
     parts = _modules(drafter)
-    stages = stage_borders(facts, config.pp_size, config.pp_layer_partition, config.speculative_algorithm == "NEXTN")
+    stages = stage_borders(facts, config.pp_size, config.pp_layer_partition)
     groups, share = _groups(planned, layout, parts), largest_share(facts, stages)
     if layout == ONE and not redundant:
         whole = groups

@@ -48,8 +48,8 @@ class LayerFactory(ABC):
 
     @abstractmethod
     def for_drafter(self, facts: ModelFacts, schemes: Schemes) -> LayerFactory:
-        """Makes the layers of a model that drafts for one of these: its KV lies in the same pages, and its attention
-        may be of another kind.
+        """Makes the layers of a model that drafts for one of these: its KV lies in the same pages, of whole contexts on
+        each rank, and its attention may be of another kind.
         """
 
     def norm(self, name: str, dim: int, eps: float, reorder: Transform = unchanged) -> Norm:

@@ -19,6 +19,7 @@ from thalweg.layers.linear import PackedShard
 from thalweg.layers.module import Module
 from thalweg.layers.rotary import pairs_from_halves
 from thalweg.parallel.axis import share_of
+from thalweg.weights.table import cache_scale_names
 
 
 class GqaProjections(Module):
@@ -61,8 +62,7 @@ class GqaProjections(Module):
         columns = None if tp.size == 1 else range(heads.start * self.dim, heads.stop * self.dim)
         self.out = layers.row(f"{name}.o_proj", (facts.hidden, facts.heads * self.dim), columns, facts.attention_bias)
         for plane, letter in (("key", "k"), ("value", "v")):
-            names = f"{letter}_scale", f"{letter}_proj.{letter}_scale", f"attn.{letter}_scale"
-            self.weights.cache_scales[plane, layer] = tuple(f"{name}.{scale}" for scale in names)
+            self.weights.cache_scales[plane, layer] = cache_scale_names(name, letter)
 
 
 class Gqa(GqaProjections):

@@ -44,8 +44,12 @@ class Addend(Protocol):
 class ExpertBlock(Protocol):
     """A mixture of experts."""
 
+    @property
+    def is_partial(self) -> bool:
+        """Whether `partial` computes it, and not `add_`."""
+
     def add_(self, h_TH: Tensor, x: Activation, real_T: Tensor | None) -> None:
-        """h += moe(x), in place, with all experts on this rank. real_T: False where a token is padding."""
+        """h += moe(x), in place, as one rank that has all experts. real_T: False where a token is padding."""
 
     def partial(self, x: Activation, real_T: Tensor | None) -> Tensor:
         """This rank's part of the sum over tensor-parallel ranks, [T, H] in new memory, which the stream may edit; for
@@ -91,6 +95,10 @@ class MetadataBuilder(Protocol):
         room for `wish`. None: attention to prompts cannot be captured.
         """
 
+    @property
+    def captured_context(self) -> int | None:
+        """The longest context of a row of such a step; None: as long as any."""
+
 
 class ForwardMetadata(Protocol):
     """Metadata of a forward pass, as a model reads it; its attention layers know more."""
@@ -101,6 +109,14 @@ class ForwardMetadata(Protocol):
     @property
     def groups(self) -> tuple[AttentionGroup, ...]:
         """One for each selection of context that a layer makes and hands on."""
+
+    def packed(self, selections: SelectedContexts, topk: int) -> Tensor:
+        """The selection that layers share, for another pipeline stage: columns of each token's context, int32 [T,
+        topk], negative for a filler. Of a group that sees its whole context nothing is read.
+        """
+
+    def unpacked(self, packed_TK: Tensor) -> SelectedContexts:
+        """Inverse of `packed`, in metadata of the same step."""
 
 
 class LatentAttention(Protocol):

@@ -14,6 +14,7 @@ from thalweg.config.entry_point import load_entry
 from thalweg.config.model import ModelFacts, MoeFacts
 from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.kernels import TORCH
+from thalweg.kernels.dsa.backends import SparseKernel
 from thalweg.kernels.gqa.backends import GqaShape
 from thalweg.kernels.mla.backends import MlaDecodeKernel, MlaShape
 from thalweg.layers import rotary
@@ -33,7 +34,7 @@ from thalweg.layers.paged_sharded import ShardedLatentMla, ShardedMetadataBuilde
 from thalweg.layers.paged_sparse import InvariantSparseMla, SparseMla
 from thalweg.layers.sharded_mla import ShardedMla
 from thalweg.memory.planes import FP8, kv_cache_dtype
-from thalweg.parallel.axis import share_of
+from thalweg.parallel.axis import SINGLE, share_of
 from thalweg.quant.catalog import Schemes
 from thalweg.quant.scheme import Quantized, Take, TensorSpec
 
@@ -51,7 +52,7 @@ class KernelLayers(LayerFactory):
         """On our own kernels; attention to a selection of context on plain torch."""
         by = TORCH if facts.indexer is not None else "triton"
         kernels = msgspec.structs.replace(self.kernels, decode=by, prefill=by, hot=0)
-        return replace(self, kernels=kernels, schemes=schemes)
+        return replace(self, kernels=kernels, schemes=schemes, layout=replace(self.layout, dcp=SINGLE))
 
     def linear(
         self,
@@ -151,11 +152,19 @@ class KernelLayers(LayerFactory):
             return PagedMetadataBuilder(facts, device, own, gathers=False)
         if kernels.deterministic:
             return PagedMetadataBuilder(facts, device, nothing if facts.indexer else own_rows, gathers=False)
-        captures = True in PREFILL[kernels.prefill].supports.graphs and facts.indexer is None
+        captures = True in PREFILL[kernels.prefill].supports.graphs and not kernels.hot
         if self.layout.dcp.size > 1:
             shard = ContextShard(self.layout.dcp)
             return ShardedMetadataBuilder(shard, facts, device, prepare_by(self._decoder(facts)))
-        return PagedMetadataBuilder(facts, device, prepare_by(self._decoder(facts)), captures=captures)
+        by = prepare_by(self._decoder(facts))
+        return PagedMetadataBuilder(facts, device, by, captures=captures, masked=self._masked(facts))
+
+    def _masked(self, facts: ModelFacts) -> Sequence[tuple[int, float]]:
+        """Of sparse attention to latents on the device, see `kernels.dsa.backends.SparseKernel`."""
+        if facts.indexer is None or self.kernels.hot:
+            return ()
+        kernel: type[SparseKernel] = load_entry(PREFILL[self.kernels.prefill].sparse)
+        return kernel.masked
 
     def head_widths(self, facts: ModelFacts) -> tuple[int, int]:
         return WIDTH, WIDTH

@@ -11,6 +11,7 @@ from thalweg.config.model import MoeFacts
 from thalweg.kernels.experts.backends import coded_runner, runner
 from thalweg.kernels.experts.triton import ExpertWeights
 from thalweg.kernels.gemm import triton as gemm
+from thalweg.kernels.moe_align.triton import combine
 from thalweg.kernels.norm import triton as norm
 from thalweg.kernels.norm.triton import ReadyNorm, Rows
 from thalweg.kernels.quantize.triton import scales_like
@@ -54,20 +55,27 @@ class KernelMoe(Module):
         stacked = moe.shared if is_stacked else 0
         self.router = RouterWeights(layers, f"{name}.gate", moe, hidden, layers.dtype, stacked)  # the gate as published
         self.placement = layers.placement(layer, moe, stacked)
+        self.is_partial = self.placement is None or not self.placement.sends_pairs
         self.experts = KernelExperts(layers, name, moe, hidden, scheme, stacked, self.placement)
         self.shared = layers.shared_experts(name, moe, hidden) if moe.shared and not is_stacked else None
 
     def add_to(self, h: ResidualStream, x: Activation, real_T: Tensor | None = None) -> None:
         """h += moe(x). real_T: False of padding, for which no expert is read."""
-        if len(x) > gemm.NORMED and not isinstance(x, ReadyNorm):
-            x = norm.rows_of(x)  # once for the router and the experts
+        # once for the router and the experts; an MLP of shared experts reads it when these are in the stream
+        if (len(x) > gemm.NORMED or self.shared is not None) and not isinstance(x, ReadyNorm):
+            x = norm.rows_of(x)
         h.add_experts(self, x, real_T)
         if self.shared is not None:
             self.shared.add_to(h, x, real_T)
 
     def add_(self, h_TH: Tensor, x: Rows, real_T: Tensor | None) -> None:
         """h += the experts of the stacks, in place."""
-        self.run(h_TH, x, self._route(x, real_T, self.experts.reads_codes), self.experts.stacks())
+        if self.placement is None:
+            self.run(h_TH, x, self._route(x, real_T, self.experts.reads_codes), self.experts.stacks())
+            return
+        routed, rows = self._sent(self.placement, x, real_T)
+        pair_PH = self.placement.pairs(routed.ids_TK, rows, self._stored_sum).to(h_TH.dtype).flatten(0, 1)
+        combine(h_TH, pair_PH, None, routed.ids_TK, routed.weights_TK, len(self.placement.slot_EC))
 
     def partial(self, x: Rows, real_T: Tensor | None) -> Tensor:
         """[T, H]: this rank's part of the sum over tensor-parallel ranks."""
@@ -75,6 +83,13 @@ class KernelMoe(Module):
         assert placement is not None, "one rank adds to the stream itself"
         if placement.has_all_experts:
             return self._sum(x, self._route(x, real_T, self.experts.reads_codes))
+        routed, rows = self._sent(placement, x, real_T)
+        return placement.compute(routed.ids_TK, routed.weights_TK, rows, self._stored_sum)
+
+    def _sent(
+        self, placement: ExpertPlacement, x: Rows, real_T: Tensor | None
+    ) -> tuple[routing.RouterOutput, list[Tensor]]:
+        """The choice, and what goes with the tokens."""
         x = x if isinstance(x, ReadyNorm) else norm.rows_of(x)
         # codes of the rows are half as many bytes to send
         sends_codes = self.experts.reads_codes and placement.dispatcher.sends_codes
@@ -85,7 +100,7 @@ class KernelMoe(Module):
             if codes_TH is None or scales_TG is None:
                 codes_TH, scales_TG = norm.codes_of(x_TH)
             rows = [codes_TH, scales_TG]
-        return placement.compute(routed.ids_TK, routed.weights_TK, rows, self._stored_sum)
+        return routed, rows
 
     def _stored_sum(self, ids_TK: Tensor, weights_TK: Tensor, x_TH: Tensor, scales_TG: Tensor | None = None) -> Tensor:
         """Of the slots on this rank. x: rows, or their codes with scales."""

@@ -1,5 +1,5 @@
-"""Multi-head latent attention, with DSA where the model has an indexer (DeepSeek-V2 report §2.1, V3.2 report §2.1), in
-plain torch.
+"""Multi-head latent attention, with DSA where the model has an indexer (DeepSeek-V2 report §2.1, V3.2 report §2.1),
+in plain torch.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from thalweg.layers.residual import rows_of
 from thalweg.layers.rotary import softmax_scale
 from thalweg.memory.records import quantize
 from thalweg.parallel.axis import share_of
+from thalweg.weights.table import cache_scale_names
 
 LATENT_NORM_EPS = 1e-6  # the class default in the published code, not rms_norm_eps
 KEY_NORM_EPS = 1e-6  # of the indexer: nn.LayerNorm with this eps in the published code
 # elements of selected latents gathered at once: what stays in a CPU's near cache until it is read again; on a GPU a
 # whole tile's
 GATHERED, GATHERED_ON_GPU = 1 << 19, 1 << 27
-CACHE_SCALE_PREFIXES = ("", "attn.", "mla_attn.", "k_proj.")  # where tools put the scales of a cache in FP8
 
 
 class MlaProjections(Module):
@@ -80,9 +80,8 @@ class MlaProjections(Module):
             self.loads(target, kv_b, shape, layers.published, transform, take=take)
         self.out = layers.row(f"{name}.o_proj", (facts.hidden, facts.heads * self.v), of_heads(self.v))
         # a latent is key and value at once, and the key's scale is its
-        scales = [tuple(f"{name}.{prefix}{kv}_scale" for prefix in CACHE_SCALE_PREFIXES) for kv in "kv"]
-        self.weights.cache_scales["latent", layer] = scales[0]
-        self.weights.skips += map(re.escape, scales[1])
+        self.weights.cache_scales["latent", layer] = cache_scale_names(name, "k")
+        self.weights.skips += map(re.escape, cache_scale_names(name, "v"))
 
     def _value_weight(self, layers: LayerFactory) -> nn.Parameter:
         """W_UV [H, r, v]."""

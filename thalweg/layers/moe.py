@@ -43,6 +43,7 @@ class MoeBlock(Module):
         super().__init__()
         self.router = Router(layers, f"{name}.gate", moe, hidden)
         self.placement = layers.placement(layer, moe)
+        self.is_partial = self.placement is None or not self.placement.sends_pairs
         self.experts = Experts(layers, f"{name}.experts", moe, hidden, self.placement, activations)
         self.shared = layers.shared_experts(name, moe, hidden) if moe.shared else None
 
@@ -55,18 +56,30 @@ class MoeBlock(Module):
     def add_(self, h_TH: Tensor, x: Activation, real_T: Tensor | None) -> None:
         """h += routed experts(x), in place; their outputs are summed in float32."""
         total = h_TH.float()  # itself when it is float32
-        self.experts.add_(total, x, *self.router.forward(x))
+        if self.placement is None:
+            self.experts.add_(total, x, *self.router.forward(x))
+        else:
+            weights_TK, ids_TK, x_TH = self._route(self.placement, x, real_T)
+            pair_TKH = self.placement.pairs(ids_TK, [x_TH], self.experts.partial)
+            for token, pair_KH in enumerate(pair_TKH):  # as `add_experts_` adds up one token
+                total[token : token + 1].addmm_(weights_TK[token : token + 1], pair_KH)
         if total is not h_TH:
             h_TH.copy_(total)
 
     def partial(self, x: Activation, real_T: Tensor | None) -> Tensor:
         """[T, H]: this rank's part of the sum over tensor-parallel ranks."""
-        placement, x_TH = self.placement, rows_of(x)
+        placement = self.placement
         assert placement is not None, "one rank adds to the stream itself"
+        weights_TK, ids_TK, x_TH = self._route(placement, x, real_T)
+        return placement.compute(ids_TK, weights_TK, [x_TH], self.experts.partial)
+
+    def _route(self, placement: ExpertPlacement, x: Activation, real_T: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Weights, ids and rows; padding has no expert."""
+        x_TH = rows_of(x)
         weights_TK, ids_TK = self.router.forward(x_TH)
         if real_T is not None:
             ids_TK = ids_TK.masked_fill(~real_T.unsqueeze(1), placement.experts)
-        return placement.compute(ids_TK, weights_TK, [x_TH], self.experts.partial)
+        return weights_TK, ids_TK, x_TH
 
 
 class RouterWeights(Module):

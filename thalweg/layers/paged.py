@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from thalweg.attention.context import AttentionGroup
+from thalweg.attention.selection import SelectedContexts
 from thalweg.attention.tree_paths import paths_of_tree
-from thalweg.batch.batch import Batch, PromptRows
+from thalweg.batch.batch import Batch, PromptRows, no_graph_break
 from thalweg.batch.slots import upload
 from thalweg.config.model import ModelFacts
 from thalweg.core.plan import PAGE
@@ -60,7 +61,7 @@ class PagedStep:
     # chunks of what the other rows have cached
     prefixes: tuple[ContextChunk, ...] = ()
     # or all of their context, this step's tokens included, where something is cached and it fits in one chunk: one
-    # attention to what the pages hold, instead of two and a merge
+    # attention to what the pages hold, instead of two and a merge; or of which a mask leaves what an indexer chooses
     whole: ContextChunk | None = None
     prepared: Any = None  # what the attention backend made for the whole step
     groups: tuple[AttentionGroup, ...] = ()  # empty: only the reference cuts a step into groups
@@ -73,10 +74,24 @@ class PagedStep:
     score_metadata: dict[tuple[int, int], Any] = field(default_factory=dict)  # of index scores, by first token and end
 
     @property
-    def selects(self) -> bool:
-        """Whether layers with an indexer select context, or the first step of a draft has done so for this one."""
+    def scores_context(self) -> bool:
+        """Whether layers with an indexer score the context: not if the first step of a draft has done so for this one,
+        nor if all of it is chosen. A piece of a graph may be replayed with longer contexts.
+        """
         shared = self.batch.draft_selection
-        return shared is None or shared.is_first
+        may_choose = self.chooses or self.batch.graph_break is not no_graph_break
+        return may_choose and (shared is None or shared.is_first)
+
+    def packed(self, selections: SelectedContexts, topk: int) -> Tensor:
+        """See `layers.interface.ForwardMetadata`; `selections` is not read."""
+        if self.chooses:
+            return self.chosen_TK[0]
+        return self.batch.positions_T.new_full((len(self.batch.ids_T), topk), -1, dtype=torch.int32)
+
+    def unpacked(self, packed_TK: Tensor) -> SelectedContexts:
+        """Inverse of `packed`."""
+        self.chosen_TK[:] = [packed_TK]
+        return ()
 
     def metadata_of_scores(self, tokens: slice, make: Callable[[], Metadata]) -> Metadata:
         """What all layers share of the index scores of these tokens; the first layer makes it."""
@@ -139,7 +154,7 @@ def _query_rows(batch: Batch) -> QueryRows:
 class PagedMetadataBuilder(nn.Module):
     """Owns the rotary table. gathers: whether attention of ragged rows gathers what they have cached; steps of a
     backend that reads pages have neither `whole` nor `prefixes`. captures: whether attention of ragged rows can be
-    captured, with their lengths on the device.
+    captured, with their lengths on the device. masked: see `kernels.dsa.backends.SparseKernel`.
     """
 
     cos: Tensor  # float32 [context, dim / 2]
@@ -153,9 +168,10 @@ class PagedMetadataBuilder(nn.Module):
         *,
         gathers: bool = True,
         captures: bool = False,
+        masked: Sequence[tuple[int, float]] = (),
     ) -> None:
         super().__init__()
-        self.prepare, self.gathers, self.captures = prepare, gathers, captures
+        self.prepare, self.gathers, self.captures, self.masked = prepare, gathers, captures, masked
         self.topk, self.page = None if facts.indexer is None else facts.indexer.topk, PAGE
         table = rotary.table(facts.rope, facts.context, device)
         self.register_buffer("cos", table.real.contiguous(), persistent=False)
@@ -170,19 +186,30 @@ class PagedMetadataBuilder(nn.Module):
         prefixes: tuple[ContextChunk, ...] = ()
         whole = None
         chooses = self.topk is not None and max(group.max_kv_len for group in batch.groups) > self.topk
+        contexts = [extent.max_kv_len for extent in batch.extents[count:]]
         if self.gathers and not chooses and rest is not None and any(rest.cached):
-            contexts = [extent.max_kv_len for extent in batch.extents[count:]]
             # with an FP8 plane a step's own tokens are attended to as they were before they were rounded
             if sum(contexts) <= CHUNK and not planes.has_fp8:
                 whole = self.chunk([0] * len(contexts), contexts, batch.ids_T.device)
             else:
                 chunks = _prefixes(rest.cached, self.page)
                 prefixes = tuple(self.chunk(*chunk, batch.ids_T.device) for chunk in chunks)
+        elif chooses and rest is not None and self._masks(batch, rest, contexts):
+            whole = self.chunk([0] * len(contexts), contexts, batch.ids_T.device)
         query_rows = None if self.topk is None else _query_rows(stored)
         shared = rest, prefixes, whole, self.prepare(stored, tokens, rows), (), chooses, query_rows
         if stored is not batch:
             batch = replace(batch, write_T=stored.write_T, share=stored.share)
         return PagedStep(batch, planes, self.cos, self.sin, tokens, rows, *shared)
+
+    def _masks(self, batch: Batch, rest: Rest, contexts: Sequence[int]) -> bool:
+        """Whether the ragged rows attend to what a mask leaves of their contexts. A tree's tokens see paths, and those
+        of a share are not in a row's order.
+        """
+        longest, total, tokens = max(contexts), sum(contexts), len(batch.ids_T) - rest.token
+        is_plain = batch.tree is None and batch.share is None and batch.draft_selection is None
+        sooner = (longest <= context and tokens >= share * total for context, share in self.masked)
+        return is_plain and total <= CHUNK and any(sooner)
 
     def stored(self, batch: Batch) -> Batch:
         """The step with places, masks and lengths as kernels count the context that this rank stores."""
@@ -200,6 +227,11 @@ class PagedMetadataBuilder(nn.Module):
             return sys.maxsize
         return 0 if planes.has_fp8 else wish
 
+    @property
+    def captured_context(self) -> int | None:
+        """See `layers.interface.MetadataBuilder`. Of longer ones an indexer would choose."""
+        return self.topk
+
     def _captured(self, batch: Batch, prompts: PromptRows, planes: Planes) -> PagedStep:
         """The rows are on the device. Rows of prompts are launched for as many tokens as the step has."""
         tokens, decode = len(batch.ids_T), len(prompts.decode_positions_D)
@@ -210,8 +242,12 @@ class PagedMetadataBuilder(nn.Module):
         if self.gathers and prompts.cached:
             room = tokens + prompts.cached
             whole = ContextChunk(torch.zeros_like(prompts.starts_N1[1:]), prompts.context_starts_N1, room, room)
-        prepared = self.prepare(batch, decode, rows)
-        return PagedStep(batch, planes, self.cos, self.sin, decode, rows, rest, (), whole, prepared)
+        query_rows = None
+        if self.topk is not None:
+            rows_D = torch.arange(decode, dtype=torch.int32, device=positions.device)
+            query_rows = QueryRows(rows_D, table, positions)
+        shared = rest, (), whole, self.prepare(batch, decode, rows), (), False, query_rows
+        return PagedStep(batch, planes, self.cos, self.sin, decode, rows, *shared)
 
 
 def _decode_rows(batch: Batch) -> tuple[int, int, DecodeRows]:

@@ -125,10 +125,7 @@ class LatentMla(PagedMla):
         make = query_THd.new_empty if step.batch.prompts is None else query_THd.new_zeros  # padding must be finite
         out_THv = make(len(query_THd), self.heads, self.v)
         if tokens:
-            query_THD = query_THd.new_empty(tokens, self.heads, self.rank + self.rope)
-            query_THD[..., self.rank :] = query_THd[:tokens, :, self.nope :]
-            self._into_latents(query_THd[:tokens], query_THD)
-            out_THv[:tokens] = self._decode(query_THD, step).view(tokens, self.heads, self.v)
+            out_THv[:tokens] = self._decode(self._absorbed(query_THd[:tokens]), step).view(tokens, self.heads, self.v)
         if step.rest is not None:
             first = step.rest.token
             self._ragged(query_THd[first:], latent_TD[first:], step, step.rest, out_THv[first:])
@@ -145,6 +142,13 @@ class LatentMla(PagedMla):
             return self.absorb(query_THd, latent_TD, step, slice(0, tokens), False)
         query_THD = query_THd.new_empty(tokens, self.heads, rank + self.rope)
         self.write(query_THd[..., self.nope :], query_THD[..., rank:], latent_TD, step, slice(0, tokens), False)
+        self._into_latents(query_THd, query_THD)
+        return query_THD
+
+    def _absorbed(self, query_THd: Tensor) -> Tensor:
+        """Queries whose last dims are turned, times W_UK: → [T, H, r + rope]."""
+        query_THD = query_THd.new_empty(*query_THd.shape[:2], self.rank + self.rope)
+        query_THD[..., self.rank :] = query_THd[..., self.nope :]
         self._into_latents(query_THd, query_THD)
         return query_THD
 

@@ -20,12 +20,12 @@ from thalweg.config.backends import DECODE, INDEX_SCORES, PREFILL
 from thalweg.config.entry_point import load_entry
 from thalweg.config.model import ModelFacts
 from thalweg.core.kernels import RECORD
-from thalweg.kernels.attend.args import ContextChunk, QueryRows
+from thalweg.kernels.attend.args import ContextChunk, QueryRows, RaggedRows
 from thalweg.kernels.attend.triton import merge
 from thalweg.kernels.dsa import triton as dsa
 from thalweg.kernels.dsa.backends import SparseKernel, SparseShape
 from thalweg.kernels.mla import triton as mla
-from thalweg.kernels.mla.backends import MlaDecodeKernel, MlaPrefillKernel
+from thalweg.kernels.mla.backends import MlaDecodeKernel, MlaPrefillKernel, triton_prefill
 from thalweg.kernels.router.triton import partial_logits
 from thalweg.layers.factory import LayerFactory
 from thalweg.layers.index_scores import IndexScores
@@ -76,7 +76,7 @@ class SparseMla(LatentMla):
         assert self.query_norm is not None and self.up is not None, "models with an indexer have a query latent"
         query_TX, *index = self.up.split(self.query_norm.lazy(query_TX))
         attend, queries = self._prepare_attention(query_TX, latent_TD, step)
-        if self.indexer is not None and step.selects:
+        if self.indexer is not None and step.scores_context:
             weights_STH = partial_logits(x, self.indexer.head_weights, deterministic=self.deterministic).logits_STE
             index = [self._store_index(self.indexer, index_key[0], index[0], weights_STH, step), weights_STH[0]]
         elif self.indexer is not None:
@@ -127,10 +127,28 @@ class SparseMla(LatentMla):
         if not step.chooses or step.query_rows is None:
             return self._of_stored(step, query_TX, latent_TD)
         query_THd = query_TX.view(len(query_TX), self.heads, -1)
-        query_THD = query_THd.new_empty(*query_THd.shape[:2], self.rank + self.rope)
-        query_THD[..., self.rank :] = query_THd[..., self.nope :]
-        self._into_latents(query_THd, query_THD)
-        return self._of_absorbed(step, query_THD, *index)
+        if step.rest is not None and step.whole is not None:
+            chosen_TK = self._chosen(step, step.query_rows, *index)
+            return self._of_masked(step, step.query_rows, step.rest, step.whole, query_THd, chosen_TK)
+        return self._of_absorbed(step, self._absorbed(query_THd), *index)
+
+    def _of_masked(
+        self, step: PagedStep, rows: QueryRows, rest: Rest, whole: ContextChunk, query_THd: Tensor, chosen_TK: Tensor
+    ) -> Tensor:
+        """Ragged rows attend to what a mask leaves of their expanded context, the rows before them to their choice: →
+        [T, H * v].
+        """
+        out_THv, decode = query_THd.new_empty(*query_THd.shape[:2], self.v), slice(0, rest.token)
+        if rest.token:
+            query_THD, some = self._absorbed(query_THd[decode]), rows.some(decode)
+            out_THv[decode] = self._values(query_THD, step, chosen_TK[decode], some).view(-1, *out_THv.shape[1:])
+        ragged = RaggedRows(rest.rows.starts_R1, whole.starts_R1, rest.rows.max_query, whole.max_tokens)
+        triton_prefill(
+            query_THd[rest.token :], self._gather(step, rest, whole), self.uk, self.uv, ragged,
+            scale=self.scale, out_THv=out_THv[rest.token :],
+            chosen_TS=dsa.mask_of(chosen_TK[rest.token :], whole.max_tokens),
+        )  # fmt: skip
+        return out_THv.flatten(1)
 
     def _of_absorbed(self, step: PagedStep, query_THD: Tensor, *index: Tensor) -> Tensor:
         """Attention of absorbed queries of stored tokens: → [T, H * v]."""

@@ -21,6 +21,7 @@ from thalweg.layers.moe import MoeBlock
 from thalweg.layers.rounded import RoundedLinear
 from thalweg.layers.sharded_gqa import ShardedGqa
 from thalweg.layers.sharded_mla import ShardedMla
+from thalweg.parallel.axis import SINGLE
 from thalweg.quant.catalog import Schemes
 from thalweg.quant.scheme import Quantized
 
@@ -36,7 +37,8 @@ class ReferenceLayers(LayerFactory):
     selection: Selection = select_top_k  # chooses the context under DSA
 
     def for_drafter(self, facts: ModelFacts, schemes: Schemes) -> ReferenceLayers:
-        return replace(self, schemes=schemes, kernels=structs.replace(self.kernels, hot=0))
+        kernels, layout = structs.replace(self.kernels, hot=0), replace(self.layout, dcp=SINGLE)
+        return replace(self, schemes=schemes, kernels=kernels, layout=layout)
 
     def linear(
         self,

@@ -72,6 +72,9 @@ class ShardedStream:
             self.pending_TH = self.pending_TH + linear.forward(x)
 
     def add_experts(self, experts: ExpertBlock, x: Activation, real_T: Tensor | None) -> None:
+        if not experts.is_partial:
+            experts.add_(self.value(), x, real_T)
+            return
         partial_TH = experts.partial(x, real_T)
         self.pending_TH = partial_TH if self.pending_TH is None else self.pending_TH + partial_TH
 

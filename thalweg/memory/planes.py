@@ -44,6 +44,8 @@ class PlaneSpec:
     rank: int = 0  # of a latent in records: its numbers before the rotated key
     # entries of each slot's hot set on the device, for a plane whose pages are in host memory; 0: the device has them
     hot: int = 0
+    # pages of PAGE tokens in each page: a drafter may keep the tokens of all ranks that share a context
+    parts: int = 1
 
 
 def vector_plane(name: str, layer: int, dim: int, dtype: torch.dtype, shard: str = "replicated") -> PlaneSpec:
@@ -119,13 +121,15 @@ class Planes:
                 self.bytes[key] = host_zeros(pages, spec.page_bytes, self.device)
             else:
                 self.bytes[key] = torch.zeros(pages, spec.page_bytes, dtype=torch.uint8, device=device)
-            self._paged[key] = self.bytes[key].view(dtype).view(pages, PAGE, -1)
+            count = pages * spec.parts
+            bytes_PB = self.bytes[key].view(count, -1)
+            self._paged[key] = bytes_PB.view(dtype).view(count, PAGE, -1)
             if spec.codec == INDEX:
-                codes, scales = torch.split(self.bytes[key], [spec.page_bytes - 4 * PAGE, 4 * PAGE], 1)
-                self._entries[key] = codes.view(pages, PAGE, -1), scales.view(pages, PAGE, 4)
+                codes, scales = torch.split(bytes_PB, [bytes_PB.shape[1] - 4 * PAGE, 4 * PAGE], 1)
+                self._entries[key] = codes.view(count, PAGE, -1), scales.view(count, PAGE, 4)
             else:
-                self._tokens[key] = self._paged[key].view(pages * PAGE, -1)
-                self._entries[key] = (self.bytes[key].view(pages, PAGE, -1),)
+                self._tokens[key] = self._paged[key].view(count * PAGE, -1)
+                self._entries[key] = (bytes_PB.view(count, PAGE, -1),)
             if dtype == FP8:
                 self._scales[key] = torch.ones(1, dtype=torch.float32, device=device)
         if hot := [spec for spec in specs if spec.hot]:

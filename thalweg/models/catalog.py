@@ -27,9 +27,9 @@ from thalweg.models.decoder import Decoder, MakeLayer
 from thalweg.models.interface import Model
 from thalweg.models.nextn import NextN
 from thalweg.models.stages import PipelineStage
-from thalweg.quant.catalog import format_of
-from thalweg.quant.files import with_quantization
-from thalweg.weights.stream import first_quantized
+from thalweg.quant.catalog import config_of_tensors, format_of, is_of_quantized
+from thalweg.quant.files import FIELD, with_quantization
+from thalweg.weights.stream import may_be_quantized, readable_specs
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,14 +77,22 @@ class UnsupportedFormat(CheckpointError):
 
 def read_facts(folder: Path, index_pattern: str = "") -> ModelFacts:
     """Reads `folder`/config.json. index_pattern: see `with_index_pattern`. Raises CheckpointError when it is missing,
-    no JSON object, nonsense, or of an architecture that is not in `FAMILIES`; and UnsupportedConfig for the pattern.
+    no JSON object, nonsense, or of an architecture that is not in `FAMILIES`, and for quantized tensors that nothing
+    describes; and UnsupportedConfig for the pattern.
     """
     config, where = with_quantization(read_config(folder, "a model"), folder), str(folder / "config.json")
+    if not config.get(FIELD) and may_be_quantized(folder):
+        config = {**config, FIELD: config_of_tensors(readable_specs(folder))}
     try:
         return with_index_pattern(read_config_facts(config, where), index_pattern)
     except UnsupportedFormat as error:
-        name = first_quantized(folder)
+        name = next((spec.name for spec in readable_specs(folder).values() if is_of_quantized(spec)), "")
         raise CheckpointError(f"{error}{name and f'. Its first quantized tensor is {name}'}") from None
+
+
+def states_quantization(folder: Path) -> bool:
+    """Whether the format of a checkpoint follows without its tensors. Raises CheckpointError as `read_facts`."""
+    return bool(with_quantization(read_config(folder, "a model"), folder).get(FIELD)) or not may_be_quantized(folder)
 
 
 def read_config_facts(config: Mapping[str, Any], where: str) -> ModelFacts:

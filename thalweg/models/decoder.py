@@ -24,7 +24,7 @@ from thalweg.layers.module import Module
 from thalweg.layers.residual import rows_of, stream
 from thalweg.memory.planes import Planes, PlaneSpec
 from thalweg.models.interface import DecoderLayer
-from thalweg.models.stages import PipelineStage
+from thalweg.models.stages import PipelineStage, shared_topk
 from thalweg.parallel.vocabulary import VocabularyShards
 from thalweg.weights.table import WeightTable, table_of
 
@@ -37,14 +37,12 @@ MakeLayer = Callable[[ModelFacts, int, LayerFactory], DecoderLayer]  # the layer
 
 
 class StageValue(NamedTuple):
-    """What the layers of one stage give to the next. Between pipeline stages `selections` is (); `quantize` runs each
-    layer as a stage.
-    """
+    """What the layers of one stage give to the next."""
 
     x_TH: Tensor  # the settled residual stream
-    # the selection of context that layers without an indexer of their own share; (): the next layer has its own
-    selections: SelectedContexts = ()
     watched: tuple[Tensor, ...] = ()  # streams that a drafter reads, of the stages so far
+    # what `ForwardMetadata.packed` makes of the selection of context that the next layer shares; None: it has its own
+    selected_TK: Tensor | None = None
 
 
 class Decoder(Module):
@@ -109,15 +107,19 @@ class Decoder(Module):
         if isinstance(made, Tensor):
             return own.whole(made)
         layout.pipe.send(torch.cat([made.x_TH, *made.watched], 1))
+        if made.selected_TK is not None:
+            layout.pipe.send(made.selected_TK)
         return made.x_TH
 
     def _receive(self, batch: Batch) -> StageValue:
-        """No selection comes along: the first layer of a stage has its own, see `stage_borders`."""
         hidden, streams = self.facts.hidden, 1 + sum(layer < self.stage.first for layer in set(self.watched))
         shape = len(batch.ids_T), streams * hidden
         like_TX = torch.empty(shape, dtype=self.factory.dtype, device=batch.ids_T.device)
-        x_TH, *watched = torch.split(self.factory.layout.pipe.receive(like_TX), hidden, 1)
-        return StageValue(x_TH.contiguous(), (), tuple(watched))
+        pipe, selected_TK = self.factory.layout.pipe, None
+        x_TH, *watched = torch.split(pipe.receive(like_TX), hidden, 1)
+        if topk := shared_topk(self.facts, self.stage.first):
+            selected_TK = pipe.receive(like_TX.new_empty(len(like_TX), topk, dtype=torch.int32))
+        return StageValue(x_TH.contiguous(), tuple(watched), selected_TK)
 
     def run(self, batch: Batch, planes: Planes, received: StageValue | None = None) -> Tensor | StageValue:
         """The layers of this stage. received: from the stage before; None is the first. Returns hidden states from the
@@ -130,13 +132,15 @@ class Decoder(Module):
             h = self._embedded(batch.ids_T)
         else:
             h, watched = stream(self.factory.layout, received.x_TH), list(received.watched)
-            selections = received.selections or selections
+            if received.selected_TK is not None:
+                selections = metadata.unpacked(received.selected_TK)
         for number, layer in enumerate(self._decoder_layers(), self.stage.first):
             if number in self.watched:
                 watched.append(settled_copy(h))
             selections = layer(h, metadata, selections)
         if not self.is_last:
-            return StageValue(h.value(), selections, tuple(watched))
+            topk = shared_topk(self.facts, self.stage.stop)
+            return StageValue(h.value(), tuple(watched), metadata.packed(selections, topk) if topk else None)
         if self.stage.layers in self.watched:
             watched.append(settled_copy(h))
         hidden_TH = rows_of(h.normed(self.norm))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from thalweg.batch.batch import Batch
@@ -35,6 +37,8 @@ class DraftHead(Module, ABC):
         self.width, self.dtype = facts.hidden, factory.dtype  # of a state
         self.ids_D: Tensor | None = None  # int64 [D]: the token of each of its logits; None: the target's vocabulary
         self.shared_topk = 0  # positions of the selection that the steps of a draft share; 0: each step selects
+        # a head with weights of its own keeps the tokens of all ranks that share a context: so many pages in each
+        self.parts = main.factory.layout.dcp.size // factory.layout.dcp.size
         self.attends = False  # whether `write_kv` attends to earlier entries, as a head of several layers must
 
     @abstractmethod
@@ -68,7 +72,10 @@ class DraftHead(Module, ABC):
         self.write_own_kv(own.take(ids_T), own.take(state_TW), own.batch, planes)
 
     def _divided(self, batch: Batch) -> Divided:
-        layout = self.main[0].factory.layout
+        layout, parts = self.main[0].factory.layout, self.parts
+        if parts > 1:
+            part_S = torch.arange(parts, dtype=batch.table_RP.dtype, device=batch.table_RP.device)
+            batch = replace(batch, table_RP=(batch.table_RP.unsqueeze(-1) * parts + part_S).flatten(1))
         return divided(batch, layout.cp, layout.cp_strategy)
 
     @abstractmethod

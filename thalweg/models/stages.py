@@ -28,29 +28,31 @@ class PipelineStage:
 
 
 def stage_borders(
-    facts: ModelFacts, stages: int, partition: Sequence[int] = (), has_nextn: bool = False
+    facts: ModelFacts, stages: int, partition: Sequence[int] = (), costs: Sequence[float] = ()
 ) -> tuple[PipelineStage, ...]:
-    """Cuts the layers into stages: as `partition` says, or so that the largest stage has as few parameters as it can.
-    The first stage has the embedding too, the last one the head and, with has_nextn, a NextN layer.
+    """Cuts the layers into stages: as `partition` says, or so that the largest sum of a stage's `costs` is as small as
+    it can be. Without costs all layers are equal.
 
-    A stage begins with a layer that has an indexer of its own, so that no selection of context crosses a border. Raises
-    UnsupportedConfig where that cannot be.
+    Without a partition a stage begins with a layer that has an indexer of its own, if there are enough of them: then no
+    selection of context crosses a border. Raises UnsupportedConfig.
     """
-    full = facts.indexer.full if facts.indexer is not None else (True,) * facts.layers
-    starts = [layer for layer in range(facts.layers) if full[layer]]
-    if stages > len(starts):
-        what = "layers" if facts.indexer is None else "layers with an indexer of their own, where a stage can begin"
-        raise UnsupportedConfig(f"pp_size: the model has {len(starts)} {what}; use at most --pp-size {len(starts)}")
+    if stages > facts.layers:
+        raise UnsupportedConfig(f"pp_size: the model has {facts.layers} layers; use at most --pp-size {facts.layers}")
     if partition and (len(partition) != stages or sum(partition) != facts.layers or min(partition) < 1):
         raise UnsupportedConfig(
             f"pp_layer_partition: {list(partition)} does not divide {facts.layers} layers over {stages} stages"
         )
-    borders = [0, *accumulate(partition)] if partition else _even_borders(_costs(facts, has_nextn), starts, stages)
-    if shared := [layer for layer in borders[:-1] if not full[layer]]:
-        raise UnsupportedConfig(
-            f"pp_layer_partition: no stage can begin with layer {shared[0]}, which shares the selection of another"
-        )
+    every = range(facts.layers)
+    own = [layer for layer in every if not shared_topk(facts, layer)]
+    starts = own if len(own) >= stages else every
+    borders = [0, *accumulate(partition)] if partition else _even_borders(costs or [1.0] * len(every), starts, stages)
     return tuple(PipelineStage(first, stop, facts.layers) for first, stop in pairwise(borders))
+
+
+def shared_topk(facts: ModelFacts, layer: int) -> int:
+    """Positions of the selection of context that a layer shares with the one before it; 0: with none."""
+    index = facts.indexer
+    return 0 if index is None or layer >= facts.layers or index.full[layer] else index.topk
 
 
 def largest_share(facts: ModelFacts, stages: Sequence[PipelineStage]) -> float:
@@ -59,7 +61,7 @@ def largest_share(facts: ModelFacts, stages: Sequence[PipelineStage]) -> float:
     return max(sum(of_layers[stage.first : stage.stop]) for stage in stages) / sum(of_layers)
 
 
-def _even_borders(costs: Sequence[int], starts: Sequence[int], stages: int) -> list[int]:
+def _even_borders(costs: Sequence[float], starts: Sequence[int], stages: int) -> list[int]:
     """First layers of the stages and the number of layers, with the smallest largest sum of a stage."""
     before = [0, *accumulate(costs)]
     ends = [*starts[1:], len(costs)]
@@ -75,14 +77,6 @@ def _even_borders(costs: Sequence[int], starts: Sequence[int], stages: int) -> l
             if any(start < end for start in best)
         }
     return best[len(costs)][1]
-
-
-def _costs(facts: ModelFacts, has_nextn: bool) -> list[int]:
-    """Parameters of each layer, with what is beside it on a stage."""
-    costs = [_parameters(facts, layer) for layer in range(facts.layers)]
-    costs[0] += facts.vocab * facts.hidden
-    costs[-1] += facts.vocab * facts.hidden + has_nextn * _parameters(facts, facts.layers)
-    return costs
 
 
 def _parameters(facts: ModelFacts, layer: int) -> int:

@@ -40,7 +40,8 @@ class BalancePolicy:
     interval: int  # steps between two looks at the counts
     layers: int = 0  # whose experts move before one step; 0: MOVES experts a rank, of one layer
     threshold: float = 1.0  # nothing moves above this utilization, the mean load of a rank over the largest
-    groups: int = 1  # of experts, which are kept together; 1: each expert on its own
+    groups: int = 1  # of experts, which are kept on one node; 1: each expert on its own
+    nodes: int = 1  # that the ranks are on
 
 
 class ExpertBalancer:
@@ -146,7 +147,7 @@ class ExpertBalancer:
         layer, placement, ranks = self.layers[number], self.placements[number], self.layout.ep.size
         if number not in self._targets:
             load_1E, slots = torch.tensor([self._loads[number]]), len(placement.by_slot)
-            new = balance(load_1E, slots, self.policy.groups, 1, ranks).expert_LS[0].tolist()
+            new = balance(load_1E, slots, self.policy.groups, self.policy.nodes, ranks).expert_LS[0].tolist()
             self._targets[number] = aligned(placement.by_slot, new, ranks)
         moves, by_slot = next_moves(placement.by_slot, self._targets[number], MOVES * ranks)
         if moves:

@@ -26,6 +26,7 @@ class ExpertSizes(NamedTuple):
     slots: int  # of all ranks
     ranks: int
     groups: int  # that are placed together; 1: experts are placed one by one
+    nodes: int = 1  # that the ranks are on
 
 
 def read_expert_location(name: str, sizes: ExpertSizes) -> tuple[tuple[int, ...], ...]:
@@ -48,7 +49,7 @@ def read_expert_location(name: str, sizes: ExpertSizes) -> tuple[tuple[int, ...]
     if key == COUNT:
         if not (numbers.isfinite() & (numbers >= 0)).all():
             raise UnsupportedConfig(f"{where}: {key} holds what is no number of tokens")
-        numbers = balance(numbers, sizes.slots, sizes.groups, 1, sizes.ranks).expert_LS
+        numbers = balance(numbers, sizes.slots, sizes.groups, sizes.nodes, sizes.ranks).expert_LS
     rows = tuple(tuple(int(number) for number in row) for row in numbers.tolist())
     for layer, row in enumerate(rows):
         if set(row) != set(range(sizes.experts)):

@@ -36,8 +36,10 @@ class ExpertPlacement:
         self.dispatcher, is_moving = dispatcher(layout), layout.experts.is_moving
         self._kernels = implementation("expert_slots", device)
         self.is_deterministic = deterministic
-        # a sum over ranks groups a token's experts by rank, which changes its bits when one moves
-        self.sums_pairs = deterministic and is_moving
+        # A sum over ranks groups a token's experts by rank: its bits change when one moves, and are not one rank's. The
+        # latter can be where tokens are divided and nothing else is.
+        is_whole = layout.cp.size > 1 and layout.tp.size == layout.moe_tp.size == 1
+        self.sends_pairs = deterministic and (is_moving or is_whole)
         copies = max(layout.experts.redundant + 1, ranks if shared else 1)
         self.slot_EC = torch.zeros(experts + shared, copies, dtype=torch.int64, device=device)
         self.count_E = torch.ones(experts + shared, dtype=torch.int64, device=device)
@@ -82,10 +84,15 @@ class ExpertPlacement:
         """
         if self.has_all_experts:
             return compute(ids_TK, weights_TK, *rows)
-        slot_TK = self.choose(ids_TK)
-        if self.sums_pairs:
-            return self._compute_pairs(ids_TK, slot_TK, weights_TK, rows, compute)
-        return self._dispatched(slot_TK, weights_TK, rows, compute)
+        return self._dispatched(self.choose(ids_TK), weights_TK, rows, compute)
+
+    def pairs(self, ids_TK: Tensor, rows: Sequence[Tensor], compute: Compute) -> Tensor:
+        """As `compute`, but float32 [T, K, H]: expert(x) of each choice, not to be summed any more."""
+        slot_P1 = self.choose(ids_TK).view(-1, 1)
+        rows_P = [x.repeat_interleave(ids_TK.shape[1], 0) for x in rows]
+        weights_P1 = torch.ones(slot_P1.shape, device=slot_P1.device)
+        pair_PH = self._dispatched(slot_P1, weights_P1, rows_P, compute)
+        return self.layout.tp.all_reduce(pair_PH).view(*ids_TK.shape, -1)
 
     def choose(self, ids_TK: Tensor) -> Tensor:
         """`expert_slots.choose`, and counts the choices where experts move."""
@@ -98,20 +105,6 @@ class ExpertPlacement:
         return combine(
             compute(self._kernels.local_slots(slot_NK, self.layout.ep.rank * self.stride, self.stride), *received)
         )
-
-    def _compute_pairs(
-        self, ids_TK: Tensor, slot_TK: Tensor, weights_TK: Tensor, rows: Sequence[Tensor], compute: Compute
-    ) -> Tensor:
-        """As `compute`; a token's experts are summed in the order of their numbers, wherever they are."""
-        tp, (tokens, columns), order_TK = self.layout.tp, ids_TK.shape, ids_TK.argsort(1)
-        slot_P1, weights_P1 = (x.gather(1, order_TK).view(-1, 1) for x in (slot_TK, weights_TK))
-        rows_P = [x.repeat_interleave(columns, 0) for x in rows]
-        pair_PH = tp.all_reduce(self._dispatched(slot_P1, weights_P1, rows_P, compute))
-        pair_TKH = pair_PH.view(tokens, columns, -1)
-        total_TH = pair_TKH[:, 0].clone()
-        for k in range(1, columns):
-            total_TH += pair_TKH[:, k]
-        return total_TH if tp.rank == 0 else torch.zeros_like(total_TH)
 
 
 def expert_of_slots(experts: int, layout: Layout, layer: int) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import cache
 from typing import NamedTuple
@@ -75,9 +75,17 @@ def layout_of(sizes: MeshSizes, rank: int, axis: MakeAxis) -> Layout:
     return Layout(*ranks, pipe, cp=axes["cp"], dcp=axes["dcp"])
 
 
-def build_mesh(sizes: MeshSizes, device: torch.device, timeout: float | None = None) -> Layout:
+def are_on_one_node(ranks: Iterable[int], nodes: Sequence[int]) -> bool:
+    """nodes: of each process; (): all are on one."""
+    return len({nodes[rank] for rank in ranks if nodes}) < 2
+
+
+def build_mesh(
+    sizes: MeshSizes, device: torch.device, timeout: float | None = None, nodes: Sequence[int] = ()
+) -> Layout:
     """The layout of this process. All connected processes call this together: a group is made by all of them in the
-    same order. timeout: seconds that a collective may take; None: as the library has it.
+    same order. timeout: seconds that a collective may take; None: as the library has it. nodes: see
+    `are_on_one_node`.
     """
     limit = None if timeout is None else timedelta(seconds=timeout)
     rank = dist.get_rank()
@@ -93,7 +101,8 @@ def build_mesh(sizes: MeshSizes, device: torch.device, timeout: float | None = N
     def of_group(is_own: bool, ranks: tuple[int, ...]) -> Axis:
         group = groups[is_own, ranks]
         assert group is not None, "torch returns a group to each of its ranks"
-        return ProcessAxis(group, len(ranks), ranks.index(rank), device.type == "cpu")
+        own = ranks.index(rank), device.type == "cpu"
+        return ProcessAxis(group, len(ranks), *own, is_on_one_node=are_on_one_node(ranks, nodes))
 
     layout = layout_of(sizes, rank, lambda name, ranks: of_group(name == "published", ranks))
     layout.pipe.connect(device)

@@ -51,6 +51,7 @@ class ProcessAxis:
     on_cpu: bool
     sum_and_norm: SumAndNorm | None = None  # once its memory is there
     exchange: PeerExchange | None = None
+    is_on_one_node: bool = True
 
     def all_reduce(self, partial: Tensor) -> Tensor:
         return _ordered_sum(self.all_gather(partial))

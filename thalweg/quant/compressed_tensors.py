@@ -79,7 +79,7 @@ def _scheme(group: Mapping[str, Any], top: Any, at: str) -> Scheme:
         of_type, bits, columns = expected[written]
         _require(weights, at, written, type=of_type, num_bits=bits, group_size=columns)
         fp4 = {"nvfp4-pack-quantized": nvfp4, "mxfp4-pack-quantized": mxfp4}.get(written)
-        return fp4(written) if fp4 else ScaledCodes(written, "e4m3", (1, 32), scale=torch.uint8)
+        return fp4(written) if fp4 else ScaledCodes(written, "e4m3", (1, 32), scale=torch.uint8, note=_note(group))
     strategy, size = weights.get("strategy"), weights.get("group_size")
     if written == "pack-quantized":
         _require(weights, at, written, type="int", num_bits=4)
@@ -91,6 +91,7 @@ def _scheme(group: Mapping[str, Any], top: Any, at: str) -> Scheme:
         return PackedInts(
             written, "int4" if is_plain else "uint4", columns, code_types=(torch.int32,),
             zero="" if is_plain else "weight_zero_point", inputs=inputs, note=note,
+            index="weight_g_idx" if weights.get("actorder") in ("group", "dynamic") else "",
         )  # fmt: skip
     kind = {"int": "int8", "float": "e4m3"}.get(weights.get("type", "int"), "")
     if weights.get("num_bits") != 8 or not kind or written.split("-")[0] not in ("naive", weights.get("type", "int")):
@@ -108,9 +109,9 @@ def _scheme(group: Mapping[str, Any], top: Any, at: str) -> Scheme:
             return Fp8Block(block, "_scale")
     else:
         block = (1, int(size or 0)) if strategy == "group" else TENSOR if strategy == "tensor" else CHANNEL
-    inputs, note = None, ""
-    if kind == "int8":
-        inputs, note = _activations(group, "int", block[1]) if block[1] in (0, 128) else (None, _note(group))
+    inputs, note = None, _note(group)
+    if block[1] in ((0, 128) if kind == "int8" else (0,)):
+        inputs, note = _activations(group, "int" if kind == "int8" else "float", block[1])
     return ScaledCodes(written, kind, block, inputs=inputs, note=note)
 
 

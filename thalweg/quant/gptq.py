@@ -15,7 +15,7 @@ from torch import Tensor
 
 from thalweg.core.errors import CheckpointError
 from thalweg.kernels.weight_only.ref import Codes, dequantize, pack_nibbles
-from thalweg.quant.matching import Format, Matcher, by_substring, names, one_of
+from thalweg.quant.matching import Format, Matcher, by_substring, is_expert, names, one_of
 from thalweg.quant.packing import unpack_words
 from thalweg.quant.scheme import UNQUANTIZED, Draw, Read, Scheme, Take, TensorSpec, both, check_cut, outward
 from thalweg.quant.weight_only import CodesInMemory, WeightOnly, check_stored, module_of
@@ -84,6 +84,11 @@ class Gptq(WeightOnly):
         check_stored(self, weight, found)
 
     def reads(self, weight: TensorSpec, take: Take) -> tuple[Read, ...]:
+        if self.desc_act and is_expert(module_of(weight)):
+            raise CheckpointError(
+                f"{weight.name}: gptq with desc_act true is not supported for experts, whose kernels read groups in"
+                " order: take a checkpoint with desc_act false"
+            )
         check_cut(weight, take, (WORD, WORD if self.desc_act else self._columns(weight)), self.name)
         rows, columns = both(take)
         groups = slice(None) if self.desc_act else outward(columns, self.group)

@@ -11,7 +11,7 @@ from thalweg.core.errors import CheckpointError
 from thalweg.quant.fp8_block import KERNEL_BLOCK, Fp8Block
 from thalweg.quant.matching import Format, Matcher, by_glob, is_expert, names, one_of
 from thalweg.quant.pairs import mxfp4, nvfp4
-from thalweg.quant.scaled import CHANNEL, TENSOR, ScaledCodes
+from thalweg.quant.scaled import CHANNEL, SIXTEEN_BITS, TENSOR, ScaledCodes, fp8_rows
 from thalweg.quant.scheme import UNQUANTIZED, Scheme
 from thalweg.quant.w4afp8 import EXPERT
 
@@ -23,25 +23,30 @@ def _fp4(algorithm: str) -> Scheme:
 
 
 ALGORITHMS: dict[str, Callable[[str], Scheme]] = {
-    "FP8": lambda name: ScaledCodes(name, "e4m3", TENSOR),
-    "FP8_PER_CHANNEL_PER_TOKEN": lambda name: ScaledCodes(name, "e4m3", CHANNEL),
+    "FP8": lambda name: fp8_rows(name, TENSOR, False),
+    "FP8_PER_CHANNEL_PER_TOKEN": lambda name: fp8_rows(name, CHANNEL, True),
     "FP8_BLOCK_SCALES": lambda name: Fp8Block(KERNEL_BLOCK),
     "FP8_PB_WO": lambda name: Fp8Block(KERNEL_BLOCK, "_scale"),
     "NVFP4": _fp4,
     "NVFP4_AWQ": _fp4,
     "W4A16_NVFP4": _fp4,
     "W4A8_NVFP4_FP8": _fp4,
-    "MXFP8": lambda name: ScaledCodes(name, "e4m3", (1, 32), scale=torch.uint8),
+    "MXFP8": lambda name: ScaledCodes(name, "e4m3", (1, 32), scale=torch.uint8, note=SIXTEEN_BITS),
     "W4A8_MXFP4_FP8": lambda name: mxfp4(name, "weight"),
     "W4A8_AWQ": lambda name: EXPERT,  # of experts, in TensorRT-LLM's checkpoints
 }
 
 
+def fields_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What says the format: the content of `hf_quant_config.json` is nested."""
+    inner = config.get("quantization")
+    return inner if isinstance(inner, dict) else config
+
+
 def of_config(config: Mapping[str, Any], where: str) -> Format:
     """Raises CheckpointError naming the field."""
-    inner = config.get("quantization")
-    fields = inner if isinstance(inner, dict) else config
-    at = f"{where}: quantization" if fields is inner else f"{where}: quantization_config"
+    fields = fields_of(config)
+    at = f"{where}: quantization_config" if fields is config else f"{where}: quantization"
     algorithm = one_of(fields, "quant_algo", at, (*ALGORITHMS, MIXED))
     ignored = names(fields.get("exclude_modules", fields.get("ignore")), f"{at}.exclude_modules")
     rules: list[tuple[Matcher, Scheme]] = [(by_glob(ignored), UNQUANTIZED)]

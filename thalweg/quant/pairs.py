@@ -77,7 +77,7 @@ class NibblePairs(WeightOnly):
         step = spread / self.code_spread
         scale = exponent_draw(step) if self.scale_types[0] in EXPONENTS else Draw(step, step / 10)
         if not self.total:
-            return Draw(), scale, *([Draw()] if self.zero else [])
+            return Draw(), scale, *([Draw()] if self.zero else []), *([Draw(0.0, 0.0)] if self.index else [])
         return Draw(), Draw(64.0, 6.4), Draw(64.0 / step if self.is_divided else step / 64.0, 0.0)
 
     def beside(self, weight: TensorSpec) -> tuple[str, ...]:
@@ -143,7 +143,7 @@ class NibblePairs(WeightOnly):
         return dequantize(packed._replace(scale=packed.scale[:, group_K], zero=zero))
 
 
-WEIGHT_ONLY = "its weights are FP4, which a Hopper cannot multiply: products are weight-only, with 16-bit activations"
+WEIGHT_ONLY = "its weights are FP4, and products are weight-only, with 16-bit activations"
 
 
 def nvfp4(name: str, code: str = "weight_packed", total: str = "weight_global_scale") -> NibblePairs:

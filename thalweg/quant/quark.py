@@ -8,7 +8,7 @@ from typing import Any
 from thalweg.core.errors import CheckpointError
 from thalweg.quant.matching import Format, Matcher, by_glob, by_pattern, names
 from thalweg.quant.pairs import mxfp4
-from thalweg.quant.scaled import CHANNEL, TENSOR, ScaledCodes
+from thalweg.quant.scaled import CHANNEL, TENSOR, ScaledCodes, fp8_rows
 from thalweg.quant.scheme import UNQUANTIZED, Scheme
 
 
@@ -40,7 +40,10 @@ def _scheme(layer: Any, at: str) -> Scheme:
         return mxfp4("quark mxfp4", "weight")
     steps = {"per_tensor": TENSOR, "per_channel": CHANNEL}.get(kind[1])
     if kind[0] in ("fp8_e4m3", "fp8") and steps is not None:
-        return ScaledCodes("quark fp8", "e4m3", steps)
+        inputs = layer.get("input_tensors") or {}
+        if not inputs:
+            return ScaledCodes("quark fp8", "e4m3", steps)
+        return fp8_rows("quark fp8", steps, bool(inputs.get("is_dynamic")) and inputs.get("qscheme") == "per_channel")
     raise CheckpointError(
         f"{at}.weight: {kind[0]} {kind[1]}, group_size {kind[2]!r}, scale_format {kind[3]!r} is not supported; there is"
         " fp4 per_group 32 e8m0 (MXFP4), fp8_e4m3 per_tensor and fp8_e4m3 per_channel"

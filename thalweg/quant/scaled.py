@@ -1,8 +1,9 @@
 """8-bit codes, e4m3 or INT8, with a multiplier for the tensor, for each row, or for blocks: `X.weight` with
 `X.weight_scale` or `X.weight_scale_inv`. DeepSeek's FP8 blocks are `fp8_block.Fp8Block`.
 
-INT8 weights multiply INT8 activations where the checkpoint declares dynamic ones: with a scale for each row, or for
-each row and block of columns. Other products multiply 16-bit activations; static scales of activations are not read.
+Where the checkpoint declares dynamic activations, INT8 weights multiply INT8 ones with a scale for each row, or for
+each row and block of columns. e4m3 weights with one multiplier, or one for each row, multiply e4m3 ones with a scale
+for each row. Other products multiply 16-bit activations; static scales of activations are not read.
 """
 
 from __future__ import annotations
@@ -131,8 +132,15 @@ def fp8_format(config: Mapping[str, Any], where: str) -> Format:
     plain = [module for listed in lists for module in listed]
     if config.get("weight_block_size") is not None or "activation_scheme" not in config:
         return Format(((by_part(plain), UNQUANTIZED),), Fp8Block.of_config(config, where))
-    one_of(config, "activation_scheme", at, ("dynamic", "static"))
-    return Format(((by_part(plain), UNQUANTIZED),), ScaledCodes("fp8", "e4m3", TENSOR))
+    is_dynamic = one_of(config, "activation_scheme", at, ("dynamic", "static")) == "dynamic"
+    return Format(((by_part(plain), UNQUANTIZED),), fp8_rows("fp8", TENSOR, is_dynamic))
+
+
+def fp8_rows(name: str, steps: tuple[int, int], is_dynamic: bool) -> ScaledCodes:
+    """e4m3 with one multiplier, or one for each row. is_dynamic: activations are e4m3 with a scale for each row."""
+    inputs = Activations("e4m3") if is_dynamic else None
+    note = "" if is_dynamic else f"{SIXTEEN_BITS}: kernels quantize dynamically, by row, and input_scale is not read"
+    return ScaledCodes(name, "e4m3", steps, inputs=inputs, note=note)
 
 
 def int8_format(config: Mapping[str, Any], where: str) -> Format:

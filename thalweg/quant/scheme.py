@@ -125,6 +125,7 @@ class Quantized(Scheme):
     activations: Activations | None = (
         None  # how inputs are rounded on any device; a GPU's FP8 blocks round by themselves
     )
+    is_fp4: bool = False  # codes that tensor cores of a B200 or an MI355X multiply
     has_expert_kernels: bool  # whether grouped experts multiply by it, too
     note: str = ""  # what a user should know of how it is computed
 
@@ -183,6 +184,10 @@ class Unquantized(Scheme):
 UNQUANTIZED = Unquantized()
 
 
+class CutError(CheckpointError):
+    """A slice of a weight begins or ends inside what is stored together."""
+
+
 def outward(part: slice, unit: int) -> slice:
     """The groups of `unit` rows or columns that a slice touches; unit 0 is one group of all."""
     if not unit or part.start is None and part.stop is None:
@@ -197,12 +202,12 @@ def both(take: Take) -> tuple[slice, slice]:
 
 
 def check_cut(weight: TensorSpec, take: Take, units: tuple[int, int], scheme: str) -> None:
-    """Raises CheckpointError for a slice that begins or ends inside `units` rows or columns, naming the legal ranks."""
+    """Raises CutError for a slice that begins or ends inside `units` rows or columns, naming the legal ranks."""
     for part, unit, size, what in zip(both(take), units, weight.shape, ("rows", "columns"), strict=True):
         start, stop, _ = part.indices(size)
         if start % unit or stop % unit and stop != size:
             legal = [n for n in range(1, size // unit + 1) if size % (n * unit) == 0]
-            raise CheckpointError(
+            raise CutError(
                 f"{weight.name} is {scheme}, and a rank's slice {start}:{stop} cuts {unit} {what} that are stored"
                 f" together: let {', '.join(map(str, legal)) or 'no other'} ranks share its {size} {what}"
             )

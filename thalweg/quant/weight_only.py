@@ -66,6 +66,10 @@ class WeightOnly(Quantized):
         return self.activations is not None
 
     @property
+    def is_fp4(self) -> bool:  # type: ignore[override]
+        return self.codes.kind == "e2m1"
+
+    @property
     def code_spread(self) -> float:  # type: ignore[override]
         return SPREADS[self.codes.kind]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 from pathlib import Path
 
@@ -64,6 +65,7 @@ def main(argv: list[str]) -> int:
         description="Writes a checkpoint in another published format, which other engines and libraries read, too.",
         usage="thalweg quantize MODEL OUT --format FORMAT [--flag value ...]",
         epilog=EPILOG.format(formats="\n".join(f"  {name:<8}{target.summary}" for name, target in TARGETS.items())),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "model", type=find_bundled, metavar="MODEL", help="folder of a checkpoint, or org/name on the hub"

@@ -78,7 +78,9 @@ def plan_jobs(
     found = [(weight, stored.of(weight)) for weight in weights.values()]
     # a model may have tensors that not every checkpoint of it has
     found = [(weight, scheme) for weight, scheme in found if scheme is not UNQUANTIZED or weight.name in stream.specs]
-    config = _config(request, found, facts.moe is not None)
+    # a next-token layer repeats the head, which nothing reads
+    copied = [(spec, UNQUANTIZED) for spec in stream.specs.values() if spec.name.endswith("shared_head.head.weight")]
+    config = _config(request, [*found, *copied], facts.moe is not None)
     declared, jobs, done = Declared(config), list[WeightJob](), set[str]()
     for weight, source in found:
         reads = source.reads(weight, ())

@@ -83,23 +83,28 @@ class RaggedGraph:
         """The eager run before it, in which kernels compile, is of one prompt of padding. thin: the model with one
         layer of each kind.
         """
+        self.rows.starts_2N.zero_()
+        self.rows.starts_2N[:, 1:] = self.tokens
+        forward, warm_up = (partial(model.forward, self.batch(), planes) for model in (self.model, thin))
+        self.graph, hidden_TH = capture(pool, forward, warm_up=warm_up)
+        self.hidden_TH = view_of(hidden_TH)
+
+    def batch(self) -> Batch:
+        """The step, in the memory that `forward` fills."""
         shared, rows, tokens = self.shared, self.rows, self.tokens
-        rows.starts_2N.zero_()
-        rows.starts_2N[:, 1:] = tokens
         groups = (Group(0, self.decode, 0, 1, rows.context),)
         tensors = shared.ids_T, shared.positions_T, shared.write_T, rows.table_NP, shared.real_T, shared.ids_T[:1]
         ids, positions, write, table, real, sampled = tensors
-        batch = Batch(
+        return Batch(
             ids[:tokens], positions[:tokens], write[:tokens], table, real[:tokens], sampled, groups,
             shares_slots=True, prompts=rows.of(self.decode, self.cached),
         )  # fmt: skip
-        forward, warm_up = (partial(model.forward, batch, planes) for model in (self.model, thin))
-        self.graph, hidden_TH = capture(pool, forward, warm_up=warm_up)
-        self.hidden_TH = view_of(hidden_TH)
 
     def fits(self, batch: Batch) -> bool:
         """Whether it has room for the rows; as to its tokens the caller looks."""
         if batch.tree is not None or batch.verifies:
+            return False
+        if max(row.max_kv_len for row in batch.extents) > self.rows.context:
             return False
         decode = decode_rows(batch)
         if decode > self.decode or (4 * decode < self.decode and self.tokens > MANY):
@@ -124,8 +129,9 @@ def ragged_graphs(
     model: Model, planes: Planes, tokens: Sequence[int], decode: int, context: int, shared: StepBuffers
 ) -> list[RaggedGraph]:
     """Of each bucket one with decode rows, and of large ones one without, to be captured in this order; none where the
-    model's attention needs lengths on the host.
+    model's attention needs lengths on the host. context: the longest, in tokens.
     """
+    context = min(context, model.metadata.captured_context or context)
     rows, graphs = CapturedRows(decode, context, planes.device), list[RaggedGraph]()
     for many in sorted(tokens, reverse=True):
         cached = model.metadata.captured_cached_tokens(max(many, MIN_CACHED), planes)

@@ -114,10 +114,10 @@ class CostBasedShare:
                 break
             more = max(seconds - alone, 0.0)
             cost = (load.rows * (more + jitter * more * more / alone) + weight * seconds) / tokens
-            is_faster = tokens / seconds > fastest
-            if is_faster and fastest < rate or cost < least and tokens / seconds >= rate:
+            speed = self.stages * tokens / seconds
+            if fastest < min(rate, speed) or cost < least and speed >= rate:
                 best, least = tokens, cost
-            fastest = max(fastest, tokens / seconds)
+            fastest = max(fastest, speed)
         return best
 
     def _through_stages(self, load: DecodeLoad, prompts: Sequence[WaitingPrompt], others: int, most: int) -> int:
@@ -159,7 +159,8 @@ class CostBasedShare:
         expected, has_decode_rows = self.planned.pop(step, (0.0, False))
         if not is_busy or not expected:
             return False
-        elapsed = self.committed_at - before
+        # Stages compute several steps at a time. A step takes as long as that many commits, and its rows wait so long.
+        elapsed = (self.committed_at - before) * min(self.stages, len(self.planned) + 1)
         self.cost.observe(expected, elapsed)
         return has_decode_rows and 0.0 < self.targets.between_tokens < elapsed
 

@@ -11,6 +11,7 @@ D vocabulary of the head, P pages.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 
@@ -52,7 +53,9 @@ class AutoregressiveDrafter:
 
     def planes(self) -> tuple[PlaneSpec, ...]:
         page = -(-self.head.width // PAGE)  # a page's one vector, spread over its tokens
-        return *self.head.planes(), vector_plane(HIDDEN, self.head.index, page, self.head.dtype)
+        hidden, parts = vector_plane(HIDDEN, self.head.index, page, self.head.dtype), self.head.parts
+        own = (replace(spec, page_bytes=parts * spec.page_bytes, parts=parts) for spec in self.head.planes())
+        return *own, hidden
 
     def fields(self) -> tuple[Field, ...]:
         return (Field(HIDDEN, (self.head.width,), self.head.dtype), *self.draft_sampling.fields())

@@ -66,9 +66,9 @@ def load(
 
 def read_cache_scales(table: WeightTable, stream: Stream, planes: Planes) -> None:
     """Puts the published scales into the FP8 planes: a stored number times the scale is the value. Planes without a
-    published scale keep 1.
+    published scale keep 1, and a scale of 0 or less stands for it, as in other engines.
 
-    Raises CheckpointError for a scale that is not one positive number.
+    Raises CheckpointError for a scale that is not one finite number.
     """
     for (plane, layer), sources in table.cache_scales.items():
         scale = planes.scale(plane, layer)
@@ -76,9 +76,9 @@ def read_cache_scales(table: WeightTable, stream: Stream, planes: Planes) -> Non
         if scale is None or source is None:
             continue
         value = next(stream.deliver([Read(source)], torch.device("cpu"))).float().reshape(-1)
-        if value.numel() != 1 or not 0 < float(value) < float("inf"):
-            raise CheckpointError(f"{source}: {value.tolist()[:4]} is no scale: it must be one positive number")
-        scale.copy_(value)
+        if value.numel() != 1 or not value.isfinite():
+            raise CheckpointError(f"{source}: {value.tolist()[:4]} is no scale: it must be one finite number")
+        scale.copy_(torch.where(value > 0, value, 1.0))
 
 
 def quantization_of(folder: Path, facts: ModelFacts, read: Callable[[Path], ModelFacts]) -> dict[str, Any]:

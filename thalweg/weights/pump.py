@@ -3,6 +3,9 @@ side stream copies them.
 
 The host holds the ring and nothing else. A piece's slot is read into again as soon as its copy is done, so reading,
 copying and what the caller does with the tensors run at the same time; the caller gets them in order.
+
+A rank copies only the bytes that it holds. What several ranks of a host hold comes from the disk once, since all read
+through the page cache, in the same order.
 """
 
 from __future__ import annotations
@@ -13,9 +16,12 @@ from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import product
+from mmap import ACCESS_READ, ALLOCATIONGRANULARITY, mmap
 from pathlib import Path
 from typing import Iterator, NamedTuple, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,13 +34,15 @@ SLOTS = 2 * THREADS  # while half of the ring is read into, the other half is co
 
 @dataclass(frozen=True, slots=True)
 class FileSlice:
-    """A tensor in a file: row-major at byte `offset`. rest: what is still to be cut out of it, once it is there."""
+    """A tensor in a file: runs of equally many bytes, the first at byte `offset`."""
 
     path: Path
     offset: int
     shape: tuple[int, ...]
     dtype: torch.dtype
-    rest: tuple[slice, ...] = ()
+    rest: tuple[slice, ...] = ()  # what is still to be cut out of it, once it is there
+    runs: int = 1
+    pitch: int = 0  # bytes from the start of a run to that of the next
 
     @property
     def size(self) -> int:
@@ -42,35 +50,70 @@ class FileSlice:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def taken(self, take: tuple[slice, ...]) -> FileSlice:
-        """A slice of it. Rows are left in the file; what is cut of the other dims is read and left out on the
-        device.
-        """
-        if not take:
-            return self
-        first, stop, step = take[0].indices(self.shape[0])
-        if step != 1:
-            return FileSlice(self.path, self.offset, self.shape, self.dtype, take)
-        row = math.prod(self.shape[1:]) * self.dtype.itemsize
-        shape = (max(stop - first, 0), *self.shape[1:])
-        rest = (slice(None), *take[1:]) if len(take) > 1 else ()
-        return FileSlice(self.path, self.offset + first * row, shape, self.dtype, rest)
+        """A slice of a whole tensor. Rows and one more dim are cut in the file, others on the device."""
+        shape, rest, offset, runs, pitch = list(self.shape), list(take), self.offset, 1, 0
+        for dim, part in enumerate(take):
+            start, stop, step = part.indices(self.shape[dim])
+            if (start, stop, step) != (0, self.shape[dim], 1):
+                if step != 1 or runs > 1:
+                    break
+                size = math.prod(self.shape[dim + 1 :]) * self.dtype.itemsize
+                offset, pitch = offset + start * size, self.shape[dim] * size
+                runs, shape[dim] = math.prod(shape[:dim]), max(stop - start, 0)
+            rest[dim] = slice(None)
+        is_cut = any(part != slice(None) for part in rest)
+        return FileSlice(self.path, offset, tuple(shape), self.dtype, tuple(rest) if is_cut else (), runs, pitch)
 
 
 class FilePiece(NamedTuple):
-    """Bytes `offset` to `offset + size` of a file are bytes `at` and on of span number `span`."""
+    """Bytes `at` and on of span number `span`: runs of `run` bytes of a file, `pitch` apart, the first at `offset`."""
 
     span: int
     path: Path
     offset: int
     at: int
-    size: int
+    run: int
+    runs: int
+    pitch: int
+
+    @property
+    def size(self) -> int:
+        """In bytes."""
+        return self.run * self.runs
+
+    def read(self, file: int, into: memoryview) -> None:
+        """Only these bytes are copied. Raises CheckpointError for a file that ends before it should."""
+        if self.runs > 1:  # a mapping: a system call for each run would take longer than all of the tensor in one
+            before = self.offset % ALLOCATIONGRANULARITY
+            end = before + (self.runs - 1) * self.pitch + self.run
+            try:
+                mapped = mmap(file, end, access=ACCESS_READ, offset=self.offset - before)
+            except ValueError:
+                raise _ends(self.path, os.fstat(file).st_size) from None
+            shape = (self.runs, self.run)
+            there = np.ndarray(shape, np.uint8, mapped, before, (self.pitch, 1))
+            np.copyto(np.ndarray(shape, np.uint8, into), there)
+            return
+        done = 0
+        while done < self.size:
+            count = os.preadv(file, [into[done : self.size]], self.offset + done)
+            if not count:
+                raise _ends(self.path, self.offset + done)
+            done += count
+
+
+def _ends(path: Path, byte: int) -> CheckpointError:
+    return CheckpointError(f"{path} ends at byte {byte}: download it again")
 
 
 def pieces(spans: Sequence[FileSlice], most: int = PIECE) -> Iterator[FilePiece]:
     """The spans in order, cut into pieces of up to `most` bytes; an empty one is a piece of 0."""
     for number, span in enumerate(spans):
-        for at in range(0, max(span.size, 1), most):
-            yield FilePiece(number, span.path, span.offset + at, at, min(most, span.size - at))
+        run = span.size // max(span.runs, 1)
+        runs = max(most // max(run, 1), 1)  # of a piece
+        for first, start in product(range(0, max(span.runs, 1), runs), range(0, max(run, 1), most)):
+            offset, some = span.offset + first * span.pitch + start, min(runs, span.runs - first)
+            yield FilePiece(number, span.path, offset, first * run + start, min(most, run - start), some, span.pitch)
 
 
 class RingSlot:
@@ -81,14 +124,9 @@ class RingSlot:
         self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def fill(self, file: int, piece: FilePiece) -> None:
-        """Reads a piece, in a thread of the pool. Raises CheckpointError for a file that ends before it should."""
+        """Reads a piece, in a thread of the pool. Raises CheckpointError as `FilePiece.read`."""
         self.copied.synchronize()
-        done = 0
-        while done < piece.size:
-            count = os.preadv(file, [self.bytes[done : piece.size]], piece.offset + done)
-            if not count:
-                raise CheckpointError(f"{piece.path} ends at byte {piece.offset + done}: download it again")
-            done += count
+        piece.read(file, self.bytes)
 
 
 def pinned(size: int) -> Tensor:

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from thalweg.core.errors import CheckpointError
 from thalweg.core.files import check_regular
-from thalweg.quant.catalog import Declared, Schemes, Stored, is_of_quantized
+from thalweg.quant.catalog import Declared, Schemes, Stored, is_code_name
 from thalweg.quant.scheme import Read, TensorSpec
 from thalweg.weights.index import INDEX, read_weight_map
-from thalweg.weights.pump import FileSlice, pump
+from thalweg.weights.pump import FileSlice, pieces, pump
 
 SINGLE = "model.safetensors"
 DTYPES = {  # as a safetensors header spells them
@@ -72,23 +72,20 @@ class Safetensors:
         path = place.path
         if path not in self._mapped:
             self._mapped[path] = torch.from_file(str(path), False, path.stat().st_size, dtype=torch.uint8)
-        data = self._mapped[path][place.offset : place.offset + place.size]
+        run = place.size // max(place.runs, 1)
+        data = self._mapped[path].as_strided((place.runs, run), (place.pitch, 1), place.offset)
         if place.offset % place.dtype.itemsize:
             data = data.clone()  # an aligned copy
         tensor = data.view(place.dtype).view(place.shape)
         return tensor[place.rest] if place.rest else tensor
 
     def copy(self, read: Read) -> Tensor:
-        """A slice in memory of its own, for work on one after the other: nothing is mapped. From any thread."""
+        """A slice in memory of its own, for work on one after the other: nothing stays mapped. From any thread."""
         place = self._slices[read.name].taken(read.take)
         data = torch.empty(place.size, dtype=torch.uint8)
-        with place.path.open("rb", buffering=0) as file:
-            file.seek(place.offset)
-            rest = data.numpy().data
-            while rest and (count := file.readinto(rest)):
-                rest = rest[count:]
-        if rest:
-            raise CheckpointError(f"{place.path} was truncated while it was read: download it again")
+        with place.path.open("rb") as file:
+            for piece in pieces([place]):
+                piece.read(file.fileno(), data.numpy().data[piece.at : piece.at + piece.size])
         tensor = data.view(place.dtype).view(place.shape)
         return tensor[place.rest] if place.rest else tensor
 
@@ -109,14 +106,23 @@ def schemes_in(folder: Path, quantization_config: Mapping[str, Any]) -> Schemes:
         return Stored(stream.specs, quantization_config)
 
 
-def first_quantized(folder: Path) -> str:
-    """The name of a folder's first tensor that only quantized weights have; "" where there is none to be read."""
+def may_be_quantized(folder: Path) -> bool:
+    """Whether the index of a folder names a tensor that only quantized weights have; True for a folder without index.
+    Raises CheckpointError for a broken index.
+    """
+    try:
+        return any(map(is_code_name, read_weight_map(folder / INDEX)))
+    except FileNotFoundError:
+        return True
+
+
+def readable_specs(folder: Path) -> Mapping[str, TensorSpec]:
+    """The tensors of a folder by its headers; {} where files are missing or damaged, which the loader reports."""
     try:
         with Safetensors(folder) as stream:
-            specs = stream.specs.values()
-            return next((spec.name for spec in specs if is_of_quantized(spec)), "")
+            return stream.specs
     except CheckpointError:
-        return ""
+        return {}
 
 
 def _tensors_of_shards(folder: Path, file_of: Mapping[str, str]) -> dict[str, FileSlice]:

@@ -60,6 +60,15 @@ class WeightTable:
         return iter({rule.source.name: rule.source for rule in self.rules}.values())
 
 
+def cache_scale_names(attention: str, kind: str) -> tuple[str, ...]:
+    """Names that producers give to the scale of keys ("k") or values ("v") of an attention in an FP8 cache: ModelOpt's
+    after compressed-tensors', then those of engines, Quark's, and one for both.
+    """
+    own, module = f"{kind}_scale", f"{kind}_proj"
+    names = own, f"{module}.{own}", f"attn.{own}", f"mla_attn.{own}", f"{module}.output_scale", "kv_scale"
+    return tuple(f"{attention}.{name}" for name in names)
+
+
 def table_of(module: nn.Module) -> WeightTable:
     """The rules that the layers inside `module` declare (`layers.module.Module`), with targets as `module` names
     them.

@@ -465,7 +465,7 @@ def index_scores(result: Result) -> Lines:
     rows = [
         [load, f"{by['triton']['us']:,.1f}", f"{by['deep_gemm']['us']:,.1f}", f"{by['deep_gemm']['share']:.2f}"]
         for load, by in found.items()
-        if len(by) == 2
+        if by.keys() == {"triton", "deep_gemm"}
     ]
     return table(["tokens", "Triton µs", "DeepGEMM µs", "its share of the limit"], rows)
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from torch import Tensor
 
 from thalweg.kernels.attend.args import LatentPlane, QueryRows
 from thalweg.kernels.dsa import triton
 from thalweg.kernels.mla.backends import values_of_splits
+
+# vLLM's for FlashMLA and 128 heads (vllm #47327, #53785), tuned on a B200
+MASKED = ((4096, 1.0),)
 
 
 class SparseShape(NamedTuple):
@@ -21,7 +24,13 @@ class SparseShape(NamedTuple):
 
 
 class SparseKernel(Protocol):
-    """Attention of query tokens, each to its choice. Kernels of one kind and shape are equal."""
+    """Attention of query tokens, each to its choice. Kernels of one kind and shape are equal.
+
+    masked: (tokens of a context, share of them): while contexts are no longer, and a step computes this share of their
+    tokens or more, dense attention to what a mask leaves of the expanded contexts takes less time.
+    """
+
+    masked: ClassVar[tuple[tuple[int, float], ...]]
 
     def attend(
         self,
@@ -44,6 +53,7 @@ class TritonSparse:
     """The project's own kernel."""
 
     shape: SparseShape
+    masked: ClassVar[tuple[tuple[int, float], ...]] = MASKED
 
     def attend(
         self,

@@ -1,30 +1,31 @@
-"""FlashMLA's sparse attention for Hopper (`flash_mla`, sgl-flash-mla 1.0.0), with 64 or 128 heads, 512 + 64 dims and a
+"""FlashMLA's sparse attention for Hopper (`flash_mla`, sgl-flash-mla 1.0.0), with up to 128 heads, 512 + 64 dims and a
 choice of whole tiles of 128 tokens. Timed on an H200.
 
 Two kernels, each for prompts and decode rows: one of bfloat16 latents, whose blocks are a token's 64 heads, without
 splits; and one of FP8 records, which cuts the choices of a launch into even parts by a schedule. The schedule follows
 from the number of tokens alone, so that a captured one is never stale. Both take places in the plane for positions.
 
-A device with fewer heads (tensor parallelism) would pad them to 64. A padded token costs 285 MFLOP, some 0.6 µs at the
-400 to 590 TFLOP/s that the library reaches on an H100. With 16 heads our kernel is bound by bytes: 2,048 records are
-1.3 MB and take 0.3 µs at 4.3 TB/s, bfloat16 latents 0.5 µs. So these devices keep Triton.
+On a device with fewer heads (tensor parallelism) they are filled up with zeros. A token then costs 285 MFLOP, some
+0.6 µs at the 400 to 590 TFLOP/s that the library reaches on an H100. With 16 heads our kernel is bound by bytes: 2,048
+records are 1.3 MB and take 0.3 µs at 4.3 TB/s, bfloat16 latents 0.5 µs. So these devices have Triton by default.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from thalweg.core.kernels import CheckCase
+from thalweg.core.kernels import FLASHMLA_HEADS, CheckCase
 from thalweg.kernels.attend.args import LatentPlane, QueryRows
 from thalweg.kernels.attend.case import exact_attention
 from thalweg.kernels.case import normal
 from thalweg.kernels.check import check_results
-from thalweg.kernels.dsa.backends import SparseShape
+from thalweg.kernels.dsa.backends import MASKED, SparseShape
 from thalweg.kernels.dsa.places import places
 from thalweg.kernels.mla.triton import up
 
@@ -35,6 +36,7 @@ RECORDS = "flashmla_kv"  # the backend's name
 @dataclass(frozen=True, slots=True)
 class _FlashMla(ABC):
     shape: SparseShape
+    masked: ClassVar[tuple[tuple[int, float], ...]] = MASKED
 
     def attend(
         self,
@@ -46,14 +48,16 @@ class _FlashMla(ABC):
         schedules: dict[int, Any],
     ) -> Tensor:
         """See `SparseKernel`."""
-        parts = []
+        parts, heads = list[Tensor](), query_THD.shape[1]
+        missing = min(of for of in FLASHMLA_HEADS if of >= heads) - heads
+        query_THD = F.pad(query_THD, (0, 0, 0, missing)) if missing else query_THD
         for first in range(0, len(query_THD), AT_ONCE):
             some = slice(first, first + AT_ONCE)
             chosen = None if chosen_TK is None else chosen_TK[some]
             placed = places(chosen, rows.some(some), self.shape.topk)
             sums_THr = self._sums(query_THD[some], latents.paged_PSD, *placed, schedules)
             # the library's last kernel merges splits; where there are none it ends before the one that attends
-            parts.append(up(sums_THr, uv_HRv, overlap=False))
+            parts.append(up(sums_THr[:, :heads], uv_HRv, overlap=False))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     @abstractmethod
@@ -113,7 +117,7 @@ class FlashMlaRecords(_FlashMla):
 def check(device: torch.device, case: CheckCase) -> None:
     """Two rows, one shorter than the choice. Raises RuntimeError if the library cannot run here or is wrong."""
     generator, shape, is_record = torch.Generator().manual_seed(1), SparseShape(512, 128, 0.07), case.backend == RECORDS
-    heads, positions = 128 if case.heads % 128 == 0 else 64, torch.tensor((299, 40, 298))
+    heads, positions = min(case.heads, max(FLASHMLA_HEADS)), torch.tensor((299, 40, 298))
     table, rows_T = torch.tensor([[3, 1, 4, 2, 5], [7, 6, 0, 0, 0]]).int(), torch.tensor((0, 1, 0)).int()
     codes, rope = normal(generator, 8 * 64, 512).to(torch.float8_e4m3fn), normal(generator, 8 * 64, 64).bfloat16()
     scales = torch.exp2(torch.randint(-2, 2, (8 * 64, 4), generator=generator).float())

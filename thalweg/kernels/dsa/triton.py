@@ -39,7 +39,8 @@ from thalweg.kernels.mla.triton import load_queries
 from thalweg.kernels.rope.triton import codes_of, encode, rotated
 
 CHUNK = 8  # pages whose scores one program computes, of the longest context
-AT_ONCE = 16384  # scores that one program of `_choose` compares, in registers
+AT_ONCE = 16384  # scores that one program of `_choose_parts` compares, in registers
+FEW_AT_ONCE = 4096  # of a short context, in less time
 QUERIES_AT_ONCE = 8  # index heads that one program rotates
 
 
@@ -205,25 +206,15 @@ def _ordered(x):
     return (bits ^ ((bits >> 31) | -0x80000000)).to(tl.uint32, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["columns", "width"], do_not_specialize_on_alignment=["positions"])
-def _choose(
-    scores, positions, candidates, out, columns, width, K: constexpr, BLOCK: constexpr, PDL: constexpr
-):  # fmt: skip
-    """Program (t, p): the K highest of the p-th BLOCK candidates of token t, rising, then -1. candidates: positions
-    [T, width], -1 for none; or None for all positions. The K-th highest number is found bit by bit, by counting, from
-    the first bit on in which numbers differ until K are left.
+@triton.jit
+def _put_highest(scores, column, to, K: constexpr, BLOCK: constexpr):
+    """Stores those of BLOCK positions, -1 for none, that have the K highest scores, then -1 up to the K-th. The K-th
+    highest number is found bit by bit, by counting, from the first bit on in which numbers differ until K are left.
     """
-    wait_for_previous(PDL)
-    token, part, lane = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, BLOCK)
-    at = part * BLOCK + lane
-    if candidates is None:
-        column = tl.where(at <= tl.load(positions + token).to(tl.int32), at, -1)
-    else:
-        column = tl.load(candidates + token * width + at, mask=at < width, other=-1)
-    chosen = (column >= 0).to(tl.int32)
+    chosen, lane = (column >= 0).to(tl.int32), tl.arange(0, BLOCK)
     seen = tl.sum(chosen)
     if seen > K:
-        number = _ordered(tl.load(scores + token * columns + column, mask=column >= 0, other=0.0))
+        number = _ordered(tl.load(scores + column, mask=column >= 0, other=0.0))
         number = tl.where(column >= 0, number, 0)
         highest = tl.max(number)
         differ, bit = highest ^ tl.min(tl.where(column >= 0, number, highest)), tl.full((), 0x80000000, tl.uint32)
@@ -234,33 +225,102 @@ def _choose(
             above = tl.sum((number >= (border | bit)).to(tl.int32))
             border, count = tl.where(above >= K, border | bit, border), tl.where(above >= K, above, count)
             bit = bit >> 1
-        chosen, equal = (number > border).to(tl.int32), (number == border).to(tl.int32)
-        room = K - tl.sum(chosen)
-        chosen += equal * (tl.cumsum(equal, 0) <= room).to(tl.int32)
-    to = out + (token * tl.num_programs(1) + part) * K
+        chosen = (number >= border).to(tl.int32)
+        if count > K:  # of equal numbers at the border, the last ones are left out
+            equal = (number == border).to(tl.int32)
+            chosen -= equal * (tl.cumsum(equal, 0) > tl.sum(equal) - count + K).to(tl.int32)
+        seen = K
     tl.store(to + tl.cumsum(chosen, 0) - chosen, column, mask=chosen > 0)
-    tl.store(to + lane, tl.full((BLOCK,), -1, tl.int32), mask=(lane >= tl.sum(chosen)) & (lane < K))
+    tl.store(to + lane, tl.full((BLOCK,), -1, tl.int32), mask=(lane >= seen) & (lane < K))
+
+
+@triton.jit
+def _choose_part(scores, first, last, to, K: constexpr, BLOCK: constexpr):
+    """The choice among BLOCK positions from `first` on."""
+    at = first + tl.arange(0, BLOCK)
+    _put_highest(scores, tl.where(at <= last, at, -1), to, K, BLOCK)
+
+
+@triton.jit(do_not_specialize=["columns", "parts"], do_not_specialize_on_alignment=["positions"])
+def _choose_parts(
+    scores, positions, found, out, columns, parts, K: constexpr, FEW: constexpr, BLOCK: constexpr, PDL: constexpr
+):  # fmt: skip
+    """Program (t, p): the K highest of the p-th BLOCK positions of token t. Into `out` where it sees no others, else
+    into `found` [T, P, K]. FEW positions are compared at once where it sees no more.
+    """
+    wait_for_previous(PDL)
+    token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    last = tl.load(positions + token).to(tl.int32)
+    scores, out, found = scores + token * columns, out + token * K, found + (token * parts + part) * K
+    if part * BLOCK <= tl.maximum(last, 0):
+        if last < FEW:
+            _choose_part(scores, 0, last, out, K, FEW)
+        elif last < BLOCK:
+            _choose_part(scores, 0, last, out, K, BLOCK)
+        else:
+            _choose_part(scores, part * BLOCK, last, found, K, BLOCK)
+
+
+@triton.jit(do_not_specialize=["columns", "parts"], do_not_specialize_on_alignment=["positions"])
+def _choose_among(
+    scores, positions, found, out, columns, parts, K: constexpr, FEW: constexpr, BLOCK: constexpr, PDL: constexpr
+):  # fmt: skip
+    """Program t: the K highest of what `_choose_parts` found in several parts. A choice among the first BLOCK of them
+    takes their place ahead of the others, until no others are left.
+    """
+    wait_for_previous(PDL)
+    token, lane = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    last = tl.load(positions + token).to(tl.int32)
+    scores, out, found = scores + token * columns, out + token * K, found + token * parts * K
+    if last >= BLOCK:
+        left = (last // BLOCK + 1) * K
+        while left > BLOCK:
+            _put_highest(scores, tl.load(found + lane), found + BLOCK - K, K, BLOCK)
+            tl.debug_barrier()  # the next choice reads what this one stored
+            found, left = found + BLOCK - K, left - BLOCK + K
+        _put_highest(scores, tl.load(found + lane, mask=lane < left, other=-1), out, K, BLOCK)
 
 
 def choose(scores_TS: Tensor, positions_T: Tensor, topk: int) -> Tensor:
     """The positions of the `topk` highest scores of each token, of 0 to its own: → int32 [T, topk], rising, -1 after
     the last where it sees fewer. Of equal scores at the border the first are chosen, so all ranks choose the same.
 
-    A context longer than a program compares at once is cut into parts, and the highest of each are the candidates of
-    the next launch, in rising order: a choice among them is the choice among all.
+    A context longer than a program compares at once is cut into parts, and the highest of each are the candidates of a
+    second launch, in rising order: a choice among them is the choice among all.
     """
     tokens, columns = scores_TS.shape
-    most, chosen_TK, width = max(AT_ONCE, 4 * triton.next_power_of_2(topk)), None, columns
-    while chosen_TK is None or width > topk:
-        block = min(most, triton.next_power_of_2(max(width, topk)))
-        parts = triton.cdiv(width, block)
-        out = torch.empty(tokens, parts * topk, dtype=torch.int32, device=scores_TS.device)
-        _choose[tokens, parts](
-            scores_TS, positions_T, chosen_TK, out, scores_TS.stride(0), width, K=topk, BLOCK=block,
-            **launch_config(scores_TS, min(max(block // 512, 4), 16)),
-        )  # fmt: skip
-        chosen_TK, width = out, parts * topk
-    return chosen_TK
+    least = triton.next_power_of_2(topk)
+    block = min(max(AT_ONCE, 4 * least), triton.next_power_of_2(max(columns, topk)))
+    parts, few = triton.cdiv(columns, block), max(min(FEW_AT_ONCE, block), least)
+    out = torch.empty(tokens, topk, dtype=torch.int32, device=scores_TS.device)
+    found = torch.empty(tokens, parts * topk, dtype=torch.int32, device=scores_TS.device) if parts > 1 else out
+    sizes = {"K": topk, "FEW": few, "BLOCK": block} | launch_config(scores_TS, min(max(block // 512, 4), 16))
+    given = scores_TS, positions_T, found, out, scores_TS.stride(0), parts
+    _choose_parts[tokens, parts](*given, **sizes)
+    if parts > 1:
+        _choose_among[(tokens,)](*given, **sizes)
+    return out
+
+
+@triton.jit(do_not_specialize=["width"], do_not_specialize_on_alignment=["mask"])
+def _mark(chosen, mask, width, K: constexpr, BLOCK: constexpr, PDL: constexpr):
+    """Program t: the choice of token t."""
+    wait_for_previous(PDL)
+    token, lane = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    column = tl.load(chosen + token * K + lane, mask=lane < K, other=-1)
+    tl.store(mask + token * width + column, tl.full((BLOCK,), 1, tl.uint8), mask=column >= 0)
+
+
+def mask_of(chosen_TK: Tensor, width: int) -> Tensor:
+    """A choice as a mask of `mla.triton.prefill`: → uint8 [T, width], 1 where a token is chosen. width: no context is
+    longer.
+    """
+    tokens, topk = chosen_TK.shape
+    mask_TS = torch.zeros(tokens, width, dtype=torch.uint8, device=chosen_TK.device)
+    _mark[(tokens,)](
+        chosen_TK, mask_TS, width, K=topk, BLOCK=triton.next_power_of_2(topk), **launch_config(chosen_TK, 4)
+    )
+    return mask_TS
 
 
 @triton.jit

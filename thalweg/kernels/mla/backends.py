@@ -119,10 +119,12 @@ def triton_prefill(
     *,
     scale: float,
     out_THv: Tensor | None = None,
+    chosen_TS: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The project's own kernel, which takes the key that all heads share as it is."""
+    """The project's own kernel, which takes the key that all heads share as it is. chosen_TS: see `triton.prefill`."""
     heads, nope, rank = uk_HnR.shape
     latent_Sr, rope_Sc = latents_SD[:, :rank], latents_SD[:, rank:]
     key_SHn = torch.mm(latent_Sr, uk_HnR.view(-1, rank).t()).view(-1, heads, nope)
     value_SHv = values_of(latent_Sr, uv_HRv.transpose(1, 2))
-    return triton.prefill(query_THq, key_SHn, rope_Sc, value_SHv, rows, scale=scale, out_THv=out_THv)
+    of = query_THq, key_SHn, rope_Sc, value_SHv, rows
+    return triton.prefill(*of, scale=scale, out_THv=out_THv, chosen_TS=chosen_TS)

@@ -45,17 +45,21 @@ from thalweg.kernels.attend.triton import (
     waves,
     zero_tokens,
 )
-from thalweg.kernels.launch import launch_config
+from thalweg.kernels.launch import capability, launch_config
 
 MERGE_UP_TOKENS = 4  # beyond it a batched product is faster
 MERGE_UP_RANKS = LATENT_TILE  # latent dims of a step of `merge_up_many` and `up`
 
 
-def decode_tiles(rows: int, is_fp8: bool) -> TileConfig:
-    """rows: query tokens times heads that share a context."""
+def decode_tiles(rows: int, is_fp8: bool, device: tuple[int, int] = (9, 0)) -> TileConfig:
+    """rows: query tokens times heads that share a context. device: `launch.capability`. The tiles are an H100's, but
+    where its largest do not fit.
+    """
     if rows <= 16:
         return TileConfig(16, 64, 8, 4) if is_fp8 else TileConfig(16, 64, 4, 3)
-    return TileConfig(32, 32, 8, 4) if rows <= 32 else TileConfig(64, 64, 8, 2)
+    if rows <= 32:
+        return TileConfig(32, 32, 8, 4)
+    return TileConfig(64, 32 if device[0] == 10 else 64, 8, 2)  # a B200 stages its sums in shared memory
 
 
 def prefill_tiles() -> TileConfig:
@@ -163,7 +167,7 @@ def decode(
     tokens, heads, dim = query_THD.shape
     together = 1 if fixed or rows.rows_T is not None else rows.query
     plane = latents.paged_PSD.view(-1, dim)
-    tiles = decode_tiles(together * heads, latents.scale is not None)
+    tiles = decode_tiles(together * heads, latents.scale is not None, capability(query_THD))
     partial = torch.empty(tokens, heads, splits, rank, dtype=query_THD.dtype, device=query_THD.device)
     lse = torch.empty(tokens, heads, splits, dtype=torch.float32, device=query_THD.device)
     _decode[triton.cdiv(together * heads, tiles.rows), splits, tokens // together](
@@ -288,21 +292,24 @@ def _product_up(
 
 
 def gather(latents: LatentPlane, table_RL: Tensor, chunk: ContextChunk, rank: int) -> Tensor:
-    """`gather_rows` of latents: → bfloat16 [tokens, D], zero after the last row so that padded products stay finite."""
+    """`gather_rows` of latents: → bfloat16 [tokens, D], zero after the last row: padded products stay finite."""
     plane_PSD, scale = latents
     dim = plane_PSD.shape[2]
     return gather_rows((plane_PSD, plane_PSD, scale, scale), table_RL, chunk, (rank, dim - rank, rank, dim), 8, True)
 
 
-@triton.jit(do_not_specialize=["tokens", "rows"], do_not_specialize_on_alignment=["query_starts", "context_starts"])
+@triton.jit(
+    do_not_specialize=["tokens", "rows", "mask_row"], do_not_specialize_on_alignment=["query_starts", "context_starts"]
+)
 def _prefill(
-    query, keys, rope_keys, values, query_starts, context_starts, out, lse, scale, tokens, heads, rows,
-    query_token, query_head, key_head, value_head,
+    query, keys, rope_keys, values, query_starts, context_starts, out, lse, chosen, scale, tokens, heads, rows,
+    query_token, query_head, key_head, value_head, mask_row,
     NOPE: constexpr, ROPE: constexpr, V: constexpr, M: constexpr, N: constexpr,
     CAUSAL: constexpr, PDL: constexpr,
 ):  # fmt: skip
     """Program (b, h, i): the b-th block from the end of row i's query tokens, for head h; row `rows` is the padding
-    after all rows. The last blocks have the most to do, so they come first.
+    after all rows. The last blocks have the most to do, so they come first. chosen: what each query token attends to of
+    what it sees; None is all.
     """
     wait_for_previous(PDL)
     head, row = tl.program_id(1), tl.program_id(2)
@@ -335,6 +342,10 @@ def _prefill(
             scores = tl.dot(rope_q, rope_keys.load([context + start, 0]).T, scores)
             if MASKED:
                 scores = tl.where((start + key)[None, :] < limit[:, None], scores, -float("inf"))
+            if chosen is not None:
+                held = real[:, None] & (start + key < context_tokens)[None, :]
+                is_chosen = tl.load(chosen + token[:, None] * mask_row + (start + key)[None, :], mask=held, other=0)
+                scores = tl.where(is_chosen > 0, scores, -float("inf"))
             column = head * value_head
             top, total, sums = add_block(scores, values, context + start, column, q.dtype, strength, top, total, sums)
     store_states(out, lse, token * heads + head, real, None, top, total, sums, V)
@@ -349,12 +360,14 @@ def prefill(
     *,
     scale: float,
     out_THv: Tensor | None = None,
+    chosen_TS: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of ragged rows to expanded keys and values: → (out [T, H, v], LSE [T, H]).
 
     Keys and values are token-major views; rope_Sc is the rotated key that all heads share. A query that sees nothing
     gets 0 and -inf. Tokens after the last row are padding: their result is 0, and their LSE undefined. out_THv: a
-    contiguous tensor for the result.
+    contiguous tensor for the result. chosen_TS: uint8, not 0 where a query token attends to a token of its row's
+    context; it needs no room behind the longest context.
     """
     tokens, heads, _ = query_THq.shape
     nope, rope, width, count = key_SHn.shape[2], rope_Sc.shape[1], value_SHv.shape[2], len(rows.query_starts_R1) - 1
@@ -363,8 +376,9 @@ def prefill(
     lse = torch.empty(tokens, heads, dtype=torch.float32, device=query_THq.device)
     _prefill[triton.cdiv(rows.max_query, tiles.rows), heads, count + 1](
         query_THq, _described(key_SHn, tiles.keys), TensorDescriptor.from_tensor(rope_Sc, [tiles.keys, rope]),
-        _described(value_SHv, tiles.keys), *rows[:2], out, lse, scale * LOG2E, tokens, heads, count,
+        _described(value_SHv, tiles.keys), *rows[:2], out, lse, chosen_TS, scale * LOG2E, tokens, heads, count,
         *query_THq.stride()[:2], key_SHn.stride(1), value_SHv.stride(1),
+        0 if chosen_TS is None else chosen_TS.stride(0),
         NOPE=nope, ROPE=rope, V=width, M=tiles.rows, N=tiles.keys, CAUSAL=rows.is_causal, **tiles.options(out),
     )  # fmt: skip
     return out, lse

@@ -94,7 +94,10 @@ def _penalise(logits_V, count_V, tokens_L, length, prompt, penalties):
     for start in range(0, length, BLOCK):
         known = start + i_B < length
         token = tl.load(tokens_L + start + i_B, mask=known, other=0)
-        count = tl.atomic_xchg(count_V + token, -1, mask=known, sem="relaxed", scope="cta")
+        if tl.target_info.is_hip():  # its compiler cannot exchange; -1 has all bits
+            count = tl.atomic_or(count_V + token, -1, mask=known, sem="relaxed", scope="cta")
+        else:
+            count = tl.atomic_xchg(count_V + token, -1, mask=known, sem="relaxed", scope="cta")
         _edit(logits_V, token, count, known & (count >= 0), penalties)
 
 

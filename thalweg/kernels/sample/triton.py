@@ -90,8 +90,16 @@ def with_noise(y, seed, position, v_B):
     bits = _mix(key + v_B.to(tl.uint64) * golden) >> 32
     u = tl.minimum((bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 1 - 5.9604644775390625e-08)
     series = u * (1 + u * (1 / 2 + u * (1 / 3 + u * (1 / 4 + u * (1 / 5 + u * (1 / 6))))))
-    variate = tl.where(u < 0.0625, series, -tl.extra.cuda.libdevice.fast_logf(1 - u))
-    return y - tl.extra.cuda.libdevice.fast_logf(variate)
+    variate = tl.where(u < 0.0625, series, -_fast_log(1 - u))
+    return y - _fast_log(variate)
+
+
+@triton.jit
+def _fast_log(x):
+    if tl.target_info.is_hip():
+        return tl.log(x)
+    else:
+        return tl.extra.cuda.libdevice.fast_logf(x)
 
 
 @triton.jit

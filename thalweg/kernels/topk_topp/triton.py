@@ -4,8 +4,8 @@ tokens, in one read of it.
 What the three leave is a prefix of the row in the order (value descending, id ascending): `ref.apply_topk_topp`. Six
 launches draw from it:
 
-- `scan`, a part of a row: its largest value, Σ exp, the maxima of 64 groups of 64 ids. Greedy and untruncated rows have
-  their token here and skip the rest.
+- `scan`, a part of a row: its largest value, Σ exp, the maxima of 64 groups of 64 ids. Greedy and untruncated rows
+  have their token here and skip the rest.
 - `_choose`, a row: a value that the threshold cannot lie below. For top-k the k-th largest group maximum is one, since
   the k largest are k values. For top-p it comes from the mass of the group maxima, or of what must be dropped. For
   min-p it is the definition. Where only some thousand ids lie above, it lists them, sorts them and does what the
@@ -21,10 +21,10 @@ always kept. Fronts have about ln(1 / kept mass) ids. `_finish` walks through th
 (8 ids a part, 16 a row) before an id is kept, where a list overflows (thousands of equal logits), and for top-k above a
 thousand together with top-p. That is as exact, and takes some hundred microseconds.
 
-Floor: 4 · E · V bytes read once: 10.7 µs for 64 rows of 129,280 on an H100, 42.7 µs for 256. Parts of rows that hold
-nothing above the threshold are not read again. All sums have a fixed order, and nothing depends on the number of rows:
-a row's token is the same in every batch. The mass before the threshold is a sum in float32 (relative error below 1e-5),
-as in the reference: ids whose cumulative mass is nearer to top-p than that may be on either side of it.
+Floor: 4 · E · V bytes read once: 10.7 µs for 64 rows of 129,280 on an H100, 42.7 µs for 256. Parts of rows that
+hold nothing above the threshold are not read again. All sums have a fixed order, and nothing depends on the number of
+rows: a row's token is the same in every batch. The mass before the threshold is a sum in float32 (relative error below
+1e-5), as in the reference: ids whose cumulative mass is nearer to top-p than that may be on either side of it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from torch import Tensor
 from triton.language import constexpr
 
 from thalweg.kernels.build_inputs.ref import SlotTensors
-from thalweg.kernels.launch import launch_options
+from thalweg.kernels.launch import launch_options, max_registers
 from thalweg.kernels.pdl import pdl_begin
 from thalweg.kernels.sample.triton import (
     SampledRows,
@@ -75,7 +75,7 @@ DRAWN, MANY, WALK, CHOSEN = map(constexpr, range(4))  # kinds of rows
 class Fronts(NamedTuple):
     """Buffers between the launches. E rows, C parts, F and R ids of a part's and of a row's front."""
 
-    # a value below which no kept id lies, largest value, Σ exp(value - largest), best score that the fronts do not show
+    # a value below which no kept id lies, largest value, Σ exp(value - largest), best score that no front shows
     bounds_E4: Tensor
     state_E4: Tensor  # int32: kind, token, ids in the row's front
     part_EC2F: Tensor  # scores and values of the parts' fronts
@@ -100,9 +100,9 @@ def sample_tokens(rows: SampledRows, slots: SlotTensors, out: SampledTokens) -> 
     block = triton.next_power_of_2(parts)
     _choose[(count,)](rows, scanned, fronts, block, num_warps=8, **options)
     # so many registers let two and three programs of a part share a multiprocessor
-    _race[count, parts](rows, scanned, fronts, num_warps=16, maxnreg=64, **options)
+    _race[count, parts](rows, scanned, fronts, num_warps=16, **max_registers(rows.logits_EV, 64), **options)
     _merge[(count,)](fronts, parts, block, num_warps=4, **options)
-    _verify[count, parts](rows, scanned, fronts, num_warps=16, maxnreg=40, **options)
+    _verify[count, parts](rows, scanned, fronts, num_warps=16, **max_registers(rows.logits_EV, 40), **options)
     _finish[(count,)](
         rows, scanned, fronts, slots, out, slots.tokens_SL.shape[1], slots.stop_SK.shape[1], block, num_warps=8,
         **options,

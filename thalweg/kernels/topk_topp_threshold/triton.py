@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr
 
-from thalweg.kernels.launch import launch_options
+from thalweg.kernels.launch import launch_options, max_registers
 from thalweg.kernels.pdl import pdl_begin
 from thalweg.kernels.sample.triton import SampledRows, load_logits, nan_to_inf, noisy, scaled
 from thalweg.kernels.slot_columns import FLOAT_COLUMNS, INT_COLUMNS, MIN_P, TOP_K, TOP_P
@@ -52,7 +52,8 @@ def scan(rows: SampledRows, is_raw: bool = False) -> Scan:
         new(count, groups), new(count, groups, dtype=torch.int32), new(count, LIST.value, dtype=torch.int64),
     )  # fmt: skip
     # with so few registers three programs share a multiprocessor, which hides their waiting
-    _scan[count, parts](rows, scanned, num_warps=16, maxnreg=40, **launch_options(rows.logits_EV))
+    options = max_registers(rows.logits_EV, 40) | launch_options(rows.logits_EV)
+    _scan[count, parts](rows, scanned, num_warps=16, **options)
     return scanned
 
 
@@ -195,8 +196,8 @@ def list_ids(rows, scanned, row, group_G, low, temperature):
 
 @triton.jit
 def list_likely(rows, scanned, row, temperature, k, p, m, BLOCK_C: constexpr):
-    """Lists every id of a row that may be kept, if there is room. → a value that the threshold does not lie below, the
-    largest value, Σ exp(value - largest), how many ids are listed: more than LIST if there is no list.
+    """Lists every id of a row that may be kept, if there is room. → a value that the threshold does not lie below,
+    the largest value, Σ exp(value - largest), how many ids are listed: more than LIST if there is no list.
     """
     group_G, largest, total = load_scan(scanned, row, BLOCK_C)
     low = _lower_bound(group_G, rows.vocab, k, p, m, largest, total)

@@ -35,6 +35,7 @@ EIGHT_BITS = (
     ("int4", 128, torch.float32, False, Activations("e4m3")),
     ("int4", 128, torch.bfloat16, False, Activations("e4m3", is_static=True)),
     ("int4", 0, None, True, Activations("e4m3")),
+    ("e4m3", 0, None, True, Activations("e4m3")),
     ("int8", 0, None, True, Activations("int8")),
     ("int8", 128, torch.float32, False, Activations("int8", 128)),
     ("int8", 128, torch.bfloat16, False, Activations("int8")),

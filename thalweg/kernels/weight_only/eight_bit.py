@@ -1,4 +1,4 @@
-"""Sums of `triton.py` over activations of 8 bits: INT4 codes times e4m3, and INT8 times INT8.
+"""Sums of `triton.py` over activations of 8 bits: INT4 codes and e4m3 times e4m3, and INT8 times INT8.
 
 INT4 becomes e4m3 exactly: the numbers 0 to 8 times 2^-9 are the bit patterns 0 to 8, with and without a leading one.
 So a code's sign goes to the byte's, and is added to the bits of -1 - v (`ref.arranged`): nine instructions for eight
@@ -85,12 +85,15 @@ def int4_sum(
 
 
 @triton.jit
-def int8_sum(
+def byte_sum(
     codes_NK, scale_GN, n_N, at_N, live_N, x_M, scale_M, first, last, stride_g,
     K: constexpr, GROUP: constexpr, IS_EXPONENT: constexpr, X_GROUP: constexpr,
     BLOCK_M: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr, STAGES: constexpr,
 ):  # fmt: skip
-    """`triton._sum` of INT8 and INT8; with the scales of x if groups of columns have them, those of the weight's."""
+    """`triton._sum` of INT8 and INT8, or of whole rows of e4m3 and e4m3; with the scales of x if groups of columns have
+    them, those of the weight's.
+    """
+    IS_FLOAT: constexpr = codes_NK.dtype.element_ty.is_fp8()
     STEP: constexpr = BLOCK_K if scale_GN is None else GROUP
     k = tl.arange(0, STEP)
     total_NM = tl.zeros([BLOCK_N, BLOCK_M], tl.int32)
@@ -98,7 +101,9 @@ def int8_sum(
     code_at, x_at = codes_NK + n_N[:, None] * K + k[None, :], x_M[:, None] + k[None, :]
     for start in tl.range(first, last, STEP, num_stages=STAGES):
         codes, x = tl.load(code_at + start), tl.load(x_at + start)
-        if scale_GN is None:
+        if IS_FLOAT:
+            acc_NM += tl.dot(codes, x.T)
+        elif scale_GN is None:
             total_NM = tl.dot(codes, x.T, total_NM, out_dtype=tl.int32)
         else:
             group = start // GROUP
@@ -106,4 +111,4 @@ def int8_sum(
             if X_GROUP > 0:
                 scale_NM *= tl.load(scale_M + group)[None, :]
             acc_NM += tl.dot(codes, x.T, out_dtype=tl.int32).to(tl.float32) * scale_NM
-    return acc_NM if scale_GN is not None else total_NM.to(tl.float32)
+    return acc_NM if IS_FLOAT or scale_GN is not None else total_NM.to(tl.float32)

@@ -32,7 +32,7 @@ from thalweg.kernels.pdl import pdl_launch, pdl_wait
 from thalweg.kernels.quantize.triton import quantize_rows
 from thalweg.kernels.router.triton import RouterOutput
 from thalweg.kernels.silu_mul.triton import gated
-from thalweg.kernels.weight_only.eight_bit import beside, group_scales, int4_sum, int8_sum
+from thalweg.kernels.weight_only.eight_bit import beside, byte_sum, group_scales, int4_sum
 from thalweg.kernels.weight_only.ref import FOUR_BITS, KernelCodes
 
 DETERMINISTIC = 48  # rows of an expert for which tiles are chosen where bits must not depend on the batch
@@ -277,7 +277,7 @@ def _sum(
                 K, GROUP, IS_EXPONENT, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, PTX,
             )  # fmt: skip
         else:
-            sums_NM = int8_sum(
+            sums_NM = byte_sum(
                 codes_NK, scale_GN, n_N, at_N, live_N, x_M, scale_M, first, last, stride_g,
                 K, GROUP, IS_EXPONENT, X_GROUP, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
             )  # fmt: skip

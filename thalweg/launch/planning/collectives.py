@@ -120,7 +120,7 @@ def _around_experts(facts: ModelFacts, own: float, layout: ParallelLayout, layer
     inner, groups, others = layout.attention, layout.dp * layout.cp, (layout.tp - 1) / layout.tp
     if layout.ep > 1:
         code = facts.hidden + 4 * facts.hidden / 128 + HEADER
-        reached = (layout.ep - 1) * (1 - (1 - 1 / layout.ep) ** facts.moe.topk)  # other ranks, once each
+        reached = (layout.tp - 1) * (1 - (1 - 1 / layout.ep) ** facts.moe.topk)  # other ranks, once each
         copies = own / inner * reached
         found = [
             Collective("dispatch to experts", layers, layout.tp, copies * code, PAIRWISE),

@@ -193,6 +193,8 @@ def _layout(options: Options, machine: Hardware) -> ParallelLayout | None:
         dcp=wish.dcp_size,
         shard_indexer=wish.shard_indexer,
     )
+    if one.tp % one.dp:
+        raise UnsupportedConfig(f"--dp-size {one.dp} does not divide --tp-size {one.tp}; use a divisor, or more GPUs")
     if one.tp % (one.dp * one.cp):
         raise UnsupportedConfig(
             f"--attn-cp-size {one.cp} does not divide the GPUs of an attention; use a divisor of {one.tp // one.dp}"

@@ -7,15 +7,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from msgspec import structs
-
 from thalweg.config.drafters import DRAFTERS, NO_DRAFTER, DrafterWeights
 from thalweg.config.model import ModelFacts
 from thalweg.core.report import AUTO
 from thalweg.core.tree import CHAIN, TreeShape
 from thalweg.launch.planning.layouts import ONE, ParallelLayout
-from thalweg.launch.planning.roofline import StepPhase, StepShape, phases, verified
-from thalweg.launch.planning.weights import PlannedModel, RankModel, WeightGroup, kv_bytes
+from thalweg.launch.planning.roofline import StepPhase, StepShape, phases, products, verified
+from thalweg.launch.planning.weights import PlannedModel, RankModel, WeightGroup, kv_bytes, with_layers
 from thalweg.launch.resolved import Resolved
 from thalweg.quant.catalog import Declared
 from thalweg.spec.catalog import build_drafter
@@ -63,12 +61,7 @@ class DrafterPlanner:
             groups += tuple(group for group in model.groups(target) if group.phase == "head")
         once = tuple(group for group in groups if group.phase == "join" and target.watched)
         if facts is model.facts:  # a layer of the same model
-            moe, indexer = facts.moe, facts.indexer
-            moe, indexer = (
-                moe and structs.replace(moe, sparse=(True,)),
-                indexer and structs.replace(indexer, full=(True,)),
-            )
-            facts = structs.replace(facts, layers=1, moe=moe, indexer=indexer)
+            facts = with_layers(facts, [(True, True)])
         each = tuple(group for group in groups if group not in once)
         return RankModel(facts, layout, each, kv_bytes(head.planes(), facts.layers)), once
 
@@ -95,7 +88,7 @@ def drafting(
     if not by.has_weights:
         return verification
     rank, once = by.forward(model, layout)
-    joined = [StepPhase(g.phase, g.read, 2.0 * states.tokens * g.high, 2.0 * states.tokens * g.low) for g in once]
+    joined = [products(group, states.tokens, group.read) for group in once]
     forward = phases(rank, shape)
     if not by.tree.is_tree:
         return [*verification, *joined, *(phase.times(drafts) for phase in forward)]

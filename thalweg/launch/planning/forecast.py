@@ -112,7 +112,7 @@ def forecast(options: Options, request: PlanRequest, folder: str) -> Forecast:
             alone = f"memory: {free} free leave no page for the KV cache beside weights, steps and graphs"
         hardware = named or hardware_of(machine)
         chip = None if hardware is None else hardware.chip
-        top = None if chip is None else Ceilings(chip.read, chip.bf16, chip.fp8)
+        top = None if chip is None else Ceilings(chip.read, chip.bf16, chip.fp8, chip.fp4)
         planning = PlanningInput(hardware, top, model, memory)
         if hardware is not None:
             outcomes = search.outcomes(planning, load, hardware.gpus, request.layout)
@@ -121,6 +121,8 @@ def forecast(options: Options, request: PlanRequest, folder: str) -> Forecast:
     on_layout = resolved if gpu is None else with_pages(resolved, gpu, layout)
     report = as_json(on_layout) | {"model": options.model.model, "model_context": facts.context}
     report |= _cache(on_layout, gpu, layout, request.contexts)
+    if request.layout is not None and options.parallel.nnodes == 1:
+        report["decisions"] |= _backends_on_layout(tree.replace(options, model=folder), machine)
     if alone and best is None:
         report |= dict.fromkeys(("pages", "kv_tokens", "kv_bytes", "concurrent_full_contexts", "memory"))
         report["holds"] = []
@@ -167,6 +169,18 @@ def _resolve(options: Options, machine: Machine, is_named: bool) -> tuple[Resolv
         except InsufficientMemory as error:
             reason = str(error)
     raise InsufficientMemory(reason + (_suggestion(options, together.gpu_free) if is_named else ""))
+
+
+def _backends_on_layout(options: Options, machine: Machine) -> dict[str, Any]:
+    """What is decided on backends for the layout that the options name; {} where it does not fit.
+
+    Raises UnsupportedConfig where `thalweg serve` would refuse it.
+    """
+    try:
+        decided = _resolve(options, machine, False)[0].engine.report.as_tree()
+    except InsufficientMemory:
+        return {}
+    return {name: decided[name] for name in DECISION_NAMES.values() if name in decided}
 
 
 def _suggestion(options: Options, free: int) -> str:

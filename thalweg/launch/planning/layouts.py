@@ -11,11 +11,15 @@ from thalweg.config.engine import EngineConfig
 from thalweg.config.machines import A_NODE
 from thalweg.config.model import ModelFacts
 from thalweg.config.options import Options
-from thalweg.config.tree import command_line, non_defaults, settings
+from thalweg.config.tree import command_line, non_defaults
 from thalweg.core.plan import PAGE
 from thalweg.launch.report import ONE_GPU
 
 DEFAULT_RUNNING = 256  # requests that the resolver gives a GPU
+OF_LAYOUT = (  # settings that a layout's command has itself
+    "model", "nnodes", "node_rank", "dist_init_addr", "launcher", "tp_size", "dp_size", "enable_dp_attention",
+    "attn_cp_size", "pp_size", "dcp_size", "shard_indexer", "ep_size",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +91,8 @@ def why_not(facts: ModelFacts, layout: ParallelLayout) -> str:
         return f"{facts.layers} layers are fewer than {layout.pp} stages"
     if facts.moe is None:
         return "" if layout.ep == layout.dp == 1 else "a model without experts gains nothing: use copies"
-    if layout.ep > 1 and (layout.ep != layout.tp or facts.moe.experts % layout.ep):
-        return f"{facts.moe.experts} experts are divided evenly over all of a stage's {layout.tp} GPUs"
+    if layout.tp % layout.ep or facts.moe.experts % layout.ep:
+        return f"{facts.moe.experts} experts are divided evenly over equal groups of a stage's {layout.tp} GPUs"
     return ""
 
 
@@ -106,7 +110,7 @@ def layouts(facts: ModelFacts, gpus: int, gpus_of_node: int = A_NODE) -> Iterato
         for pp in _divisors(gpus // copies):
             tp = gpus // copies // pp
             for dp in _divisors(tp):
-                for ep in sorted({1, tp}):
+                for ep in _divisors(tp):
                     layout = ParallelLayout(tp, dp, ep, pp, copies)
                     if not why_not(facts, layout) and (
                         gpus <= gpus_of_node or not why_not_on_nodes(layout, gpus_of_node)
@@ -123,11 +127,7 @@ def command(options: Options, layout: ParallelLayout, requests: int, gpus_of_nod
     ports of their own. On several nodes: what runs on each. Settings that the user gave stay.
     """
     words = ["thalweg", "serve", _folder(options.model.model), *layout.flags()]
-    own = {
-        name: value
-        for name, value in non_defaults(options).items()
-        if name != "model" and settings()[name].section != "parallel"
-    }
+    own = {name: value for name, value in non_defaults(options).items() if name not in OF_LAYOUT}
     running = -(-requests // layout.copies)
     if "max_running_requests" not in own and running > DEFAULT_RUNNING:
         words += ["--max-running-requests", str(-(-running // PAGE) * PAGE)]

@@ -26,6 +26,7 @@ class Ceilings:
     read: float  # bytes a second
     bf16: float  # FLOP/s of large products; on a CPU of float32
     fp8: float
+    fp4: float = 0.0  # 0: FP4 weights multiply 16-bit activations, at the rate of bf16
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +37,18 @@ class StepPhase:
     bytes: float  # weights and context
     bf16: float = 0.0  # FLOPs
     fp8: float = 0.0
+    fp4: float = 0.0
 
     def seconds(self, top: Ceilings) -> float:
-        return max(self.bytes / top.read, self.bf16 / top.bf16 + self.fp8 / top.fp8)
+        products = self.bf16 / top.bf16 + self.fp8 / top.fp8 + self.fp4 / (top.fp4 or top.bf16)
+        return max(self.bytes / top.read, products)
 
     def plus(self, other: StepPhase) -> StepPhase:
-        return StepPhase(self.name, self.bytes + other.bytes, self.bf16 + other.bf16, self.fp8 + other.fp8)
+        bf16, fp8, fp4 = self.bf16 + other.bf16, self.fp8 + other.fp8, self.fp4 + other.fp4
+        return StepPhase(self.name, self.bytes + other.bytes, bf16, fp8, fp4)
 
     def times(self, count: float) -> StepPhase:
-        return StepPhase(self.name, self.bytes * count, self.bf16 * count, self.fp8 * count)
+        return StepPhase(self.name, self.bytes * count, self.bf16 * count, self.fp8 * count, self.fp4 * count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +89,12 @@ def divided(layout: ParallelLayout, requests: int, new: int, context: int, cohor
     return StepShape(rows, new, context, attentions=min(on_a_copy, layout.dp), **more)
 
 
+def products(group: WeightGroup, tokens: float, read: float) -> StepPhase:
+    """Of this many tokens with all weights of a group. read: bytes of these."""
+    flops = 2.0 * tokens
+    return StepPhase(group.phase, read, flops * group.high, flops * group.low, flops * group.fp4)
+
+
 def phases(model: RankModel, shape: StepShape) -> list[StepPhase]:
     """All of a step on one GPU of each stage, the stages one after the other. shape: of each attention, all alike."""
     parts: dict[str, StepPhase] = {}
@@ -93,7 +103,7 @@ def phases(model: RankModel, shape: StepShape) -> list[StepPhase]:
         if group.phase and not group.is_routed:
             sampled = shape.tokens if shape.scored else shape.rows
             rows = sampled if group.phase == "head" else own * shape.tokens
-            phase = StepPhase(group.phase, group.read, 2.0 * rows * group.high, 2.0 * rows * group.low)
+            phase = products(group, rows, group.read)
             parts[group.phase] = parts[group.phase].plus(phase) if group.phase in parts else phase
     experts: list[StepPhase] = []
     routed = next((group for group in model.groups if group.is_routed), None)
@@ -138,12 +148,10 @@ def _experts(
 ) -> list[StepPhase]:
     """The experts of all layers; one phase for each coverage that was measured. rest: shared experts and routers."""
     tokens = shape.tokens * (shape.attentions or model.layout.dp)
-    flops = 2.0 * tokens * moe.topk / moe.experts
     coverage = shape.covered or (expected(moe, tokens, shape.skew),)
     parts = []
     for covered in coverage:
-        read = covered / moe.experts * routed.read
-        layers = rest.plus(StepPhase("experts", read, flops * routed.high, flops * routed.low))
+        layers = rest.plus(products(routed, tokens * moe.topk / moe.experts, covered / moe.experts * routed.read))
         parts.append(layers.times(1 / len(coverage)))
     return parts
 

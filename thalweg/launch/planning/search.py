@@ -1,4 +1,4 @@
-"""A load on layouts of a machine: the least times of each, and the layouts ranked."""
+"""A load on layouts of a machine: the least times of each, what they probably are, and the layouts ranked."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from thalweg.core.errors import UnsupportedConfig
 from thalweg.launch.kernels import unsupported_layout
 from thalweg.launch.parallelism import unshared_indexer, whole_contexts
 from thalweg.launch.planning.collectives import Collective, collectives
+from thalweg.launch.planning.estimate import estimated
 from thalweg.launch.planning.gpu_memory import GpuMemory
 from thalweg.launch.planning.layouts import ParallelLayout, layouts
 from thalweg.launch.planning.roofline import Ceilings, StepPhase, StepShape, by_name, divided, expected, phases
@@ -56,11 +57,12 @@ class StepBound:
     phases: dict[str, float]  # seconds by kind
     seconds: float
     rate: float  # tokens a second of the machine
+    estimate: float  # seconds that it probably takes; 0.0 for GPUs without figures and on a CPU
 
 
 @dataclass(frozen=True, slots=True)
 class LayoutForecast:
-    """A layout under a load, at best."""
+    """A layout under a load, at best, and estimated."""
 
     layout: ParallelLayout
     room: GpuMemory
@@ -71,6 +73,10 @@ class LayoutForecast:
     output_throughput: float = 0.0  # tokens a second of the whole machine
     total_throughput: float = 0.0  # with those of prompts
     sending: float = 0.0  # seconds of a step for communication
+    # with the same requests, see `estimate`
+    tpot_estimate: float = 0.0
+    ttft_estimate: float = 0.0
+    output_estimate: float = 0.0
 
     @property
     def fits(self) -> bool:
@@ -78,13 +84,15 @@ class LayoutForecast:
 
 
 class PlannedLayout:
-    """Lower bounds of step times on a layout. Raises UnsupportedConfig where the model cannot be divided so."""
+    """Step times on a layout: lower bounds, or estimates. Raises UnsupportedConfig where it cannot divide the model."""
 
-    def __init__(self, planning: PlanningInput, layout: ParallelLayout, load: Workload) -> None:
-        self.planning, self.layout, self.load = planning, layout, load
+    def __init__(
+        self, planning: PlanningInput, layout: ParallelLayout, load: Workload, is_estimated: bool = False
+    ) -> None:
+        self.planning, self.layout, self.load, self.is_estimated = planning, layout, load, is_estimated
         self.facts, self.model = planning.model.facts, planning.model.on(layout)
-        kernels, is_divided = planning.model.kernels, layout.cp > 1 or layout.dcp > 1
-        reason = unsupported_layout(kernels, planning.model.named, self.facts, layout.attention, is_divided)
+        kernels, named = planning.model.kernels, planning.model.named
+        reason = unsupported_layout(kernels, named, self.facts, layout.attention, layout.cp, layout.dcp)
         if layout.dcp > 1:
             reason = reason or whole_contexts(kernels, self.facts)
         if layout.shard_indexer:
@@ -108,14 +116,23 @@ class PlannedLayout:
 
     def step(self, shape: StepShape) -> dict[str, float]:
         """Seconds by kind of work of a step of each attention."""
+        if self.is_estimated:
+            assert self.planning.top is not None and self.planning.hardware is not None
+            return estimated(self.model, shape, self.planning.top, self.planning.hardware)
         return self.times(phases(self.model, shape), collectives(self.facts, shape, self.layout))
+
+    @cached_property
+    def likely(self) -> PlannedLayout:
+        """The same, estimated."""
+        return PlannedLayout(self.planning, self.layout, self.load, is_estimated=True)
 
     def step_bound(self, requests: int, new: int, context: int) -> StepBound:
         shape = self.shape(requests, new, context)
         times, moe = self.step(shape), self.facts.moe
         seconds = sum(times.values())
         experts = 0.0 if moe is None else expected(moe, shape.tokens * shape.attentions, self.load.skew)
-        return StepBound(requests, new, context, experts, times, seconds, requests * new / seconds)
+        likely = 0.0 if self.planning.hardware is None else sum(self.likely.step(shape).values())
+        return StepBound(requests, new, context, experts, times, seconds, requests * new / seconds, likely)
 
     @cached_property
     def room(self) -> GpuMemory:
@@ -168,7 +185,11 @@ class PlannedLayout:
                 trouble = f"{name} takes {1e3 * seconds:,.3g} ms"
         output = requests / tpot
         total = output * tokens / load.output
-        return LayoutForecast(self.layout, self.room, trouble, requests, tpot, self.ttft, output, total, sent)
+        likely = self.likely.tpot(requests)[0]
+        estimates = likely, self.likely.ttft, requests / likely
+        return LayoutForecast(
+            self.layout, self.room, trouble, requests, tpot, self.ttft, output, total, sent, *estimates
+        )
 
     def _requests(self) -> tuple[int, str]:
         """Concurrent requests of this load, and why the layout cannot have as many."""

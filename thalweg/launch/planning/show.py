@@ -57,6 +57,7 @@ BOUNDS = {
     "context": "{context:,}",
     "experts read": "{experts:.0f}",
     "ms": lambda bound: _milliseconds(bound["seconds"]),
+    "estimate": lambda bound: _milliseconds(bound["estimate"]) if bound["estimate"] else "",
     "tokens/s": "{rate:,.0f}",
     "mostly": _mostly,
 }
@@ -71,9 +72,9 @@ LAYOUTS = {
     "GB a GPU": lambda layout: f"{layout['memory_of_a_gpu']['weights'] / 1e9:.1f}",
     "holds": lambda layout: f"{layout['kv_tokens_per_cache'] * layout['caches']:,}",
     "requests": _if_served("{requests:,.0f}"),
-    "TPOT ms": _if_served("{tpot:.2f}", 1e3),
-    "TTFT ms": _if_served("{ttft:.1f}", 1e3),
-    "out tok/s": _if_served("{output_throughput:,.0f}"),
+    "TPOT ms": _if_served("{tpot:.2f} ~ {tpot_estimate:.2f}", 1e3),
+    "TTFT ms": _if_served("{ttft:.1f} ~ {ttft_estimate:.1f}", 1e3),
+    "out tok/s": _if_served("{output_throughput:,.0f} ~ {output_estimate:,.0f}"),
     "sending": lambda layout: f"{layout['sending'] / layout['tpot']:.0%}" if layout["sending"] else "",
     "": "{trouble}",
 }
@@ -132,7 +133,8 @@ def _machine(machine: Report) -> str:
         rates = f"reads {top['read'] / 1e9:.0f} GB/s, multiplies {top['bf16'] / 1e9:.0f} GFLOP/s of float32"
         return f"{name}: {rates} (measured just now)"
     chip, flops = machine["chip"], f"{top['bf16'] / 1e12:,.0f} TFLOP/s bf16, {top['fp8'] / 1e12:,.0f} FP8"
-    rates = f"reads {top['read'] / 1e12:.2f} TB/s, {flops}, NVLink {chip['link'] / 1e9:.0f} GB/s a way"
+    flops += f", {top['fp4'] / 1e12:,.0f} FP4" if top["fp4"] else ""
+    rates = f"reads {top['read'] / 1e12:.2f} TB/s, {flops}, {chip['fabric']} {chip['link'] / 1e9:.0f} GB/s a way"
     if machine["gpus"] > machine["gpus_of_node"]:
         rates += f"; nodes of {machine['gpus_of_node']}, {machine['network'] / 1e9:.0f} GB/s a GPU between them"
     return f"{machine['gpus']} x {chip['driver']}: {chip['memory'] / 2**30:.0f} GiB, {rates}"

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -17,6 +17,7 @@ from msgspec import structs
 from torch import Tensor, nn
 
 from thalweg.config.model import ModelFacts
+from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.kernels import KernelConfig
 from thalweg.core.plan import PAGE
 from thalweg.engine.build import DTYPES
@@ -27,10 +28,12 @@ from thalweg.models import catalog
 from thalweg.models.stages import PipelineStage
 from thalweg.parallel.layout import ExpertLayout, Layout
 from thalweg.quant.catalog import Declared
-from thalweg.quant.scheme import Quantized, Take
+from thalweg.quant.matching import is_expert
+from thalweg.quant.scheme import CutError, Quantized, Take
 from thalweg.weights.table import WeightRule, table_of, unchanged
 
 META = torch.device("meta")
+LayerKind = tuple[bool, bool]
 # phases of a step by published names; the first that matches counts. Weights of "" are looked up, not multiplied.
 PHASES = (
     ("experts", r"\.experts\.|shared_experts|\.mlp\.gate\."),
@@ -42,13 +45,11 @@ PHASES = (
 )
 
 
-class FirstRank:
-    """Rank 0 of an axis, which holds the largest part. It computes nothing."""
+class MetaRank:
+    """The first rank of an axis, which holds the largest part, or the last one. It computes nothing."""
 
-    rank = 0
-
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self, size: int, is_last: bool = False) -> None:
+        self.size, self.rank = size, (size - 1) * is_last
 
     sum_and_norm = exchange = None
 
@@ -67,6 +68,7 @@ class WeightGroup(NamedTuple):
     parameters: int = 0
     low: float = 0.0  # numbers that tokens are multiplied by at the rate of quantized products
     high: float = 0.0  # the same at the rate of 16-bit products
+    fp4: float = 0.0  # the same at the rate of FP4 products, where a machine has them
     read: float = 0.0  # bytes that a step reads: matrices as published, without the multipliers of blocks
     held: float = 0.0  # bytes in memory as the engine loads them
 
@@ -109,7 +111,7 @@ class RankModel:
         """FLOPs of all products with weights that a token meets, the head included."""
         moe = self.facts.moe
         shares = [moe.topk / moe.experts if group.is_routed and moe else 1.0 for group in self.groups]
-        return sum(2.0 * (group.low + group.high) * share for group, share in zip(self.groups, shares, strict=True))
+        return sum(2.0 * sum(group[4:7]) * share for group, share in zip(self.groups, shares, strict=True))
 
 
 class PlannedModel:
@@ -123,13 +125,16 @@ class PlannedModel:
         kernels: KernelConfig | None = None,
         redundant: int = 0,
         named: Collection[str] = (),
+        is_dense_whole: bool = False,
     ) -> None:
         """dtype: of weights that are not quantized. is_reference: plain torch computes, with all weights
-        dequantized. named: fields of `kernels` that the user chose; others suit each layout.
+        dequantized. named: fields of `kernels` that the user chose; others suit each layout. is_dense_whole: every
+        rank computes whole dense MLPs.
         """
         self.facts, self.dtype, self.kernels, self.named = facts, DTYPES[dtype], kernels or KernelConfig(), named
         self.is_reference, self.experts = is_reference, ExpertLayout(redundant)
-        self.schemes = Declared({} if is_reference else facts.quantization_config)
+        self.is_dense_whole, self.stored = is_dense_whole, Declared(facts.quantization_config)
+        self.schemes = Declared({}) if is_reference else self.stored
         self._by_layout: dict[ParallelLayout, RankModel] = {}
 
     def on(self, layout: ParallelLayout) -> RankModel:
@@ -139,10 +144,12 @@ class PlannedModel:
             self._by_layout[inner] = self._count(inner)
         return replace(self._by_layout[inner], layout=layout)
 
-    def factory(self, layout: ParallelLayout = ONE) -> ReferenceLayers:
-        attention, dp = FirstRank(layout.attention), FirstRank(layout.dp * layout.cp)
-        experts, indexer = (FirstRank(layout.ep), FirstRank(layout.tp // layout.ep)), FirstRank(layout.indexer)
-        axes = Layout(attention, dp, attention, *experts, experts=self.experts, indexer=indexer)
+    def factory(self, layout: ParallelLayout = ONE, is_last: bool = False) -> ReferenceLayers:
+        """is_last: makes what the last rank has, in place of the first."""
+        dense = 1 if self.is_dense_whole else layout.attention
+        sizes = layout.attention, layout.dp * layout.cp, dense, layout.ep, layout.tp // layout.ep, layout.indexer
+        attention, dp, dense_tp, ep, moe_tp, indexer = (MetaRank(size, is_last) for size in sizes)
+        axes = Layout(attention, dp, dense_tp, ep, moe_tp, experts=self.experts, indexer=indexer)
         published = catalog.published_dtype(self.facts)
         return ReferenceLayers(self.dtype, META, self.kernels, axes if layout.tp > 1 else Layout(), published)
 
@@ -153,18 +160,29 @@ class PlannedModel:
 
     def _count(self, layout: ParallelLayout) -> RankModel:
         """Layers of one kind are alike, so one of each is made."""
-        facts, kinds = self.facts, _layer_kinds(self.facts)
-        few = structs.replace(
-            facts,
-            layers=len(kinds),
-            moe=facts.moe and structs.replace(facts.moe, sparse=tuple(is_sparse for is_sparse, _ in kinds)),
-            indexer=facts.indexer and structs.replace(facts.indexer, full=tuple(is_full for _, is_full in kinds)),
-            nextn=0,
-        )
+        facts, kinds = self.facts, Counter(layer_kinds(self.facts))
+        few = with_layers(facts, tuple(kinds))
+        self._check_cuts(few, layout)
         model = catalog.assemble(few, self.factory(layout))
         times = list(kinds.values())
         groups = self.groups(model, times)
         return RankModel(facts, layout, groups, kv_bytes(model.planes(), len(kinds)))
+
+    def _check_cuts(self, facts: ModelFacts, layout: ParallelLayout) -> None:
+        """Raises UnsupportedConfig where a rank's slice of a weight cuts what a checkpoint stores together. Wherever
+        some rank's does, the last one's does.
+        """
+        cuts = list[tuple[bool, CutError]]()
+        for rule in table_of(catalog.assemble(facts, self.factory(layout, is_last=True))).rules:
+            try:
+                self.stored.of(rule.source).reads(rule.source, rule.take)
+            except CutError as error:
+                cuts.append((is_expert(rule.source.name), error))
+        if cuts:
+            is_routed, first = min(cuts, key=lambda cut: cut[0])
+            can_divide = is_routed and facts.moe is not None and facts.moe.experts % layout.tp == 0
+            use = f"--ep-size {layout.tp}, which leaves experts whole" if can_divide else "another --tp-size"
+            raise UnsupportedConfig(f"tp_size: {first}; use {use}")
 
     def groups(
         self, module: nn.Module, times: list[int] | None = None, schemes: Declared | None = None
@@ -190,15 +208,18 @@ class PlannedModel:
         phase = "head" if self.facts.tied and "embed_tokens" in name else phase if is_matrix else ""
         kernels = self.dtype.itemsize if is_matrix else torch.float32.itemsize
         size = target.itemsize if self.is_reference else kernels
-        scheme, read, held, is_low = schemes.of(rule.source), float(count * size), float(count * size), False
+        scheme, read, held, rate = schemes.of(rule.source), float(count * size), float(count * size), "high"
         if isinstance(scheme, Quantized):
             parts = scheme.parameters(shape)
-            read, is_low = count * parts[""][1].itemsize, scheme.quantizes_activations
+            codes, dtype = parts[""]  # two of 4 bits in a byte
+            read = share * prod(codes) * dtype.itemsize
+            rate = "fp4" if scheme.is_fp4 else "low" if scheme.quantizes_activations else "high"
             if scheme.holds(rule.take, rule.source.shape, rule.transform is not unchanged):
                 held = share * sum(prod(part) * dtype.itemsize for part, dtype in parts.values())
         is_read, numbers = phase != "", count if phase else 0
-        low, high = (numbers, 0) if is_low else (0, numbers)
-        return WeightGroup(phase, ".experts." in name, is_in_layers, count, low, high, read if is_read else 0.0, held)
+        low, high, fp4 = (numbers if rate == each else 0 for each in ("low", "high", "fp4"))
+        read = read if is_read else 0.0
+        return WeightGroup(phase, ".experts." in name, is_in_layers, count, low, high, fp4, read, held)
 
 
 def kv_bytes(planes: Iterable[PlaneSpec], layers: int) -> KVBytes:
@@ -210,13 +231,20 @@ def kv_bytes(planes: Iterable[PlaneSpec], layers: int) -> KVBytes:
     return KVBytes(bytes_by_kind[False] / PAGE / layers, bytes_by_kind[True] / PAGE / max(indexers, 1))
 
 
-def _layer_kinds(facts: ModelFacts) -> dict[tuple[bool, bool], int]:
-    """Numbers of layers with and without experts, with and without an indexer."""
-    kinds: Counter[tuple[bool, bool]] = Counter()
-    for layer in range(facts.layers):
-        is_sparse = facts.moe is not None and facts.moe.in_layer(layer)
-        kinds[is_sparse, facts.indexer is not None and facts.indexer.full[layer]] += 1
-    return dict(kinds)
+def layer_kinds(facts: ModelFacts) -> list[LayerKind]:
+    """Of each layer, whether it has experts, and whether an indexer."""
+    moe, indexer = facts.moe, facts.indexer
+    return [
+        (moe is not None and moe.in_layer(layer), indexer is not None and indexer.full[layer])
+        for layer in range(facts.layers)
+    ]
+
+
+def with_layers(facts: ModelFacts, kinds: Sequence[LayerKind]) -> ModelFacts:
+    """The same model with these layers, and no NextN layers."""
+    moe = facts.moe and structs.replace(facts.moe, sparse=tuple(is_sparse for is_sparse, _ in kinds))
+    indexer = facts.indexer and structs.replace(facts.indexer, full=tuple(is_full for _, is_full in kinds))
+    return structs.replace(facts, layers=len(kinds), moe=moe, indexer=indexer, nextn=0)
 
 
 def _cut(shape: tuple[int, ...], take: Take) -> tuple[int, ...]:

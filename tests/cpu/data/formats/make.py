@@ -3,8 +3,9 @@ libraries unpack them to. Run once; the libraries are no dependency of the tests
 
     python tests/cpu/data/formats/make.py FOLDER
 
-FOLDER has these packages, unpacked without their dependencies: compressed-tensors 0.20.0 with loguru, autoawq
-0.2.7.post3, auto-gptq 0.7.1, nvidia-modelopt 0.47.0, amd-quark 0.13.
+FOLDER has these packages, unpacked without their dependencies: compressed-tensors 0.20.0 with loguru (ct), autoawq
+0.2.7.post3, auto-gptq 0.7.1 (gptq), GPTQModel 7.7.0's sources (gptqmodel), nvidia-modelopt 0.47.0, amd-quark 0.13, and
+compressed-tensors 0.9.4 with loguru (ct-0.9.4): later ones carry weight_g_idx, and do not read it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import gzip
 import importlib
 import importlib.machinery
+import importlib.util
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -20,6 +22,7 @@ from types import ModuleType
 from typing import Any
 from unittest.mock import MagicMock
 
+import numpy as np
 import torch
 from safetensors.torch import save
 from torch import Tensor, nn
@@ -114,6 +117,55 @@ def gptq(folder: Path, generator: torch.Generator, symmetric: bool, version: int
     return stored, numbers.flatten(1)
 
 
+def gptqmodel(folder: Path, generator: torch.Generator, is_scattered: bool) -> Stored:
+    """In the format gptq_v2, which the library packs and unpacks itself. is_scattered: as with desc_act."""
+    name = "gptqmodel.nn_modules.qlinear"
+    sys.meta_path.insert(0, Absent(folder, ("gptqmodel",)))
+    place = folder.joinpath(*name.split("."))
+    spec = importlib.util.spec_from_file_location(name, place / "__init__.py", submodule_search_locations=[str(place)])
+    assert spec is not None and spec.loader is not None
+    for needed in ("adapter.adapter", "models._const", "quantization", "utils.backend", "utils.env", "utils.logger"):
+        sys.modules[f"gptqmodel.{needed}"] = MagicMock()
+    for needed in ("planar_packing", "safe"):
+        sys.modules[f"gptqmodel.utils.{needed}"] = MagicMock()
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    packed = module.PackableQuantLinear.__new__(module.PackableQuantLinear)
+    nn.Module.__init__(packed)
+    fields = {"bits": 4, "maxq": 15, "planar": False, "enable_wf_unsqueeze": True, "dequant_dtype": torch.int8}
+    fields |= {"pack_dtype_bits": 32, "pack_factor": 8, "pack_np_math_dtype": np.uint32, "pack_np_dtype": np.int32}
+    vars(packed).update(fields | {"in_features": SIZE, "out_features": SIZE})
+    layer, order = linear(generator), torch.arange(SIZE)
+    if is_scattered:
+        order = torch.randperm(SIZE, generator=generator)
+    scale, zero = groups(layer.weight.data[:, order], 32, False)
+    index = torch.empty(SIZE, dtype=torch.int32)
+    index[order] = torch.arange(SIZE, dtype=torch.int32) // 32
+    module.THREADPOOLCTL.threadpool_limits.return_value.__enter__.return_value = None
+    packed.pack_original(layer, scale.half().float(), zero, index)
+    packed._init_wf_unsqueeze_buffers()
+    stored = {part: getattr(packed, part) for part in ("qweight", "qzeros", "scales", "g_idx")}
+    return stored, packed.dequantize_weight().t()
+
+
+def scattered(folder: Path, generator: torch.Generator) -> Stored:
+    """compressed-tensors' pack-quantized with actorder "group"."""
+    sys.path.insert(0, str(folder))
+    from compressed_tensors.compressors import PackedQuantizationCompressor
+    from compressed_tensors.quantization import QuantizationArgs
+
+    arguments = QuantizationArgs(num_bits=4, strategy="group", group_size=32, actorder="group")
+    weight, order = linear(generator).weight.data, torch.randperm(SIZE, generator=generator)
+    index = torch.empty(SIZE, dtype=torch.int32)
+    index[order] = torch.arange(SIZE, dtype=torch.int32) // 32
+    scale = weight[:, order].unflatten(1, (-1, 32)).abs().amax(2) / 7.5
+    zero = torch.zeros_like(scale, dtype=torch.int8)
+    compressor = PackedQuantizationCompressor()
+    stored = compressor.compress_weight(weight, scale, arguments, zero, index)
+    stored |= {"weight_scale": scale, "weight_g_idx": index}
+    return stored, compressor.decompress_weight(stored, arguments)
+
+
 def compressed(folder: Path, generator: torch.Generator, preset: str, size: int = SIZE, **changed: Any) -> Stored:
     """preset: of the library, with some of its weights' arguments changed."""
     sys.path.insert(0, str(folder))
@@ -150,12 +202,16 @@ def compressed(folder: Path, generator: torch.Generator, preset: str, size: int 
 def modelopt(folder: Path, generator: torch.Generator, kind: str) -> Stored:
     core = load("modelopt.torch.quantization.utils.core_utils", folder)
     vars(sys.modules["modelopt.torch.quantization.utils"]).update(vars(core))
-    module = load(f"modelopt.torch.quantization.qtensor.{kind}_tensor", folder)
+    module = load(f"modelopt.torch.quantization.qtensor.{kind.partition('_')[0]}_tensor", folder)
     weight = linear(generator).weight.data
     if kind == "nvfp4":
         made, scale, total = module.NVFP4QTensor.quantize(weight, 16)
         numbers = made.dequantize(torch.float32, scale=scale, double_scale=total, block_sizes={-1: 16})
         return {"weight": made._quantized_data, "weight_scale": scale, "weight_scale_2": total}, numbers
+    if kind.startswith("fp8"):
+        made, scale = module.FP8QTensor.quantize(weight, axis=0 if kind == "fp8_channel" else None)
+        numbers = made.dequantize(torch.float32, scale=scale)
+        return {"weight": made._quantized_data, "weight_scale": scale.squeeze(), "input_scale": torch.ones(())}, numbers
     if kind == "mxfp8":
         made, scale = module.MXFP8QTensor.quantize(weight)
         return {"weight": made._quantized_data, "weight_scale": scale}, made.dequantize(torch.float32, scale=scale)
@@ -173,6 +229,21 @@ def quark(folder: Path, generator: torch.Generator) -> Stored:
     packed = pack.pack(codes, False)
     numbers = pack.unpack(packed, False) * (scale.float() - 127).exp2().repeat_interleave(32, 1)
     return {"weight": packed, "weight_scale": scale}, numbers
+
+
+def quark_fp8(folder: Path, generator: torch.Generator, is_channel: bool) -> Stored:
+    """The library divides, rounds, and multiplies again; it stores what it rounded to."""
+    sys.modules["quark.torch.kernel.hw_emulation.extensions"] = MagicMock()  # compiled for a GPU
+    kernel = load("quark.torch.kernel.hw_emulation.hw_emulation_interface", folder)
+    weight = linear(generator).weight.data
+    if is_channel:
+        scale = weight.abs().amax(1) / 448
+        numbers = kernel.fake_quantize_fp8_e4m3_per_channel_with_scale(weight, scale, 0)
+    else:
+        scale = weight.abs().amax() / 448
+        numbers = kernel.fake_quantize_fp8_e4m3_per_tensor_with_scale(weight, scale)
+    codes = kernel.quant_fp8_e4m3(weight / (scale[:, None] if is_channel else scale))
+    return {"weight": codes, "weight_scale": scale}, numbers
 
 
 def formats(folder: Path) -> Iterator[tuple[str, Callable[[torch.Generator], Stored]]]:
@@ -197,7 +268,16 @@ def formats(folder: Path) -> Iterator[tuple[str, Callable[[torch.Generator], Sto
     place = folder / "nvidia_modelopt-0.47.0-py3-none-any.whl.d"
     for kind in ("nvfp4", "mxfp8"):
         yield f"modelopt_{kind}", lambda generator, kind=kind: modelopt(place, generator, kind)
-    yield "quark_mxfp4", lambda generator: quark(folder / "amd_quark-0.13-py3-none-any.whl.d", generator)
+    amd = folder / "amd_quark-0.13-py3-none-any.whl.d"
+    yield "quark_mxfp4", lambda generator: quark(amd, generator)
+    yield "gptq_sym", lambda generator: gptq(folder / "gptq", generator, True)
+    for name, is_scattered in (("gptq_v2", False), ("gptq_v2_desc_act", True)):
+        yield name, lambda generator, own=is_scattered: gptqmodel(folder / "gptqmodel", generator, own)
+    yield "ct_int4_actorder", lambda generator: scattered(folder / "ct-0.9.4", generator)
+    for kind in ("fp8", "fp8_channel"):
+        yield f"modelopt_{kind}", lambda generator, kind=kind: modelopt(place, generator, kind)
+    for name, is_channel in (("quark_fp8", False), ("quark_fp8_channel", True)):
+        yield name, lambda generator, own=is_channel: quark_fp8(amd, generator, own)
 
 
 def main(folder: Path, wanted: str) -> None:
