@@ -42,6 +42,14 @@ def test_rows_of_an_earlier_step_leave_nothing() -> None:
         assert not rows.decode_table_DP[decode:].any()
 
 
+def test_padding_has_no_row_beyond_its_pages() -> None:
+    rows = CapturedRows(8, 100, CPU)
+    for tokens, starts in ((250, [0, 100, 200, 250]), (100, [0, 100]), (1700, [100 * row for row in range(17)])):
+        rows.pad(tokens)
+        assert rows.starts_N1.tolist() == starts + starts[-1:] * (PROMPTS + 1 - len(starts))
+        assert torch.equal(rows.context_starts_N1, rows.starts_N1)
+
+
 def test_what_fits() -> None:
     def graph(tokens: int, decode: int, cached: int) -> RaggedGraph:
         return RaggedGraph(tokens, decode, cached, None, StepBuffers(tokens, CPU), CapturedRows(decode, 9999, CPU))  # type: ignore[arg-type]

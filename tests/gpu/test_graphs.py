@@ -19,6 +19,7 @@ from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.plan import PAGE, Bind, PageAppend, Row, StepPlan
 from thalweg.core.sampling import SamplingParams
 from thalweg.kernels.attend.triton import waves
+from thalweg.memory.planes import Planes
 from thalweg.runner.captured import CapturedStep
 from thalweg.runner.graph_pool import GraphPool, view_of
 from thalweg.runner.piecewise import Piecewise, fitting
@@ -136,20 +137,30 @@ def test_attention_is_captured_with_its_step(
             assert any(before for before, now in parts if now > 1) and cache
             continue
         plain_TH = runner.model.forward(batch, runner.planes)
-        stored = [runner.planes.tokens(spec.name, spec.layer) for spec in runner.planes.specs]
-        kept = [plane[batch.write_T].clone() for plane in stored]
-        for plane in stored:  # what the step does not store it does not find
-            plane[batch.write_T] = 0
+        kept = _vectors(runner.planes, batch.write_T)
+        for spec in runner.planes.specs:  # what the step does not store it does not find
+            for entries in runner.planes.entries(spec.name, spec.layer):
+                entries[batch.write_T // PAGE, batch.write_T % PAGE] = 0
         got_TH = graph.forward(batch)
         # FP8 weights multiply bf16 activations of few tokens, and a graph has as many as its bucket
         share = 0.1 if shape == "v3" else 0.02
         _close(got_TH, plain_TH, share)
-        for plane, before in zip(stored, kept, strict=True):
-            _close(plane[batch.write_T], before, 2 * share)
+        for now, before in zip(_vectors(runner.planes, batch.write_T), kept, strict=True):
+            _close(now, before, 2 * share)
         assert torch.equal(got_TH.clone(), graph.forward(batch))
     assert held >= 6
     for parts in ([(0, 9)] * 17, [(70, 1)] * 5 + [(0, 9)]):
         assert not any(one.fits(_bound(runner, parts)) for one in steps.ragged)
+
+
+def _vectors(planes: Planes, rows_T: Tensor) -> list[Tensor]:
+    """What each plane holds in these rows, decoded."""
+    found = []
+    for spec in planes.specs:
+        pages = planes.paged(spec.name, spec.layer)[rows_T // PAGE]
+        numbers = planes.read(spec.name, spec.layer, pages, torch.float32)
+        found.append(numbers[torch.arange(len(rows_T)), rows_T.cpu() % PAGE])
+    return found
 
 
 @pytest.mark.parametrize("is_whole", [False, True])

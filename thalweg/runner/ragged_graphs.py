@@ -66,6 +66,11 @@ class CapturedRows:
         self.decode_table_DP[:decode, :width] = batch.table_RP[:decode]
         self.decode_positions_D[:decode] = batch.positions_T[:decode]
 
+    def pad(self, tokens: int) -> None:
+        """So many tokens of prompts that are padding, none longer than the context, behind no cached ones."""
+        starts = [min(row * self.context, tokens) for row in range(PROMPTS + 1)]
+        self.starts_2N.copy_(upload([starts, starts], torch.int32, self.starts_2N.device))
+
     def _filled(self, starts: list[int]) -> list[int]:
         """With empty rows behind these."""
         return starts + starts[-1:] * (PROMPTS + 1 - len(starts))
@@ -80,11 +85,10 @@ class RaggedGraph:
         self.model, self.shared, self.rows = model, shared, rows
 
     def capture(self, planes: Planes, pool: GraphPool, thin: Model) -> None:
-        """The eager run before it, in which kernels compile, is of one prompt of padding. thin: the model with one
-        layer of each kind.
+        """The eager run before it, in which kernels compile, is of padding. thin: the model with one layer of each
+        kind.
         """
-        self.rows.starts_2N.zero_()
-        self.rows.starts_2N[:, 1:] = self.tokens
+        self.rows.pad(self.tokens)
         forward, warm_up = (partial(model.forward, self.batch(), planes) for model in (self.model, thin))
         self.graph, hidden_TH = capture(pool, forward, warm_up=warm_up)
         self.hidden_TH = view_of(hidden_TH)

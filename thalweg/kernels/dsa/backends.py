@@ -11,9 +11,6 @@ from thalweg.kernels.attend.args import LatentPlane, QueryRows
 from thalweg.kernels.dsa import triton
 from thalweg.kernels.mla.backends import values_of_splits
 
-# vLLM's for FlashMLA and 128 heads (vllm #47327, #53785), tuned on a B200
-MASKED = ((4096, 1.0),)
-
 
 class SparseShape(NamedTuple):
     """The facts of a model that a kernel needs."""
@@ -27,7 +24,8 @@ class SparseKernel(Protocol):
     """Attention of query tokens, each to its choice. Kernels of one kind and shape are equal.
 
     masked: (tokens of a context, share of them): while contexts are no longer, and a step computes this share of their
-    tokens or more, dense attention to what a mask leaves of the expanded contexts takes less time.
+    tokens or more, dense attention to what a mask leaves of the expanded contexts takes less time. With 128 heads on an
+    H200 (benchmarks/gpu/sparse_prompts.py).
     """
 
     masked: ClassVar[tuple[tuple[int, float], ...]]
@@ -53,7 +51,7 @@ class TritonSparse:
     """The project's own kernel."""
 
     shape: SparseShape
-    masked: ClassVar[tuple[tuple[int, float], ...]] = MASKED
+    masked: ClassVar[tuple[tuple[int, float], ...]] = ((6144, 0.125), (8192, 0.25), (12288, 1.0))
 
     def attend(
         self,

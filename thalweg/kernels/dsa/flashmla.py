@@ -25,7 +25,7 @@ from thalweg.kernels.attend.args import LatentPlane, QueryRows
 from thalweg.kernels.attend.case import exact_attention
 from thalweg.kernels.case import normal
 from thalweg.kernels.check import check_results
-from thalweg.kernels.dsa.backends import MASKED, SparseShape
+from thalweg.kernels.dsa.backends import SparseShape
 from thalweg.kernels.dsa.places import places
 from thalweg.kernels.mla.triton import up
 
@@ -36,7 +36,7 @@ RECORDS = "flashmla_kv"  # the backend's name
 @dataclass(frozen=True, slots=True)
 class _FlashMla(ABC):
     shape: SparseShape
-    masked: ClassVar[tuple[tuple[int, float], ...]] = MASKED
+    masked: ClassVar[tuple[tuple[int, float], ...]]
 
     def attend(
         self,
@@ -71,6 +71,7 @@ class FlashMlaSparse(_FlashMla):
     """Of bfloat16 latents."""
 
     __slots__ = ()
+    masked: ClassVar[tuple[tuple[int, float], ...]] = ((2560, 0.4), (3072, 0.67), (4096, 1.0))
 
     def _sums(
         self, query_THD: Tensor, plane_PSD: Tensor, places_TK: Tensor, lengths_T: Tensor, schedules: dict[int, Any]
@@ -89,6 +90,7 @@ class FlashMlaRecords(_FlashMla):
     """Of FP8 records. The library takes no lengths for them."""
 
     __slots__ = ()
+    masked: ClassVar[tuple[tuple[int, float], ...]] = ((2560, 0.2), (3072, 0.34), (4096, 0.5), (6144, 1.0))
 
     def _sums(
         self, query_THD: Tensor, plane_PSD: Tensor, places_TK: Tensor, lengths_T: Tensor, schedules: dict[int, Any]
