@@ -182,7 +182,7 @@ def mla_decode(table: Table, quick: bool, heads: int, context: int, rows: int) -
     name, fixed = f"mla decode {heads} heads, {rows} x {context}", DETERMINISTIC_SPLITS
     table.add(f"{name}, {chosen} splits, no merge", lambda: each(chosen, ""), bytes_, flops)
     table.add(f"{name}, {chosen} splits", lambda: each(chosen), bytes_, flops)
-    if rows <= mla.MERGE_UP_TOKENS:
+    if mla.merges_up(rows, heads, chosen):
         table.add(f"{name}, {chosen} splits, merge_up", lambda: each(chosen, "merge_up"), bytes_, flops)
     table.add(f"{name}, fixed", lambda: each(fixed, is_fixed=True), bytes_, flops)
     table.add(f"{name}, e4m3", lambda: each(chosen, latents=codes), bytes_ / 2, flops)

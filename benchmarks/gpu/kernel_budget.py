@@ -200,7 +200,8 @@ def works(
     )
     return products, others | {
         "_write": Work("index key stored, index queries"), "_scores": scores, "sm90_fp8_paged_mqa_logits": scores,
-        "_choose_parts": Work("choice of context", rows * CONTEXT * 4), "_choose_among": Work("choice among parts"),
+        "_choose_or_bound": Work("choice of context, or bounds of its parts", rows * CONTEXT * 4),
+        "_keep_above": Work("candidates of the parts"), "_choose_among": Work("choice among candidates"),
         "_attend": Work("attention on records", seen * 656, attention.flops),
         "_mla_absorb": Work("latent normed, rotated, stored; queries into latent space", into.bytes, into.flops),
         "_mla_write": Work("latent normed, rotated, stored"),

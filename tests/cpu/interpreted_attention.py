@@ -253,8 +253,8 @@ def sparse(is_fp8: bool, has_trees: bool) -> None:
 
 def chosen_of_ties() -> None:
     """All scores of a few values, negative ones too: the first of equal ones, exactly as many as there is room for; of
-    contexts that one program compares at once, short ones in fewer lanes, and of some that several cut into parts, in
-    several rounds; of a token that sees nothing, too.
+    contexts that one program compares at once, and of some that several cut into parts, of which each has some of the
+    highest, or the first or the last all, or two in the middle; of a token that sees nothing, too.
     """
     generator, values = torch.Generator().manual_seed(5), torch.tensor([-torch.inf, -2.0, -1e-20, -0.0, 0.0, 3.0])
     for topk, columns, at_once in (
@@ -263,12 +263,16 @@ def chosen_of_ties() -> None:
         (2048, 2049, 8192),
         (100, 5000, 8192),
         (7, 20, 64),
+        (40, 700, 64),
     ):
-        dsa.AT_ONCE, dsa.FEW_AT_ONCE = at_once, at_once // 4
+        dsa.AT_ONCE = at_once
         last = columns - 1
         positions = torch.tensor([last, last - 6, max(last - 69, 0), min(topk + 9, last), min(at_once, last), -1])
+        positions = torch.cat([positions, torch.tensor([last, last - 1, last])])
         scores = values[torch.randint(0, 6, (len(positions), columns), generator=generator)]
         scores[2:5] = torch.randn(3, columns, generator=generator)
+        scores[6:8] = torch.arange(columns) * torch.tensor([[1.0], [-1.0]])
+        scores[8] = torch.randn(columns, generator=generator) + 9 * (torch.arange(columns) // at_once % 5 // 3)
         scores[:, (0, last)], scores[4, positions[4]] = 4.0, 4.0
         chosen = dsa.choose(scores, positions, topk)
         for t, position in enumerate(positions.tolist()):

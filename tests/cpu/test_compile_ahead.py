@@ -295,6 +295,6 @@ def test_kernels_of_sparse_attention_are_compiled_ahead(
     assert [message.error for message in messages if message.error] == []
     kernels = {message.kernel.rpartition(".")[2] for message in messages if "dsa" in message.kernel}
     attends = "_attend" if backend == "triton_sparse" else "_places"
-    assert kernels == {"_write", "_scores", "_choose_parts", "_mark", attends}
+    assert kernels == {"_write", "_scores", "_choose_or_bound", "_mark", attends}
     logits = {"get_paged_mqa_logits_metadata", "fp8_paged_mqa_logits", "fp8_mqa_logits"}
     assert {message.call[0] for message in messages if message.call} == (logits if scores == "deep_gemm" else set())

@@ -28,6 +28,7 @@ from thalweg.kernels.attend import triton as attend
 from thalweg.kernels.attend.args import KvWrite, LatentPlane, QueryRows
 from thalweg.kernels.attend.ref import hadamard, rotate_
 from thalweg.kernels.dsa import triton as dsa
+from thalweg.kernels.dsa.backends import TritonSparse
 from thalweg.kernels.rope.triton import LatentNorm, mla_write
 from thalweg.layers.mla import Indexer
 from thalweg.layers.paged import paths_of_tree
@@ -228,9 +229,10 @@ def test_chunks_and_prefix_hits_change_few_tokens(
     ("tokens", "columns"), [(1, 4096), (64, 16384), (3, 131072), (3, 163840), (300, 8192), (2, 2048)]
 )
 def test_the_choice_is_that_of_a_stable_sort(tokens: int, columns: int, cuda: torch.device) -> None:
-    """Also where many scores are equal, and of rows that see fewer than are chosen."""
+    """Also where many scores are equal, or rise, and of rows that see fewer than are chosen."""
     generator = torch.Generator(cuda).manual_seed(1)
     scores = torch.randn(tokens, columns, device=cuda, generator=generator)
+    scores[2:3] += torch.arange(columns, device=cuda) / 1000
     scores[::2] = (4 * scores[::2]).round() / 4
     positions = torch.randint(columns // 2, columns, (tokens,), device=cuda, generator=generator)
     positions[1:2] = 100
@@ -340,12 +342,19 @@ def test_kernels_under_graphs_are_the_eager_ones(
 @pytest.mark.parametrize("cache", [None, "fp8_ds_mla"])
 @pytest.mark.parametrize("shape", [SPARSE, FP8], ids=["bf16", "fp8"])
 def test_latents_in_host_memory_give_the_same_tokens(
-    shape: dict[str, Any], cache: str | None, graphs: str, cuda: torch.device, tmp_path: Path
+    shape: dict[str, Any],
+    cache: str | None,
+    graphs: str,
+    cuda: torch.device,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The hot sets are smaller than every context, so that entries are evicted. The second run of the prompts computes
-    their tails behind prefix hits: first tokens are as without hot sets, whose kernels have the same sizes. Captured
-    steps are padded, by which a launch may be split otherwise.
+    """Without masks, which prompts beside hot sets do not have. The hot sets are smaller than every context, so that
+    entries are evicted. The second run of the prompts computes their tails behind prefix hits: first tokens are as
+    without hot sets, whose kernels have the same sizes. Captured steps are padded, by which a launch may be split
+    otherwise.
     """
+    monkeypatch.setattr(TritonSparse, "masked", ())
     (tmp_path / "config.json").write_text(json.dumps(shape | {"index_topk": 256}))
     rng = random.Random(3)
     prompts = [tuple(rng.randrange(1024) for _ in range(n)) for n in (3000, 1100, 2040, 1500)]

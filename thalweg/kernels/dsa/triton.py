@@ -39,8 +39,7 @@ from thalweg.kernels.mla.triton import load_queries
 from thalweg.kernels.rope.triton import codes_of, encode, rotated
 
 CHUNK = 8  # pages whose scores one program computes, of the longest context
-AT_ONCE = 16384  # scores that one program of `_choose_parts` compares, in registers
-FEW_AT_ONCE = 4096  # of a short context, in less time
+AT_ONCE = 4096  # scores that one program of a choice compares, in registers
 QUERIES_AT_ONCE = 8  # index heads that one program rotates
 
 
@@ -207,24 +206,37 @@ def _ordered(x):
 
 
 @triton.jit
-def _put_highest(scores, column, to, K: constexpr, BLOCK: constexpr):
-    """Stores those of BLOCK positions, -1 for none, that have the K highest scores, then -1 up to the K-th. The K-th
-    highest number is found bit by bit, by counting, from the first bit on in which numbers differ until K are left.
+def _numbers(scores, column):
+    """The scores of these positions, `_ordered`; 0 where a position is -1."""
+    number = _ordered(tl.load(scores + column, mask=column >= 0, other=0.0))
+    return tl.where(column >= 0, number, 0)
+
+
+@triton.jit
+def _border(number, seen, least, most):
+    """(border, count): what `count` numbers of the `seen` that are not 0 reach, from `least` to `most`, or more if that
+    many are equal. Found bit by bit, by counting, from the first bit on in which numbers differ.
     """
+    highest = tl.max(number)
+    differ, bit = highest ^ tl.min(tl.where(number > 0, number, highest)), tl.full((), 0x80000000, tl.uint32)
+    while bit > differ:
+        bit = bit >> 1
+    border, count = tl.where(bit > 0, highest ^ (highest & (bit | (bit - 1))), highest), seen
+    while (bit > 0) & (count > most):
+        above = tl.sum((number >= (border | bit)).to(tl.int32))
+        border, count = tl.where(above >= least, border | bit, border), tl.where(above >= least, above, count)
+        bit = bit >> 1
+    return border, count
+
+
+@triton.jit
+def _put_highest(scores, column, to, K: constexpr, BLOCK: constexpr):
+    """Stores those of BLOCK positions, -1 for none, that have the K highest scores, then -1 up to the K-th."""
     chosen, lane = (column >= 0).to(tl.int32), tl.arange(0, BLOCK)
     seen = tl.sum(chosen)
     if seen > K:
-        number = _ordered(tl.load(scores + column, mask=column >= 0, other=0.0))
-        number = tl.where(column >= 0, number, 0)
-        highest = tl.max(number)
-        differ, bit = highest ^ tl.min(tl.where(column >= 0, number, highest)), tl.full((), 0x80000000, tl.uint32)
-        while bit > differ:
-            bit = bit >> 1
-        border, count = tl.where(bit > 0, highest ^ (highest & (bit | (bit - 1))), highest), seen
-        while (bit > 0) & (count > K):
-            above = tl.sum((number >= (border | bit)).to(tl.int32))
-            border, count = tl.where(above >= K, border | bit, border), tl.where(above >= K, above, count)
-            bit = bit >> 1
+        number = _numbers(scores, column)
+        border, count = _border(number, seen, K, K)
         chosen = (number >= border).to(tl.int32)
         if count > K:  # of equal numbers at the border, the last ones are left out
             equal = (number == border).to(tl.int32)
@@ -235,70 +247,127 @@ def _put_highest(scores, column, to, K: constexpr, BLOCK: constexpr):
 
 
 @triton.jit
-def _choose_part(scores, first, last, to, K: constexpr, BLOCK: constexpr):
-    """The choice among BLOCK positions from `first` on."""
-    at = first + tl.arange(0, BLOCK)
-    _put_highest(scores, tl.where(at <= last, at, -1), to, K, BLOCK)
+def _positions_of_part(part, last, BLOCK: constexpr):
+    at = part * BLOCK + tl.arange(0, BLOCK)
+    return tl.where(at <= last, at, -1)
 
 
 @triton.jit(do_not_specialize=["columns", "parts"], do_not_specialize_on_alignment=["positions"])
-def _choose_parts(
-    scores, positions, found, out, columns, parts, K: constexpr, FEW: constexpr, BLOCK: constexpr, PDL: constexpr
+def _choose_or_bound(
+    scores, positions, bounds, out, columns, parts, K: constexpr, BLOCK: constexpr, PDL: constexpr
 ):  # fmt: skip
-    """Program (t, p): the K highest of the p-th BLOCK positions of token t. Into `out` where it sees no others, else
-    into `found` [T, P, K]. FEW positions are compared at once where it sees no more.
+    """Program (t, p): the p-th BLOCK positions of token t. Where it sees no others, their K highest go into `out`. Else
+    two numbers [T, P, 2] are stored: one that this part's share of K reach, 2^32 - 1 for a part with missing positions,
+    and one that K reach, 0 where there are fewer. A fourth more may reach them.
     """
     wait_for_previous(PDL)
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     last = tl.load(positions + token).to(tl.int32)
-    scores, out, found = scores + token * columns, out + token * K, found + (token * parts + part) * K
+    scores, to = scores + token * columns, bounds + (token * parts + part) * 2
     if part * BLOCK <= tl.maximum(last, 0):
-        if last < FEW:
-            _choose_part(scores, 0, last, out, K, FEW)
-        elif last < BLOCK:
-            _choose_part(scores, 0, last, out, K, BLOCK)
+        column = _positions_of_part(part, last, BLOCK)
+        if last < BLOCK:
+            _put_highest(scores, column, out + token * K, K, BLOCK)
         else:
-            _choose_part(scores, part * BLOCK, last, found, K, BLOCK)
+            number, seen = _numbers(scores, column), tl.minimum(last + 1 - part * BLOCK, BLOCK)
+            share, shared, alone = tl.cdiv(K, (last + 1) // BLOCK), tl.full((), 0xFFFFFFFF, tl.uint32), seen * 0
+            of_all = alone.to(tl.uint32)
+            if seen == BLOCK:
+                shared, alone = _border(number, seen, share, share + share // 4)
+            if seen >= K:
+                of_all, alone = _border(number, seen, K, K + K // 4)
+            tl.store(to, shared.to(tl.int32, bitcast=True))
+            tl.store(to + 1, of_all.to(tl.int32, bitcast=True))
+
+
+@triton.jit(do_not_specialize=["columns", "parts"], do_not_specialize_on_alignment=["positions"])
+def _keep_above(
+    scores, positions, bounds, found, counts, columns, parts,
+    K: constexpr, BLOCK: constexpr, PARTS: constexpr, PDL: constexpr,
+):  # fmt: skip
+    """Program (t, p): the candidates among the p-th BLOCK positions of token t, K at most, into `found` [T, P, K], and
+    their number into `counts` [T, P]. No score below the lowest of the parts' shares is among the K highest of all, nor
+    is one below what K of any part reach.
+    """
+    wait_for_previous(PDL)
+    token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    last = tl.load(positions + token).to(tl.int32)
+    if (last >= BLOCK) & (part * BLOCK <= last):
+        each = tl.arange(0, PARTS)
+        at, real = bounds + (token * parts + each) * 2, each <= last // BLOCK
+        shared = tl.load(at, mask=real, other=-1).to(tl.uint32, bitcast=True)
+        alone = tl.load(at + 1, mask=real, other=0).to(tl.uint32, bitcast=True)
+        bound = tl.maximum(tl.min(shared), tl.max(alone))
+        scores, to = scores + token * columns, found + (token * parts + part) * K
+        column = _positions_of_part(part, last, BLOCK)
+        column = tl.where(_numbers(scores, column) >= bound, column, -1)
+        kept = (column >= 0).to(tl.int32)
+        count = tl.sum(kept)
+        tl.store(counts + token * parts + part, tl.minimum(count, K))
+        if count > K:
+            _put_highest(scores, column, to, K, BLOCK)
+        else:
+            tl.store(to + tl.cumsum(kept, 0) - kept, column, mask=kept > 0)
+
+
+@triton.jit
+def _candidates(found, counts, parts, index, K: constexpr, BLOCK: constexpr):
+    """The candidates of all parts, numbered in rising order, with these numbers; -1 where there is none."""
+    place, part, start = tl.full((BLOCK,), -1, tl.int32), parts * 0, parts * 0
+    while part < parts:
+        end = start + tl.load(counts + part)
+        place = tl.where((index >= start) & (index < end), part * K + index - start, place)
+        part, start = part + 1, end
+    return tl.load(found + place, mask=place >= 0, other=-1)
 
 
 @triton.jit(do_not_specialize=["columns", "parts"], do_not_specialize_on_alignment=["positions"])
 def _choose_among(
-    scores, positions, found, out, columns, parts, K: constexpr, FEW: constexpr, BLOCK: constexpr, PDL: constexpr
+    scores, positions, found, counts, out, columns, parts,
+    K: constexpr, BLOCK: constexpr, PARTS: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    """Program t: the K highest of what `_choose_parts` found in several parts. A choice among the first BLOCK of them
-    takes their place ahead of the others, until no others are left.
+    """Program t: the K highest of the candidates of several parts. The choice among the first BLOCK of them takes their
+    place ahead of the others, until no others are left.
     """
     wait_for_previous(PDL)
-    token, lane = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    token, lane, each = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK), tl.arange(0, PARTS)
     last = tl.load(positions + token).to(tl.int32)
-    scores, out, found = scores + token * columns, out + token * K, found + token * parts * K
+    scores, out, counts = scores + token * columns, out + token * K, counts + token * parts
     if last >= BLOCK:
-        left = (last // BLOCK + 1) * K
-        while left > BLOCK:
-            _put_highest(scores, tl.load(found + lane), found + BLOCK - K, K, BLOCK)
-            tl.debug_barrier()  # the next choice reads what this one stored
-            found, left = found + BLOCK - K, left - BLOCK + K
-        _put_highest(scores, tl.load(found + lane, mask=lane < left, other=-1), out, K, BLOCK)
+        found, own = found + token * parts * K, last // BLOCK + 1
+        left, first, have = tl.sum(tl.load(counts + each, mask=each < own, other=0)), last * 0, last * 0
+        while left > 0:
+            column = _candidates(found, counts, own, tl.where(lane < have, -1, first + lane - have), K, BLOCK)
+            column = tl.where(lane < have, tl.load(out + lane, mask=lane < have, other=-1), column)
+            tl.debug_barrier()  # `out` is read before it is written
+            _put_highest(scores, column, out, K, BLOCK)
+            tl.debug_barrier()
+            first, left = first + BLOCK - have, left - BLOCK + have
+            have = last * 0 + K
 
 
 def choose(scores_TS: Tensor, positions_T: Tensor, topk: int) -> Tensor:
     """The positions of the `topk` highest scores of each token, of 0 to its own: → int32 [T, topk], rising, -1 after
     the last where it sees fewer. Of equal scores at the border the first are chosen, so all ranks choose the same.
 
-    A context longer than a program compares at once is cut into parts, and the highest of each are the candidates of a
-    second launch, in rising order: a choice among them is the choice among all.
+    A context longer than a program compares at once is cut into parts. What is certainly not among the highest is left
+    out, by bounds of all parts, and the rest, little more than `topk` unless parts differ much, is compared at last.
     """
     tokens, columns = scores_TS.shape
-    least = triton.next_power_of_2(topk)
-    block = min(max(AT_ONCE, 4 * least), triton.next_power_of_2(max(columns, topk)))
-    parts, few = triton.cdiv(columns, block), max(min(FEW_AT_ONCE, block), least)
-    out = torch.empty(tokens, topk, dtype=torch.int32, device=scores_TS.device)
-    found = torch.empty(tokens, parts * topk, dtype=torch.int32, device=scores_TS.device) if parts > 1 else out
-    sizes = {"K": topk, "FEW": few, "BLOCK": block} | launch_config(scores_TS, min(max(block // 512, 4), 16))
-    given = scores_TS, positions_T, found, out, scores_TS.stride(0), parts
-    _choose_parts[tokens, parts](*given, **sizes)
+    block = min(max(AT_ONCE, 2 * triton.next_power_of_2(topk)), triton.next_power_of_2(max(columns, topk)))
+    parts = triton.cdiv(columns, block)
+
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(tokens, *shape, dtype=torch.int32, device=scores_TS.device)
+
+    out, bounds, sizes = empty(topk), empty(parts, 2), (scores_TS.stride(0), parts)
+    options = {"K": topk, "BLOCK": block} | launch_config(scores_TS, min(max(block // 512, 4), 16))
+    _choose_or_bound[tokens, parts](scores_TS, positions_T, bounds, out, *sizes, **options)
     if parts > 1:
-        _choose_among[(tokens,)](*given, **sizes)
+        found, counts = empty(parts, topk), empty(parts)
+        options["PARTS"] = triton.next_power_of_2(parts)
+        _keep_above[tokens, parts](scores_TS, positions_T, bounds, found, counts, *sizes, **options)
+        _choose_among[(tokens,)](scores_TS, positions_T, found, counts, out, *sizes, **options)
     return out
 
 
@@ -382,10 +451,14 @@ def _attend(
 
 
 def attend_tiles(heads: int, is_record: bool) -> TileConfig:
-    """What the compiler spills least of: nothing, but 48 bytes of records for more than 16 heads."""
+    """What the compiler spills least of, but for records of more than 16 heads, which twice as many tokens at a time
+    serve better (H200, 128 heads; 1, 4, 8, 16 tokens: 10.5, 17.0, 27.6, 48.3 us instead of 12.4, 20.8, 35.6, 64.8).
+    """
     if heads <= 16:
         return TileConfig(16, 64, 8 if is_record else 4, 2)
-    return TileConfig(32, 32, 8, 2) if heads <= 32 and not is_record else TileConfig(64, 32, 8, 2)
+    if is_record:
+        return TileConfig(64, 64, 8, 2)
+    return TileConfig(32, 32, 8, 2) if heads <= 32 else TileConfig(64, 32, 8, 2)
 
 
 def attend(

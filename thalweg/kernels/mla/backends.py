@@ -71,10 +71,9 @@ def project_values(u_THr: Tensor, uv_HRv: Tensor) -> Tensor:
 
 def values_of_splits(partial_THsr: Tensor, lse_THs: Tensor, uv_HRv: Tensor) -> Tensor:
     """The splits of `triton.decode`, merged, times W_UV: → [T, H * v]."""
-    tokens, heads, *sizes = partial_THsr.shape
-    if tokens <= triton.MERGE_UP_TOKENS:
+    if triton.merges_up(*partial_THsr.shape[:3]):
         return triton.merge_up(partial_THsr, lse_THs, uv_HRv)
-    if triton.merges_many(tokens, heads, *sizes):
+    if triton.merges_many(*partial_THsr.shape):
         return triton.merge_up_many(partial_THsr, lse_THs, uv_HRv)
     return project_values(merge(partial_THsr, lse_THs, partial_THsr.dtype), uv_HRv)
 

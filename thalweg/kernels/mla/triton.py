@@ -47,7 +47,6 @@ from thalweg.kernels.attend.triton import (
 )
 from thalweg.kernels.launch import capability, launch_config
 
-MERGE_UP_TOKENS = 4  # beyond it a batched product is faster
 MERGE_UP_RANKS = LATENT_TILE  # latent dims of a step of `merge_up_many` and `up`
 
 
@@ -202,9 +201,9 @@ def _merge_up(
 
 
 def merge_up(partial: Tensor, lse_THs: Tensor, uv_HRv: Tensor) -> Tensor:
-    """Merges the splits of `decode` and multiplies by W_UV in one launch: → [T, H * v].
+    """Merges the splits of `decode` and multiplies by W_UV in one launch: → [T, H * v]. Where `merges_up`.
 
-    For up to MERGE_UP_TOKENS tokens: every token reads all of W_UV again. uv_HRv: bfloat16, a view of any strides.
+    Every token reads all of W_UV again. uv_HRv: bfloat16, a view of any strides.
     """
     tokens, heads, splits, rank = partial.shape
     width, columns = uv_HRv.shape[2], 16 if heads <= 32 else 32
@@ -253,11 +252,19 @@ def _merge_up_many(
     tl.store(to, product.to(out.dtype.element_ty), mask=live[:, None] & real[None, :])
 
 
-def merges_many(tokens: int, heads: int, splits: int, rank: int) -> bool:
-    """Whether `merge_up_many` serves and is faster than `merge` and a library's batched product (H100, 32 tokens of 128
-    heads in 2 splits: 9.6 us, 29.9).
+def merges_up(tokens: int, heads: int, splits: int) -> bool:
+    """Whether `merge_up` is faster than `merge` and a library's batched product. H200, us: 1 token of 16 heads in 2, 4
+    and 32 splits 2.3, 4.5, 4.8 and 5.1, 5.4, 6.0; 4 tokens in 2 and 4 splits 4.6, 12.3 and 5.4, 5.5; 1 token of 128
+    heads in 2 and 32 splits 6.5, 15.2 and 6.2, 7.2.
     """
-    return MERGE_UP_TOKENS < tokens <= 64 and 1 < splits <= 4 and heads >= 64 and rank % MERGE_UP_RANKS == 0
+    return tokens * heads <= (64 if splits <= 2 else 16)
+
+
+def merges_many(tokens: int, heads: int, splits: int, rank: int) -> bool:
+    """Whether `merge_up_many` serves and is faster than `merge` and a library's batched product. H200, 128 heads, us: 2
+    tokens in 4 splits 7.9 and 7.0, 4 tokens 7.8 and 8.2, 32 tokens 9.2 and 28.0; 4 tokens in 8 splits 17.3 and 8.6.
+    """
+    return 2 < tokens <= 64 and 1 < splits <= 4 and heads >= 64 and rank % MERGE_UP_RANKS == 0
 
 
 def merge_up_many(partial: Tensor, lse_THs: Tensor, uv_HRv: Tensor) -> Tensor:
