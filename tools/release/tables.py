@@ -458,32 +458,58 @@ def collectives(result: Result) -> Lines:
 
 def index_scores(result: Result) -> Lines:
     """A row for each load that both backends computed."""
-    found: dict[str, dict[str, Result]] = {}
-    for one in result["rows"]:
-        load, _, backend = one["name"].rpartition(", ")
-        found.setdefault(load, {})[backend] = one
     rows = [
         [load, f"{by['triton']['us']:,.1f}", f"{by['deep_gemm']['us']:,.1f}", f"{by['deep_gemm']['share']:.2f}"]
-        for load, by in found.items()
+        for load, by in _by_backend(result).items()
         if by.keys() == {"triton", "deep_gemm"}
     ]
     return table(["tokens", "Triton µs", "DeepGEMM µs", "its share of the limit"], rows)
 
 
-def coded(result: Result) -> Lines:
-    """A row for each number of tokens, a column for each kind of weights: the time as a share of FP8's, and the share
-    of the limit.
-    """
-    cells: dict[str, dict[str, str]] = {}
+def index_choice(result: Result) -> Lines:
+    """A row for each load of the choice: microseconds of each backend, and of ours over FlashInfer's."""
+    loads = {load.removeprefix("choice, "): by for load, by in _by_backend(result).items() if "flashinfer" in by}
+    rows = [
+        [load, *(f"{by[name]['us']:,.1f}" for name in ("triton", "flashinfer", "torch.topk")),
+         f"{by['triton']['us'] / by['flashinfer']['us']:.2f}"]
+        for load, by in loads.items()
+    ]  # fmt: skip
+    return table(["rows x context", "Triton µs", "FlashInfer µs", "torch.topk µs", "Triton / FlashInfer"], rows)
+
+
+def _by_backend(result: Result) -> dict[str, dict[str, Result]]:
+    """By load, and then by backend. Names are "LOAD, BACKEND"."""
+    found: dict[str, dict[str, Result]] = {}
     for one in result["rows"]:
-        operation, _, tokens = one["case"].rpartition(", ")
-        if operation.startswith("experts w"):
-            kind = operation.removeprefix("experts ")
-            cells.setdefault(tokens, {})[kind] = f"{one['to_fp8']:.2f} · {one['share']:.2f}"
-    kinds = list(dict.fromkeys(kind for by in cells.values() for kind in by))
+        load, _, backend = one["name"].rpartition(", ")
+        found.setdefault(load, {})[backend] = one
+    return found
+
+
+def coded(result: Result) -> Lines:
+    """For each kind of weights of experts: the time as a share of FP8's, and the share of the limit."""
+    return _by_tokens(
+        (one["case"].removeprefix("experts "), f"{one['to_fp8']:.2f} · {one['share']:.2f}")
+        for one in result["rows"]
+        if one["case"].startswith("experts w")
+    )
+
+
+def int8_peers(result: Result) -> Lines:
+    """For each library and operation: microseconds, and the share of the limit."""
+    return _by_tokens((one["case"], f"{one['us']:,.1f} · {one['share']:.2f}") for one in result["rows"] if "us" in one)
+
+
+def _by_tokens(shown: Iterable[tuple[str, str]]) -> Lines:
+    """A row for each number of tokens, a column for each name. shown: ("NAME, TOKENS", what the cell shows)."""
+    cells: dict[str, dict[str, str]] = {}
+    for case, text in shown:
+        name, _, tokens = case.rpartition(", ")
+        cells.setdefault(tokens, {})[name] = text
+    names = list(dict.fromkeys(name for by in cells.values() for name in by))
     return table(
-        ["tokens", *kinds],
-        [[f"{int(tokens):,}", *(by.get(kind, "–") for kind in kinds)] for tokens, by in cells.items()],
+        ["tokens", *names],
+        [[f"{int(tokens):,}", *(by.get(name, "–") for name in names)] for tokens, by in cells.items()],
     )
 
 
@@ -514,7 +540,9 @@ KINDS: dict[str, Callable[[Result], Lines]] = {
     "plans": plans,
     "collectives": collectives,
     "index-scores": index_scores,
+    "index-choice": index_choice,
     "coded": coded,
+    "int8-peers": int8_peers,
 }
 
 SEVERAL: dict[str, Callable[..., Lines]] = {
