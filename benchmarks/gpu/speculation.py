@@ -15,7 +15,9 @@ v3-slim, v2-lite, qwen: chains of 0 to 4 drafts, 1 to 128 requests of 1,024 toke
     too. NAME-tree: trees of 16 nodes with the root, 4 deep, and in the same engine smaller ones, no drafts, and as many
     as it chooses. NAME-32k: 1 to 32 requests of 32,768 tokens, of v32-slim, too. long, long-v32: 32,768 tokens of
     v3-slim and of v32-slim, in verifications of drafts of their next-token layer; see recompute.py. Ends with 1 where
-    it is not fine. head: trains an EAGLE-3 head for the bundled model, with the corpus that --corpus names, for
+    it is not fine. v32-slim has three layers and bfloat16 weights for it: products of few tokens round FP8 weights
+    otherwise than those of a prompt, after which an indexer chooses otherwise, and that is larger than what is looked
+    for. head: trains an EAGLE-3 head for the bundled model, with the corpus that --corpus names, for
     --minutes. accepted: how many of its drafts are right on held-out items, as chains and as a tree; on the CPU, whose
     tokens are exactly plain decoding's.
 
@@ -26,6 +28,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -108,12 +111,14 @@ class Part:
     eagle: bool = False
     input: int = 1024
     batches: tuple[tuple[int, int], ...] = BATCHES
+    changes: tuple[tuple[str, Any], ...] = ()  # of config.json
 
 
 def chains(*widths: int) -> DraftShape:
     return DraftShape(1, max(widths), max(widths), widths)
 
 
+THREE_IN_BF16 = ("num_hidden_layers", 3), ("quantization_config", None)
 V3, V32, V2, QWEN = "deepseek-v3-slim", "deepseek-v32-slim", "deepseek-v2-lite", "qwen2.5-7b"
 PARTS = {
     "v3-slim": Part(80, "chains, 1k", V3, chains(*CHAINS, ADAPTIVE)),
@@ -129,7 +134,7 @@ PARTS = {
     "qwen": Part(80, "chains, 1k, EAGLE-3", QWEN, chains(*CHAINS), eagle=True),
     "qwen-tree": Part(90, "trees, 1k, EAGLE-3", QWEN, TREES_OF_ALL, eagle=True),
     "long": Part(80, f"{GENERATED:,} tokens", V3, chains(3)),
-    "long-v32": Part(90, f"{GENERATED:,} tokens", V32, chains(3)),
+    "long-v32": Part(90, f"{GENERATED:,} tokens, 3 layers, bf16", V32, chains(3), changes=THREE_IN_BF16),
     "head": Part(200, "trains an EAGLE-3 head"),
     "accepted": Part(0, "its accepted drafts (a minute or two on a CPU)"),
 }
@@ -172,6 +177,21 @@ def head_of(model: Path) -> Iterator[Path]:
         head.mkdir()
         (head / "config.json").write_text(json.dumps(config))
         yield head
+
+
+@contextmanager
+def model_of(part: Part, said: argparse.Namespace) -> Iterator[Path]:
+    """The folder of the part's model, or one with its tokenizer and changes of its config.json."""
+    model = said.model or said.models / part.model
+    if said.model or not part.changes:
+        yield model
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        changed = Path(folder, part.model)
+        shutil.copytree(model, changed)
+        config = json.loads((changed / "config.json").read_text()) | dict(part.changes)
+        (changed / "config.json").write_text(json.dumps({key: one for key, one in config.items() if one is not None}))
+        yield changed
 
 
 def cases_of(part: Part, said: argparse.Namespace) -> list[DecodeCase]:
@@ -244,11 +264,16 @@ def _line(row: Row) -> str:
 
 def long(name: str, part: Part, said: argparse.Namespace) -> int:
     """Generates, and computes the same anew."""
+    with model_of(part, said) as model:
+        return _long(name, part, said, model)
+
+
+def _long(name: str, part: Part, said: argparse.Namespace, model: Path) -> int:
     assert part.shape is not None, "what generates drafts"
     tokens = said.output or GENERATED
     chunk = max(min(BUDGET, tokens // 4 // PAGE * PAGE), 2 * PAGE)
     config = options_of(
-        model=str(said.model or said.models / part.model),
+        model=str(model),
         load_format=said.load_format,
         speculative_algorithm="NEXTN",
         speculative_simulate_accept_length=ACCEPTED,
