@@ -251,12 +251,14 @@ def by_flashmla() -> None:
     library = sys.modules["flash_mla"] = FlashMla()
     vars(flashmla)["AT_ONCE"] = 16
     own, fp8 = "triton_sparse", "flash_mla_with_kvcache"
-    for decode, prefill, kinds, selection, tolerance, call in (
-        ("flashmla_sparse", "flashmla_sparse", {}, select_top_k, 2e-3, "flash_mla_sparse_fwd"),
-        ("flashmla_kv", own, FP8, scattered, 0.1, fp8),
-        (own, "flashmla_kv", FP8, scattered, 0.1, fp8),
+    for decode, prefill, kinds, selection, tolerance, call, decoded in (
+        ("flashmla_sparse", "flashmla_sparse", {}, select_top_k, 2e-3, "flash_mla_sparse_fwd", 512),
+        ("flashmla_kv", own, FP8, scattered, 0.1, fp8, 512),
+        (own, "flashmla_kv", FP8, scattered, 0.1, fp8, 512),
+        (own, "flashmla_kv", FP8, scattered, 0.1, "flash_mla_sparse_fwd", 1),
     ):
         library.calls.clear()
+        vars(flashmla)["DECODED"] = decoded
         beside_torch(selection, tolerance, pattern="F", decode=decode, prefill=prefill, **kinds)
         assert {name for name, _ in library.calls} == {call}
         tokens = [count for _, count in library.calls]

@@ -291,6 +291,8 @@ def sparse() -> None:
         swap.copy_pages(latents.paged_PSD, rows_T)
     for columns in (64, 4096, 20000):
         dsa.choose(torch.empty(3, columns), positions, 2048)
+    records = torch.empty(9, PAGE, 656, dtype=torch.uint8)
+    dsa.decode_pages(records, torch.zeros(5, dtype=torch.int32), 512, 64, torch.bfloat16)
     starts, uv = torch.zeros(2, dtype=torch.int32), torch.empty(16, 128, 512, dtype=torch.bfloat16)
     mask = dsa.mask_of(torch.zeros(3, 2048, dtype=torch.int32), 2500)
     asked, latent_SD = (torch.empty(3, *dims, dtype=torch.bfloat16) for dims in ((16, 192), (576,)))

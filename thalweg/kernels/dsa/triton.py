@@ -411,6 +411,27 @@ def _load_latents(plane, place, dtype: constexpr, RANK: constexpr, ROPE: constex
     return latent, rope
 
 
+@triton.jit(do_not_specialize_on_alignment=["pages"])
+def _decode_pages(plane, pages, out, RANK: constexpr, ROPE: constexpr, N: constexpr, PDL: constexpr):
+    """Program (p, i): the i-th N records of the p-th page."""
+    wait_for_previous(PDL)
+    token = tl.program_id(1) * N + tl.arange(0, N)
+    place = tl.load(pages + tl.program_id(0)).to(tl.int64) * 64 + token
+    latent, rope = _load_latents(plane, place, out.dtype.element_ty, RANK, ROPE, N)
+    to = out + (tl.program_id(0).to(tl.int64) * 64 + token)[:, None] * (RANK + ROPE)
+    tl.store(to + tl.arange(0, RANK)[None, :], latent)
+    tl.store(to + RANK + tl.arange(0, ROPE)[None, :], rope)
+
+
+def decode_pages(records_PSB: Tensor, pages_N: Tensor, rank: int, rope: int, dtype: torch.dtype) -> Tensor:
+    """These pages of records, decoded: → [N, 64, r + rope]. pages: int32."""
+    out = torch.empty(len(pages_N), 64, rank + rope, dtype=dtype, device=records_PSB.device)
+    _decode_pages[len(pages_N), 2](
+        records_PSB, pages_N, out, RANK=rank, ROPE=rope, N=32, **launch_config(out, 8)
+    )  # fmt: skip
+    return out
+
+
 @triton.jit(do_not_specialize=["splits", "table_row"], do_not_specialize_on_alignment=["table", "positions", "rows"])
 def _attend(
     query, plane, chosen, rows, table, positions, paths, out, lse, scale, heads, splits, query_token, query_head,
