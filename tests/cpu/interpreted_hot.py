@@ -120,14 +120,15 @@ def beside_the_device(kv: str) -> None:
 
 
 def prefix_hits(kv: str) -> None:
-    """Tails of prompts behind contexts that earlier requests stored: the bits are those without hot sets, also where a
-    tail by itself would be split in more parts than the step.
+    """Tails of prompts behind contexts that earlier requests stored, without masks: the bits are those without hot
+    sets, also where a tail by itself would be split in more parts than the step.
     """
     facts, fp8 = read_config_facts(CONFIG | {"index_topk": 256}, "hot"), {"kv": kv, "fp8_index": bool(kv)}
     models: list[Any] = []
     for hot in (512, 0):
         config = KernelConfig(decode="triton_sparse", prefill="triton_sparse", hot=hot, **fp8)
         models.append(catalog.assemble(facts, KernelLayers(torch.float32, DEVICE, config)))
+        models[-1].metadata.masked = ()
         zoo.fill(models[-1])
     planes = [Planes(model.planes(), 16, slots=4, context=1024) for model in models]
     generator = torch.Generator().manual_seed(1)
