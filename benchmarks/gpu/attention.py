@@ -387,7 +387,7 @@ def _bmm_fp8(
     W_HEAD: constexpr, W_K: constexpr, W_N: constexpr, S_HEAD: constexpr, S_K: constexpr, S_N: constexpr,
     K: constexpr, M: constexpr, N: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    """Program (h, b, i): N columns of head h's product of the i-th M tokens with codes, whose blocks of 128 × 128 have a
+    """Program (h, b, i): N columns of head h's product of the i-th M tokens with codes, whose blocks of 128 x 128 have a
     multiplier. The weights are loaded before the wait for x.
     """
     head, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * N

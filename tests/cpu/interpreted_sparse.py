@@ -258,7 +258,7 @@ def by_flashmla() -> None:
         (own, "flashmla_kv", FP8, scattered, 0.1, "flash_mla_sparse_fwd", 1),
     ):
         library.calls.clear()
-        vars(flashmla)["DECODED"] = decoded
+        vars(flashmla)["LEAST_DECODING"] = decoded
         beside_torch(selection, tolerance, pattern="F", decode=decode, prefill=prefill, **kinds)
         assert {name for name, _ in library.calls} == {call}
         tokens = [count for _, count in library.calls]

@@ -52,7 +52,8 @@ def test_padding_has_no_row_beyond_its_pages() -> None:
 
 def test_what_fits() -> None:
     def graph(tokens: int, decode: int, cached: int) -> RaggedGraph:
-        return RaggedGraph(tokens, decode, cached, None, StepBuffers(tokens, CPU), CapturedRows(decode, 9999, CPU))  # type: ignore[arg-type]
+        rows = CapturedRows(decode, 9999, CPU)
+        return RaggedGraph(tokens, decode, cached, None, StepBuffers(tokens, CPU), rows)  # type: ignore[arg-type]
 
     small, large, alone = graph(256, 8, 512), graph(1024, 8, 1024), graph(1024, 0, 0)
     assert small.fits(step(8, (500, 3), (12, 9))) and not small.fits(step(8, (500, 3), (13, 9)))

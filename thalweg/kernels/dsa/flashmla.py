@@ -35,9 +35,9 @@ from thalweg.kernels.mla.triton import up
 
 AT_ONCE = 512  # tokens of a launch: its partial sums in float32 are 151 MB with 128 heads
 RECORDS = "flashmla_kv"  # the backend's name
-# Records are decoded for so many query tokens at least, if each has no more of them than this, and all no more than
-# that: 2 KB are moved for a record (0.7 ns), and a query token gains 0.3 us
-DECODED, READ_BY, MOST = 512, 128, 163840
+# Decoding a record moves 2 KB (0.7 ns), and a query token gains 0.3 us
+LEAST_DECODING = 512  # query tokens for which records are decoded
+MOST_OF_EACH, MOST_DECODED = 128, 163840  # records for each query token, and for all
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +55,7 @@ class _FlashMla(ABC):
         schedules: dict[int, Any],
     ) -> Tensor:
         """See `SparseKernel`."""
+        kernel, (paged_PSD, _), rows = self._read_by(query_THD, latents, rows)
         parts, heads = list[Tensor](), query_THD.shape[1]
         missing = min(of for of in FLASHMLA_HEADS if of >= heads) - heads
         query_THD = F.pad(query_THD, (0, 0, 0, missing)) if missing else query_THD
@@ -62,10 +63,16 @@ class _FlashMla(ABC):
             some = slice(first, first + AT_ONCE)
             chosen = None if chosen_TK is None else chosen_TK[some]
             placed = places(chosen, rows.some(some), self.shape.topk)
-            sums_THr = self._sums(query_THD[some], latents.paged_PSD, *placed, schedules)
+            sums_THr = kernel._sums(query_THD[some], paged_PSD, *placed, schedules)
             # the library's last kernel merges splits; where there are none it ends before the one that attends
             parts.append(up(sums_THr[:, :heads], uv_HRv, overlap=False))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _read_by(
+        self, query_THD: Tensor, latents: LatentPlane, rows: QueryRows
+    ) -> tuple[_FlashMla, LatentPlane, QueryRows]:
+        """The kernel that attends, and the latents and pages that it reads."""
+        return self, latents, rows
 
     @abstractmethod
     def _sums(
@@ -97,24 +104,15 @@ class FlashMlaRecords(_FlashMla):
 
     __slots__ = ()
 
-    def attend(
-        self,
-        query_THD: Tensor,
-        latents: LatentPlane,
-        chosen_TK: Tensor | None,
-        rows: QueryRows,
-        uv_HRv: Tensor,
-        schedules: dict[int, Any],
-    ) -> Tensor:
-        """See `SparseKernel`."""
-        tokens, table_RL, rank = len(query_THD), rows.table_RL, self.shape.rank
-        if tokens < DECODED or table_RL.numel() * PAGE > min(tokens * READ_BY, MOST):
-            return super().attend(query_THD, latents, chosen_TK, rows, uv_HRv, schedules)
-        sizes = rank, query_THD.shape[2] - rank, query_THD.dtype
-        decoded = LatentPlane(decode_pages(latents.paged_PSD, table_RL.flatten(), *sizes))
-        place_RL = torch.arange(table_RL.numel(), dtype=torch.int32, device=table_RL.device).view_as(table_RL)
-        of = rows._replace(table_RL=place_RL)
-        return FlashMlaSparse(self.shape).attend(query_THD, decoded, chosen_TK, of, uv_HRv, schedules)
+    def _read_by(
+        self, query_THD: Tensor, latents: LatentPlane, rows: QueryRows
+    ) -> tuple[_FlashMla, LatentPlane, QueryRows]:
+        tokens, pages_RL, rank = len(query_THD), rows.table_RL, self.shape.rank
+        if tokens < LEAST_DECODING or pages_RL.numel() * PAGE > min(tokens * MOST_OF_EACH, MOST_DECODED):
+            return self, latents, rows
+        decoded = decode_pages(latents.paged_PSD, pages_RL.flatten(), rank, query_THD.shape[2] - rank, query_THD.dtype)
+        table_RL = torch.arange(pages_RL.numel(), dtype=torch.int32, device=pages_RL.device).view_as(pages_RL)
+        return FlashMlaSparse(self.shape), LatentPlane(decoded), rows._replace(table_RL=table_RL)
 
     def _sums(
         self, query_THD: Tensor, plane_PSD: Tensor, places_TK: Tensor, lengths_T: Tensor, schedules: dict[int, Any]

@@ -270,14 +270,14 @@ def _choose_or_bound(
             _put_highest(scores, column, out + token * K, K, BLOCK)
         else:
             number, seen = _numbers(scores, column), tl.minimum(last + 1 - part * BLOCK, BLOCK)
-            share, shared, alone = tl.cdiv(K, (last + 1) // BLOCK), tl.full((), 0xFFFFFFFF, tl.uint32), seen * 0
-            of_all = alone.to(tl.uint32)
+            share, count = tl.cdiv(K, (last + 1) // BLOCK), seen
+            by_share, by_all = tl.full((), 0xFFFFFFFF, tl.uint32), tl.full((), 0, tl.uint32)
             if seen == BLOCK:
-                shared, alone = _border(number, seen, share, share + share // 4)
+                by_share, count = _border(number, seen, share, share + share // 4)
             if seen >= K:
-                of_all, alone = _border(number, seen, K, K + K // 4)
-            tl.store(to, shared.to(tl.int32, bitcast=True))
-            tl.store(to + 1, of_all.to(tl.int32, bitcast=True))
+                by_all, count = _border(number, seen, K, K + K // 4)
+            tl.store(to, by_share.to(tl.int32, bitcast=True))
+            tl.store(to + 1, by_all.to(tl.int32, bitcast=True))
 
 
 @triton.jit(do_not_specialize=["columns", "parts"], do_not_specialize_on_alignment=["positions"])
@@ -295,9 +295,9 @@ def _keep_above(
     if (last >= BLOCK) & (part * BLOCK <= last):
         each = tl.arange(0, PARTS)
         at, real = bounds + (token * parts + each) * 2, each <= last // BLOCK
-        shared = tl.load(at, mask=real, other=-1).to(tl.uint32, bitcast=True)
-        alone = tl.load(at + 1, mask=real, other=0).to(tl.uint32, bitcast=True)
-        bound = tl.maximum(tl.min(shared), tl.max(alone))
+        by_share = tl.load(at, mask=real, other=-1).to(tl.uint32, bitcast=True)
+        by_all = tl.load(at + 1, mask=real, other=0).to(tl.uint32, bitcast=True)
+        bound = tl.maximum(tl.min(by_share), tl.max(by_all))
         scores, to = scores + token * columns, found + (token * parts + part) * K
         column = _positions_of_part(part, last, BLOCK)
         column = tl.where(_numbers(scores, column) >= bound, column, -1)
