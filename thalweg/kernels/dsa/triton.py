@@ -15,6 +15,7 @@ columns of the page table, r latent rank, D latent and rope dims, s splits.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -34,12 +35,12 @@ from thalweg.kernels.attend.triton import (
     wait_for_previous,
     waves,
 )
-from thalweg.kernels.launch import launch_config
+from thalweg.kernels.launch import SMS, launch_config, max_registers
 from thalweg.kernels.mla.triton import load_queries
 from thalweg.kernels.rope.triton import codes_of, encode, rotated
 
 CHUNK = 8  # pages whose scores one program computes, of the longest context
-AT_ONCE = 4096  # scores that one program of a choice compares, in registers
+AT_ONCE = 4096  # scores that one program of a choice compares, in registers; of short contexts twice as many
 QUERIES_AT_ONCE = 8  # index heads that one program rotates
 
 
@@ -206,10 +207,10 @@ def _ordered(x):
 
 
 @triton.jit
-def _numbers(scores, column):
-    """The scores of these positions, `_ordered`; 0 where a position is -1."""
-    number = _ordered(tl.load(scores + column, mask=column >= 0, other=0.0))
-    return tl.where(column >= 0, number, 0)
+def _load(scores, token, columns, at, last, other, ALIGN: constexpr):
+    """A token's scores at positions from a multiple of ALIGN on, as its row's first is; `other` past `last`."""
+    row = scores + tl.multiple_of(token * columns, ALIGN)
+    return tl.where(at <= last, tl.load(row + at, mask=at < (last // ALIGN + 1) * ALIGN, other=0.0), other)
 
 
 @triton.jit
@@ -230,12 +231,12 @@ def _border(number, seen, least, most):
 
 
 @triton.jit
-def _put_highest(scores, column, to, K: constexpr, BLOCK: constexpr):
+def _put_highest(score, column, to, K: constexpr, BLOCK: constexpr):
     """Stores those of BLOCK positions, -1 for none, that have the K highest scores, then -1 up to the K-th."""
     chosen, lane = (column >= 0).to(tl.int32), tl.arange(0, BLOCK)
     seen = tl.sum(chosen)
     if seen > K:
-        number = _numbers(scores, column)
+        number = tl.where(column >= 0, _ordered(score), 0)
         border, count = _border(number, seen, K, K)
         chosen = (number >= border).to(tl.int32)
         if count > K:  # of equal numbers at the border, the last ones are left out
@@ -246,128 +247,133 @@ def _put_highest(scores, column, to, K: constexpr, BLOCK: constexpr):
     tl.store(to + lane, tl.full((BLOCK,), -1, tl.int32), mask=(lane >= seen) & (lane < K))
 
 
-@triton.jit
-def _positions_of_part(part, last, BLOCK: constexpr):
-    at = part * BLOCK + tl.arange(0, BLOCK)
-    return tl.where(at <= last, at, -1)
-
-
-@triton.jit(do_not_specialize=["columns", "parts"], do_not_specialize_on_alignment=["positions"])
-def _choose_or_bound(
-    scores, positions, bounds, out, columns, parts, K: constexpr, BLOCK: constexpr, PDL: constexpr
+@triton.jit(do_not_specialize=["columns"], do_not_specialize_on_alignment=["positions"])
+def _highest_of_groups(
+    scores, positions, highest, columns, BLOCK: constexpr, ALIGN: constexpr, GROUPS: constexpr, PDL: constexpr
 ):  # fmt: skip
-    """Program (t, p): the p-th BLOCK positions of token t. Where it sees no others, their K highest go into `out`. Else
-    two numbers [T, P, 2] are stored: one that this part's share of K reach, 2^32 - 1 for a part with missing positions,
-    and one that K reach, 0 where there are fewer. A fourth more may reach them.
+    """Program (t, p): the highest score of each of the p-th GROUPS of the BLOCK groups of token t's positions, into
+    `highest` [T, BLOCK], where it sees more than BLOCK. Every BLOCK-th position is in the same group.
     """
     wait_for_previous(PDL)
-    token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token, group = tl.program_id(0).to(tl.int64), tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     last = tl.load(positions + token).to(tl.int32)
-    scores, to = scores + token * columns, bounds + (token * parts + part) * 2
-    if part * BLOCK <= tl.maximum(last, 0):
-        column = _positions_of_part(part, last, BLOCK)
-        if last < BLOCK:
-            _put_highest(scores, column, out + token * K, K, BLOCK)
-        else:
-            number, seen = _numbers(scores, column), tl.minimum(last + 1 - part * BLOCK, BLOCK)
-            share, count = tl.cdiv(K, (last + 1) // BLOCK), seen
-            by_share, by_all = tl.full((), 0xFFFFFFFF, tl.uint32), tl.full((), 0, tl.uint32)
-            if seen == BLOCK:
-                by_share, count = _border(number, seen, share, share + share // 4)
-            if seen >= K:
-                by_all, count = _border(number, seen, K, K + K // 4)
-            tl.store(to, by_share.to(tl.int32, bitcast=True))
-            tl.store(to + 1, by_all.to(tl.int32, bitcast=True))
+    if last >= BLOCK:
+        most = tl.full((GROUPS,), float("-inf"), tl.float32)
+        for start in tl.range(0, last + 1, BLOCK, loop_unroll_factor=4):  # four loads wait for memory together
+            most = tl.maximum(most, _load(scores, token, columns, start + group, last, float("-inf"), ALIGN))
+        tl.store(highest + token * BLOCK + group, most)
+
+
+@triton.jit(do_not_specialize=["columns"], do_not_specialize_on_alignment=["positions"])
+def _choose_or_bound(
+    scores, positions, highest, bounds, out, columns, K: constexpr, BLOCK: constexpr, ALIGN: constexpr, PDL: constexpr
+):  # fmt: skip
+    """Program t: where token t sees BLOCK positions at most, their K highest go into `out`. Else a score is stored that
+    K groups reach, so no lower one is among the K highest. An eighth more groups may reach it.
+    """
+    wait_for_previous(PDL)
+    token, lane = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    last = tl.load(positions + token).to(tl.int32)
+    if last < BLOCK:
+        score = _load(scores, token, columns, lane, last, 0.0, ALIGN)
+        _put_highest(score, tl.where(lane <= last, lane, -1), out + token * K, K, BLOCK)
+    else:
+        score = tl.load(highest + token * BLOCK + lane)
+        number = _ordered(score)
+        border, count = _border(number, last * 0 + BLOCK, K, K + K // 8)
+        tl.store(bounds + token, tl.min(tl.where(number >= border, score, float("inf"))))
 
 
 @triton.jit(do_not_specialize=["columns", "parts"], do_not_specialize_on_alignment=["positions"])
 def _keep_above(
-    scores, positions, bounds, found, counts, columns, parts,
-    K: constexpr, BLOCK: constexpr, PARTS: constexpr, PDL: constexpr,
+    scores, positions, bounds, found, counts, columns, parts, BLOCK: constexpr, ALIGN: constexpr, PDL: constexpr
 ):  # fmt: skip
-    """Program (t, p): the candidates among the p-th BLOCK positions of token t, K at most, into `found` [T, P, K], and
-    their number into `counts` [T, P]. No score below the lowest of the parts' shares is among the K highest of all, nor
-    is one below what K of any part reach.
+    """Program (t, p): the candidates among the p-th BLOCK positions of token t, into `found` [T, P, BLOCK] as places
+    among these, and their number into `counts` [T, P]; likewise of each further part that no program begins with.
     """
     wait_for_previous(PDL)
-    token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token, part, lane = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, BLOCK)
     last = tl.load(positions + token).to(tl.int32)
-    if (last >= BLOCK) & (part * BLOCK <= last):
-        each = tl.arange(0, PARTS)
-        at, real = bounds + (token * parts + each) * 2, each <= last // BLOCK
-        by_share = tl.load(at, mask=real, other=-1).to(tl.uint32, bitcast=True)
-        by_all = tl.load(at + 1, mask=real, other=0).to(tl.uint32, bitcast=True)
-        bound = tl.maximum(tl.min(by_share), tl.max(by_all))
-        scores, to = scores + token * columns, found + (token * parts + part) * K
-        column = _positions_of_part(part, last, BLOCK)
-        column = tl.where(_numbers(scores, column) >= bound, column, -1)
-        kept = (column >= 0).to(tl.int32)
-        count = tl.sum(kept)
-        tl.store(counts + token * parts + part, tl.minimum(count, K))
-        if count > K:
-            _put_highest(scores, column, to, K, BLOCK)
-        else:
-            tl.store(to + tl.cumsum(kept, 0) - kept, column, mask=kept > 0)
+    if last >= BLOCK:
+        bound = tl.load(bounds + token)
+        while part * BLOCK <= last:
+            at, to = part * BLOCK + lane, token * parts + part
+            score = _load(scores, token, columns, at, last, 0.0, ALIGN)
+            kept = tl.where((score >= bound) & (at <= last), 1, 0)
+            tl.store(found + to * BLOCK + tl.cumsum(kept, 0) - kept, lane.to(tl.int16), mask=kept > 0)
+            tl.store(counts + to, tl.sum(kept))
+            part += tl.num_programs(1)
 
 
 @triton.jit
-def _candidates(found, counts, parts, index, K: constexpr, BLOCK: constexpr):
-    """The candidates of all parts, numbered in rising order, with these numbers; -1 where there is none."""
-    place, part, start = tl.full((BLOCK,), -1, tl.int32), parts * 0, parts * 0
-    while part < parts:
-        end = start + tl.load(counts + part)
-        place = tl.where((index >= start) & (index < end), part * K + index - start, place)
-        part, start = part + 1, end
-    return tl.load(found + place, mask=place >= 0, other=-1)
+def _candidates(found, count_P, index, BLOCK: constexpr, STEPS: constexpr):
+    """The candidates of 2^STEPS parts, numbered in rising order, with these numbers; -1 where there is none."""
+    end_P, part, real = tl.cumsum(count_P, 0), index * 0, (index >= 0) & (index < tl.sum(count_P))
+    for step in tl.static_range(STEPS):
+        half = 1 << (STEPS - 1 - step)
+        part += (tl.gather(end_P, part + half - 1, 0) <= index).to(tl.int32) * half
+    place = part * BLOCK + index - tl.gather(end_P - count_P, part, 0)
+    return tl.where(real, part * BLOCK + tl.load(found + place, mask=real, other=0), -1)
 
 
 @triton.jit(do_not_specialize=["columns", "parts"], do_not_specialize_on_alignment=["positions"])
 def _choose_among(
     scores, positions, found, counts, out, columns, parts,
-    K: constexpr, BLOCK: constexpr, PARTS: constexpr, PDL: constexpr,
+    K: constexpr, BLOCK: constexpr, STEPS: constexpr, SOME: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    """Program t: the K highest of the candidates of several parts. The choice among the first BLOCK of them takes their
-    place ahead of the others, until no others are left.
+    """Program t: the K highest of the candidates of several parts of BLOCK positions. The choice among the first SOME
+    of them takes their place ahead of the others, until no others are left.
     """
     wait_for_previous(PDL)
-    token, lane, each = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK), tl.arange(0, PARTS)
+    token, lane, each = tl.program_id(0).to(tl.int64), tl.arange(0, SOME), tl.arange(0, 1 << STEPS)
     last = tl.load(positions + token).to(tl.int32)
-    scores, out, counts = scores + token * columns, out + token * K, counts + token * parts
+    scores, out, found = scores + token * columns, out + token * K, found + token * parts * BLOCK
     if last >= BLOCK:
-        found, own = found + token * parts * K, last // BLOCK + 1
-        left, first, have = tl.sum(tl.load(counts + each, mask=each < own, other=0)), last * 0, last * 0
-        while left > 0:
-            column = _candidates(found, counts, own, tl.where(lane < have, -1, first + lane - have), K, BLOCK)
+        count_P = tl.load(counts + token * parts + each, mask=each <= last // BLOCK, other=0)
+        first, have, total = last * 0, last * 0, tl.sum(count_P)
+        while first < total:
+            column = _candidates(found, count_P, tl.where(lane < have, -1, first + lane - have), BLOCK, STEPS)
             column = tl.where(lane < have, tl.load(out + lane, mask=lane < have, other=-1), column)
             tl.debug_barrier()  # `out` is read before it is written
-            _put_highest(scores, column, out, K, BLOCK)
+            _put_highest(tl.load(scores + column, mask=column >= 0, other=0.0), column, out, K, SOME)
             tl.debug_barrier()
-            first, left = first + BLOCK - have, left - BLOCK + have
-            have = last * 0 + K
+            first, have = first + SOME - have, last * 0 + K
 
 
 def choose(scores_TS: Tensor, positions_T: Tensor, topk: int) -> Tensor:
     """The positions of the `topk` highest scores of each token, of 0 to its own: → int32 [T, topk], rising, -1 after
     the last where it sees fewer. Of equal scores at the border the first are chosen, so all ranks choose the same.
 
-    A context longer than a program compares at once is cut into parts. What is certainly not among the highest is left
-    out, by bounds of all parts, and the rest, little more than `topk` unless parts differ much, is compared at last.
+    Positions that are more than a program compares at once are divided into groups. What `topk` of their highest scores
+    reach, `topk` scores reach, so lower ones are left out. The rest, half as many again unless the highest are in few
+    groups, is compared at last.
     """
-    tokens, columns = scores_TS.shape
-    block = min(max(AT_ONCE, 2 * triton.next_power_of_2(topk)), triton.next_power_of_2(max(columns, topk)))
-    parts = triton.cdiv(columns, block)
+    (tokens, columns), some = scores_TS.shape, 2 * triton.next_power_of_2(topk)
+    whole = triton.next_power_of_2(max(columns, topk))  # in one block
+    block = whole if whole <= max(2 * AT_ONCE, some) else max(AT_ONCE, some)
+    parts, align = triton.cdiv(columns, block), math.gcd(scores_TS.stride(0), 4)  # 4: of whole pages
 
-    def empty(*shape: int) -> Tensor:
-        return torch.empty(tokens, *shape, dtype=torch.int32, device=scores_TS.device)
+    def empty(dtype: torch.dtype, *shape: int) -> Tensor:
+        return scores_TS.new_empty((tokens, *shape), dtype=dtype)
 
-    out, bounds, sizes = empty(topk), empty(parts, 2), (scores_TS.stride(0), parts)
-    options = {"K": topk, "BLOCK": block} | launch_config(scores_TS, min(max(block // 512, 4), 16))
-    _choose_or_bound[tokens, parts](scores_TS, positions_T, bounds, out, *sizes, **options)
+    def options(size: int, registers: int = 128) -> dict[str, int | bool]:
+        config = launch_config(scores_TS, min(max(size // 512, 4), 16))
+        return {"BLOCK": block} | config | max_registers(scores_TS, registers)
+
+    out, bounds, sizes = empty(torch.int32, topk), empty(torch.float32), (scores_TS.stride(0), parts)
+    each = min(max(triton.next_power_of_2(8 * SMS // tokens), 4), 32)  # programs of a token, so that all SMs have some
+    highest, groups = empty(torch.float32, block) if parts > 1 else scores_TS, 2 * block // each
+    of_tokens, config = (scores_TS, positions_T), options(groups)
     if parts > 1:
-        found, counts = empty(parts, topk), empty(parts)
-        options["PARTS"] = triton.next_power_of_2(parts)
-        _keep_above[tokens, parts](scores_TS, positions_T, bounds, found, counts, *sizes, **options)
-        _choose_among[(tokens,)](scores_TS, positions_T, found, counts, out, *sizes, **options)
+        _highest_of_groups[tokens, each // 2](*of_tokens, highest, sizes[0], ALIGN=align, GROUPS=groups, **config)
+    config = options(block, 128 if block <= AT_ONCE else 64)
+    _choose_or_bound[(tokens,)](*of_tokens, highest, bounds, out, sizes[0], K=topk, ALIGN=align, **config)
+    if parts > 1:
+        found, counts = empty(torch.int16, parts, block), empty(torch.int32, parts)
+        grid, config = (tokens, min(each, parts)), options(block, 64)
+        _keep_above[grid](*of_tokens, bounds, found, counts, *sizes, ALIGN=align, **config)
+        steps, config = (parts - 1).bit_length(), options(some)
+        _choose_among[(tokens,)](*of_tokens, found, counts, out, *sizes, K=topk, SOME=some, STEPS=steps, **config)
     return out
 
 
