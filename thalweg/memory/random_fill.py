@@ -9,7 +9,7 @@ import torch
 from thalweg.core.plan import PAGE
 from thalweg.memory.planes import Planes
 
-DRAWN_PAGES = 16  # whose vectors all others repeat
+DRAWN_PAGES = 251  # whose vectors all others repeat; a prime, so no layout of a kernel repeats with them
 
 
 def fill_planes(planes: Planes, seed: int, tp_rank: int = 0, dcp_rank: int = 0) -> None:

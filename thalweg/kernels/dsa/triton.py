@@ -251,8 +251,8 @@ def _put_highest(score, column, to, K: constexpr, BLOCK: constexpr):
 def _highest_of_groups(
     scores, positions, highest, columns, BLOCK: constexpr, ALIGN: constexpr, GROUPS: constexpr, PDL: constexpr
 ):  # fmt: skip
-    """Program (t, p): the highest score of each of the p-th GROUPS of the BLOCK groups of token t's positions, into
-    `highest` [T, BLOCK], where it sees more than BLOCK. Every BLOCK-th position is in the same group.
+    """Program (t, p): the highest score in each of the p-th GROUPS groups of token t, into `highest` [T, BLOCK],
+    where it sees more than BLOCK positions. A group has one of each BLOCK, 37 pages on: texts may repeat.
     """
     wait_for_previous(PDL)
     token, group = tl.program_id(0).to(tl.int64), tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
@@ -260,7 +260,8 @@ def _highest_of_groups(
     if last >= BLOCK:
         most = tl.full((GROUPS,), float("-inf"), tl.float32)
         for start in tl.range(0, last + 1, BLOCK, loop_unroll_factor=4):  # four loads wait for memory together
-            most = tl.maximum(most, _load(scores, token, columns, start + group, last, float("-inf"), ALIGN))
+            at = start + (group // 64 + start // BLOCK * 37) % (BLOCK // 64) * 64 + group % 64
+            most = tl.maximum(most, _load(scores, token, columns, at, last, float("-inf"), ALIGN))
         tl.store(highest + token * BLOCK + group, most)
 
 
@@ -370,10 +371,9 @@ def choose(scores_TS: Tensor, positions_T: Tensor, topk: int) -> Tensor:
     _choose_or_bound[(tokens,)](*of_tokens, highest, bounds, out, sizes[0], K=topk, ALIGN=align, **config)
     if parts > 1:
         found, counts = empty(torch.int16, parts, block), empty(torch.int32, parts)
-        grid, config = (tokens, min(each, parts)), options(block, 64)
-        _keep_above[grid](*of_tokens, bounds, found, counts, *sizes, ALIGN=align, **config)
-        steps, config = (parts - 1).bit_length(), options(some)
-        _choose_among[(tokens,)](*of_tokens, found, counts, out, *sizes, K=topk, SOME=some, STEPS=steps, **config)
+        grid, config = (tokens, min(each, parts)), options(some) | {"STEPS": (parts - 1).bit_length()}
+        _keep_above[grid](*of_tokens, bounds, found, counts, *sizes, ALIGN=align, **options(block, 64))
+        _choose_among[(tokens,)](*of_tokens, found, counts, out, *sizes, K=topk, SOME=some, **config)
     return out
 
 
