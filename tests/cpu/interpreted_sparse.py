@@ -70,7 +70,7 @@ def scattered(scores_NS: torch.Tensor, topk: int) -> torch.Tensor:
     return select_top_k(torch.where(scores_NS == -torch.inf, -torch.inf, order.float()), topk)
 
 
-def pair(selection: Selection, pattern: str = "FFS", index_heads: int = 16, **kinds: Any) -> tuple[Any, Any]:
+def pair(selection: Selection, pattern: str = "FFS", index_heads: int = 5, **kinds: Any) -> tuple[Any, Any]:
     """Kernels and plain torch with the same weights, a layer for each letter of the pattern."""
     config = CONFIG | {"num_hidden_layers": len(pattern), "index_topk_pattern": pattern, "index_n_heads": index_heads}
     facts, device = read_config_facts(config, "sparse"), torch.device("cpu")
@@ -138,7 +138,7 @@ def masked_prompts(tolerance: float, **kinds: Any) -> None:
     """Prompts whose contexts are expanded, of which a mask leaves what is chosen: a whole one beside a short one, and a
     chunk beside decode rows. Contexts that are too long, and steps with little of theirs, attend to their choice.
     """
-    kernels, reference = pair(select_top_k, **kinds)
+    kernels, reference = pair(select_top_k, "FS", **kinds)
     kernels.metadata.masked, masks = ((128, 0.25),), list[tuple[int, ...]]()
     ours, theirs = (Planes(model.planes(), 24) for model in (kernels, reference))
     generator, plain_mask = torch.Generator().manual_seed(5), dsa.mask_of
@@ -157,13 +157,13 @@ def masked_prompts(tolerance: float, **kinds: Any) -> None:
         want, got = reference.forward(plain, theirs), kernels.forward(paged, ours)
         error = (got - want).norm(dim=1) / want.norm(dim=1)
         assert float(error.max()) < tolerance, f"{rows}: {error}"
-    assert masks == [shape for shape in ((113, 84), (70, 70), (49, 110)) for _ in "FFS"], masks
+    assert masks == [shape for shape in ((113, 84), (70, 70), (49, 110)) for _ in "FS"], masks
     vars(dsa)["mask_of"] = plain_mask
 
 
 def captured_prompts(**kinds: Any) -> None:
     """A step with prompts as one graph has it, with padding: while all of every context is chosen."""
-    kernels, reference = pair(select_top_k, **kinds)
+    kernels, reference = pair(select_top_k, "FS", **kinds)
     ours, theirs = (Planes(model.planes(), 16) for model in (kernels, reference))
     generator, cpu = torch.Generator().manual_seed(4), torch.device("cpu")
     room = kernels.metadata.captured_cached_tokens(32, ours)
@@ -349,7 +349,7 @@ def invariant() -> None:
     """The same bits of a token alone, in a batch, in chunks, and as a node of a tree."""
     exact_products()
     vars(dsa)["waves"] = None  # as many parts as the step lets a choice have: not in this mode
-    model, device = pair(select_top_k, deterministic=True)[0], torch.device("cpu")
+    model, device = pair(select_top_k, "FS", deterministic=True)[0], torch.device("cpu")
 
     def run(steps: list[list[shapes.Part]], planes: Planes) -> list[torch.Tensor]:
         found = []
