@@ -1,6 +1,6 @@
 """Compiles every Triton kernel that steps of small models launch, for one GPU and without any; nothing is computed.
 
-    python -m tests.gpu.offline [--target sm_90|sm_100|gfx950] [SHAPE[:CHOICE] …]
+    python -m tests.gpu.offline [--target sm_90|sm_100|gfx950] [--each launch|constants|kernel] [SHAPE[:CHOICE] …]
 
 The steps run on the CPU with a driver that stands for that GPU: a launch compiles down to machine code and returns. It
 finds what would end the start of an engine there: code that does not compile, and more shared memory than a block may
@@ -109,11 +109,23 @@ class Driver:
         return torch.device("cpu")
 
 
-class Compiled:
-    """In the place of `JITFunction.run`: compiles instead of launching, and keeps account."""
+def constants_of(function: JITFunction[Any], args: tuple[Any, ...], options: Mapping[str, Any]) -> tuple[str, ...]:
+    """The constants of a launch, and its number of warps and stages."""
+    values = dict(zip(function.arg_names, args, strict=False)) | options
+    variables = {param.name for param in function.params if not param.is_constexpr}
+    return tuple(f"{name}={value}" for name, value in sorted(values.items()) if name not in variables)
 
-    def __init__(self, target: Target) -> None:
-        self.target = target
+
+class Compiled:
+    """In the place of `JITFunction.run`: compiles instead of launching, and keeps account.
+
+    each: "launch" compiles what a GPU would, "constants" a kernel once with the same constants, whatever the types of
+    its arguments and the divisors of their values, "kernel" a kernel once.
+    """
+
+    def __init__(self, target: Target, each: str = "launch") -> None:
+        self.target, self.each = target, each
+        self.compiled = set[tuple[str, ...]]()
         self.launches: Counter[str] = Counter()
         self.failures: dict[str, str] = {}
         self.run = JITFunction.run
@@ -126,6 +138,11 @@ class Compiled:
         if name.removeprefix("thalweg.kernels.").rpartition(".")[0] in self.target.exempt:
             self.failures[name] = "launched, though its module is exempt"
             return
+        if self.each != "launch":
+            key = (name, *(constants_of(function, args, options) if self.each == "constants" else ()))
+            if key in self.compiled:
+                return
+            self.compiled.add(key)
         try:
             kernel = self.run(function, *args, grid=grid, warmup=True, **options)
         except (
@@ -142,9 +159,9 @@ class Compiled:
             self.failures[name] = f"{kernel.metadata.shared} bytes of shared memory; a block has {self.target.shared}"
 
 
-def pretend(target: Target) -> Compiled:
-    """Makes this process take itself for one with such a GPU."""
-    compiled, product = Compiled(target), torch.mm
+def pretend(target: Target, each: str = "launch") -> Compiled:
+    """Makes this process take itself for one with such a GPU. each: see `Compiled`."""
+    compiled, product = Compiled(target, each), torch.mm
 
     def mm(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
         return product(a, b).to(out_dtype or a.dtype)  # a CPU's has no out_dtype
@@ -317,9 +334,10 @@ def native_sparse() -> None:
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu.offline")
     parser.add_argument("--target", choices=TARGETS, default="sm_90")
+    parser.add_argument("--each", choices=("launch", "constants", "kernel"), default="launch", help="what is compiled")
     parser.add_argument("wanted", nargs="*", metavar="SHAPE[:CHOICE]", help="of tests.gpu.shapes; sparse; weight-only")
     arguments = parser.parse_args(argv)
-    compiled, wanted = pretend(TARGETS[arguments.target]), arguments.wanted
+    compiled, wanted = pretend(TARGETS[arguments.target], arguments.each), arguments.wanted
     if not wanted or "sparse" in wanted:
         sparse()
         native_sparse()
