@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from msgspec import structs
 
+import thalweg.launch.resolve
 from tests.cpu.plan_models import DEEPSEEK, INDEXER, LITE, QWEN
 from thalweg.bench.plan_check import MemoryPart, near
 from thalweg.cli import main
 from thalweg.config.args import options_parser, parse_options
 from thalweg.config.engine import EngineConfig
-from thalweg.config.model import facts_of
+from thalweg.config.model import ModelFacts, facts_of
 from thalweg.config.tree import options_of
 from thalweg.core.errors import UnsupportedConfig
+from thalweg.core.report import Report
 from thalweg.engine import build
 from thalweg.launch.planning.layouts import ONE, ParallelLayout, command
 from thalweg.launch.planning.weights import PlannedModel
 from thalweg.launch.resolve import resolve
+from thalweg.launch.resolved import Sizes
 from thalweg.launch.sizes import measure
 from thalweg.models import catalog, traced
 
@@ -38,6 +42,22 @@ class Done(NamedTuple):
 
 
 Run = Callable[..., Done]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def sizes_are_counted_once() -> Iterator[None]:
+    """For the same model and configuration: most of a plan is building a model's layers."""
+    known: dict[tuple[str, str], Sizes] = {}
+
+    def once(facts: ModelFacts, config: EngineConfig) -> Sizes:
+        key = repr(facts), repr(structs.replace(config, report=Report()))
+        if key not in known:
+            known[key] = measure(facts, config)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(thalweg.launch.resolve, "measure", once)
+        yield
 
 
 @pytest.fixture
