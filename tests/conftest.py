@@ -17,7 +17,23 @@ from tests.seed import SEED
 NULL = Path(__file__).parent / "null"
 EXIT = 60  # seconds in which the interpreter must have ended
 WORKER = "PYTEST_XDIST_WORKER" in os.environ  # one of several processes
-LONGEST = ("test_tokens.py", "test_kernels_compile.py")  # minutes
+LONGEST = (  # a minute or more, the longest first
+    "ranks/test_tokens.py",
+    "ranks/test_deterministic.py",
+    "cpu/test_kernels_compile.py",
+    "cpu/test_kernels_interpreted.py",
+    "compose/test_compose.py",
+    "compose/test_compose_grammar.py",
+    "ranks/test_formats.py",
+    "ranks/test_processes.py",
+    "cpu/test_compile_ahead.py",
+    "cpu/test_structured.py",
+    "cpu/test_context_parallel.py",
+    "cpu/test_sharded_engine.py",
+    "cpu/test_several.py",
+    "cpu/test_client.py",
+    "cpu/test_plan.py",
+)
 
 if WORKER:  # one thread each; torch reads it when it is loaded
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -39,7 +55,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest files come first, so that no process has one of them left when the others have ended."""
-    items.sort(key=lambda item: item.path.name not in LONGEST)
+    places = {NULL.parent / name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
 
 
 @pytest.fixture(autouse=True)
