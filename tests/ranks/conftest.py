@@ -9,10 +9,18 @@ import pytest
 from tests.ranks.group import ProcessGroup
 
 
+class ProcessGroups(dict[int, ProcessGroup]):
+    """By their numbers of processes, started when a case asks for one."""
+
+    def __missing__(self, size: int) -> ProcessGroup:
+        self[size] = group = ProcessGroup(size)
+        return group
+
+
 @pytest.fixture(scope="module")
 def groups() -> Iterator[dict[int, ProcessGroup]]:
-    """By their numbers of processes, started once for all cases of a module."""
-    made = {size: ProcessGroup(size) for size in (2, 4)}
-    yield made
-    for group in made.values():
+    """Each is started once for all cases of a module."""
+    started = ProcessGroups()
+    yield started
+    for group in started.values():
         group.close()
