@@ -32,7 +32,7 @@ CROWD: dict[str, Any] = {
 }
 RESTING = {"eplb_rebalance_num_iterations": 1_000_000}
 EXCHANGED, NO_CACHE, NO_OVERLAP = {"moe_a2a_backend": "alltoall"}, {"radix_cache": False}, {"max_steps_in_flight": 1}
-# one case of each layout; every level of the other columns of `test_tokens` is in some case
+# one case of a layout; every level of the columns of `test_tokens` is in some case
 CASES = [
     Case("tp2", "seeded", kv="fp8_e4m3"),
     Case("cp2", "seeded", "nextn-3"),
@@ -87,7 +87,9 @@ def alone(group: ProcessGroup, case: Case) -> list[Answer]:
     return found
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.layout)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.soak] * (case.layout == "tp4"), id=case.layout) for case in CASES]
+)
 def test_bits_depend_on_the_sequence_alone(case: Case, groups: dict[int, ProcessGroup]) -> None:
     """Nor on drafts; entries of a tree's nodes move between ranks that share contexts."""
     group = groups[engine_config(case.layout).processes]
@@ -103,7 +105,7 @@ def test_bits_depend_on_the_sequence_alone(case: Case, groups: dict[int, Process
 def test_every_level_is_among_the_cases() -> None:
     for column, levels in COLUMNS.items():
         if column in Case.__dataclass_fields__ and column not in ("pages", "prompt_logprobs"):  # scarce, and on
-            assert {getattr(case, column) for case in CASES} == set(levels), column
+            assert {getattr(case, column) for case in CASES if case.layout != "tp4"} >= set(levels), column
 
 
 @cache
