@@ -12,6 +12,9 @@ JOBS ?= logical
 PYTEST_ARGS ?=
 ARGS ?=
 
+# Without bytecode, each of the hundreds of processes that tests start compiles every module again.
+unexport PYTHONDONTWRITEBYTECODE
+
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-input
@@ -36,7 +39,7 @@ test-null: install-test ## run the tests that need no torch, in seconds
 	@$(BIN)/python -m pytest -q -m "not soak" -n $(JOBS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder tests/null $(PYTEST_ARGS)
 
 test-ranks: install-test ## run what several processes of one model do, on a CPU (two files at a time, each of up to 4 processes)
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not soak" -n 2 --dist loadfile tests/ranks $(PYTEST_ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not soak" -n 2 --dist loadfile --no-loadscope-reorder tests/ranks $(PYTEST_ARGS)
 
 check: install-test ## check lint, format, strict types, import direction
 	@$(BIN)/ruff check .
