@@ -1,4 +1,4 @@
-"""Triton's interpreter, of Triton 3.6: ready for new numpy, and four to six times as quick.
+"""Triton's interpreter, of Triton 3.6: ready for new numpy, and three to four times as quick.
 
 It wraps all of `triton.language` anew for every launch and for every call of a device function, describes the shape of
 every value as text, compares shapes as values of the language, and looks for overflows that it does not report. Without
