@@ -44,7 +44,7 @@ from thalweg.launch.planning.roofline import Ceilings
 
 CONTEXT, STEPS, PROFILED = int(os.environ.get("CONTEXT", 1024)), 48, 24
 LENGTH = max(4096, 2 * CONTEXT)  # of the longest sequence: what attention is split for
-RAISED = "_up of attention"
+RAISED, INDEX_WEIGHTS = "_up of attention", "_logits of the indexer"
 GRAPH = 20  # kernels that no launch but a graph's has
 # what multiplies by a weight of a layer, in the order in which a layer does
 PRODUCT = re.compile(r"_gemv|_linear|_matmul|_small_batch_gemm|_split_k_gemm|nvjet|gemm|cutlass", re.IGNORECASE)
@@ -179,9 +179,18 @@ def works(
     into = product("queries into latent space", heads * nope * rank, 2)
     out_of = product("out of latent space", heads * v * rank, 2)
     index_heads, index_dim = (config.get(key, 0) for key in ("index_n_heads", "index_head_dim"))
-    products = [product("query and latent projection", ((lora or query) + rank + rope + index_dim) * hidden)]
+    stored = next((i for i, name in enumerate(kernels) if name in ("_mla_absorb", "_mla_write")), 0)
+    has_own = (
+        sum(PRODUCT.search(name) is not None for name in kernels[:stored]) > 3
+    )  # the indexer, products in bfloat16
+    own_key, own_queries = has_own * index_dim, has_own * index_heads * index_dim
+    whole = (lora or query) + rank + rope + index_dim - own_key
+    products = [product("query and latent projection", whole * hidden)]
+    products += [product("index key", own_key * hidden, 2)] * has_own
     if lora:
-        products.append(product("query up projection", lora * (query + index_heads * index_dim)))
+        raising = query + index_heads * index_dim - own_queries
+        products.append(product("query up projection", lora * raising))
+        products += [product("index queries", own_queries * lora, 2)] * has_own
     if "_mla_absorb" not in kernels:
         products.append(into)
     raised = "_up" in kernels[: kernels.index("_choose")] if "_choose" in kernels else False
@@ -200,8 +209,10 @@ def works(
     )
     return products, others | {
         "_write": Work("index key stored, index queries"), "_scores": scores, "sm90_fp8_paged_mqa_logits": scores,
-        "_choose_or_bound": Work("choice of context, or bounds of its parts", rows * CONTEXT * 4),
-        "_keep_above": Work("candidates of the parts"), "_choose_among": Work("choice among candidates"),
+        INDEX_WEIGHTS: Work("weights of the index heads", index_heads * hidden * 4, 2.0 * rows * index_heads * hidden),
+        "_highest_of_groups": Work("highest scores of groups", rows * CONTEXT * 4),
+        "_choose_or_bound": Work("choice of context, or a bound of it", rows * CONTEXT * 4),
+        "_keep_above": Work("scores above the bound"), "_choose_among": Work("choice among these"),
         "_attend": Work("attention on records", seen * 656, attention.flops),
         "_mla_absorb": Work("latent normed, rotated, stored; queries into latent space", into.bytes, into.flops),
         "_mla_write": Work("latent normed, rotated, stored"),
@@ -219,14 +230,15 @@ def budgeted(
     layer: Sequence[Line], config: dict[str, Any], rows: int, covered: float, top: Ceilings
 ) -> list[dict[str, Any]]:
     """The layer's kernels with what they do and their floor in µs. What is called `_up` ahead of the router is
-    attention's.
+    attention's, and `_logits` ahead of the index keys the indexer's.
     """
     products, others = works(config, rows, covered, names(layer))
     rate = top.fp8 if config.get("quantization_config") else top.bf16
     told, left = [], list(products)
-    router = next((i for i, one in enumerate(layer) if one.name == "_choose"), 0)
+    router, keys = (next((i for i, one in enumerate(layer) if one.name == name), 0) for name in ("_choose", "_write"))
     for i, one in enumerate(layer):
-        work = others.get(RAISED if one.name == "_up" and i < router else one.name, Work(""))
+        name = RAISED if one.name == "_up" and i < router else one.name
+        work = others.get(INDEX_WEIGHTS if name.startswith("_logits") and i < keys else name, Work(""))
         if one.name not in others and PRODUCT.search(one.name) and left:
             work = left.pop(0)
         floor = 1e6 * max(work.bytes / top.read, work.flops / rate)

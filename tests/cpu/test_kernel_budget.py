@@ -108,6 +108,25 @@ def test_absorbing_products_of_a_library_come_before_the_output_projection(scrip
     assert "_mla_write" in others
 
 
+def test_an_indexers_products_are_told_from_attentions(script: ModuleType) -> None:
+    config = EXPERTS | {"index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048}
+    projections = ["_gemv", "_gemv", "_rms_norm", "_gemv", "_gemv", "_mla_absorb", "_logits_few", "_write"]
+    own = [*projections, "_attend", "_merge_up", "_gemv", "_logits_few", "_choose"]
+    layer = [script.Line(name, 10.0, 10.0) for name in own]
+    told = script.budgeted(layer, config, 1, 9.0, script.Ceilings(**CEILINGS))
+    assert [one["what"] for one in told if one["kernel"] == "_gemv"] == [
+        "query and latent projection", "index key", "query up projection", "index queries", "output projection",
+    ]  # fmt: skip
+    assert [one["what"] for one in told if one["kernel"] == "_logits_few"] == [
+        "weights of the index heads",
+        "router logits",
+    ]
+    assert told[1]["mb"] == pytest.approx(128 * 7168 * 2 / 1e6), "bfloat16"
+    together = [name for i, name in enumerate(own) if i not in (1, 4)]
+    products, _ = script.works(config, 1, 9.0, together)
+    assert products[1].bytes == 1536 * (128 * 192 + 64 * 128), "one product, in FP8"
+
+
 def test_steps_that_were_not_recorded_are_an_error(script: ModuleType) -> None:
     seen = [script.Seen("_gemv", 10.0 * i, 10.0 * i + 5, i, 7) for i in range(300)]
     with pytest.raises(ValueError, match="300 kernels .* were the steps recorded"):
