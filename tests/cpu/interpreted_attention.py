@@ -253,8 +253,8 @@ def sparse(is_fp8: bool, has_trees: bool) -> None:
 
 def chosen_of_ties() -> None:
     """All scores of a few values, negative ones too: the first of equal ones, exactly as many as there is room for; of
-    contexts that one program compares at once, and of some that several cut into parts, of which each has some of the
-    highest, or the first or the last all, or two in the middle; of a token that sees nothing, too.
+    contexts that one program compares at once, and of some that are divided, whose highest are everywhere, at the start,
+    at the end, in the middle, or repeat; of a token that sees nothing, and where scores are NaN, which is the highest.
     """
     generator, values = torch.Generator().manual_seed(5), torch.tensor([-torch.inf, -2.0, -1e-20, -0.0, 0.0, 3.0])
     for topk, columns, at_once in (
@@ -264,21 +264,23 @@ def chosen_of_ties() -> None:
         (100, 5000, 8192),
         (7, 20, 64),
         (40, 700, 64),
+        (64, 140000, 1 << 16),
     ):
         dsa.AT_ONCE = at_once
         last = columns - 1
         positions = torch.tensor([last, last - 6, max(last - 69, 0), min(topk + 9, last), min(at_once, last), -1])
-        positions = torch.cat([positions, torch.tensor([last, last - 1, last])])
+        positions = torch.cat([positions, torch.tensor([last, last - 1, last, last, last, last])])
         scores = values[torch.randint(0, 6, (len(positions), columns), generator=generator)]
         scores[2:5] = torch.randn(3, columns, generator=generator)
         scores[6:8] = torch.arange(columns) * torch.tensor([[1.0], [-1.0]])
         scores[8] = torch.randn(columns, generator=generator) + 9 * (torch.arange(columns) // at_once % 5 // 3)
+        scores[9] = torch.randn(4096, generator=generator).repeat(columns // 4096 + 1)[:columns]
         scores[:, (0, last)], scores[4, positions[4]] = 4.0, 4.0
+        scores[9, last // 2] = scores[10, last // 3 :] = scores[11] = torch.nan
         chosen = dsa.choose(scores, positions, topk)
         for t, position in enumerate(positions.tolist()):
-            row = scores[t].tolist()
-            best = sorted(zip((-score for score in row[: position + 1]), range(position + 1), strict=True))
-            wanted = sorted(place for _, place in best[:topk])
+            order = scores[t, : position + 1].sort(descending=True, stable=True).indices
+            wanted = order[:topk].sort().values.tolist()
             assert chosen[t].tolist() == wanted + [-1] * (topk - len(wanted)), (topk, columns, t)
 
 

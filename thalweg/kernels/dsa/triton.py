@@ -201,9 +201,9 @@ def scores(query_TX: Tensor, weights_TH: Tensor, keys_PSd: Tensor, rows: QueryRo
 
 @triton.jit
 def _ordered(x):
-    """uint32 in the order of these float32 numbers, where -0 is 0. Above 0 but for one NaN."""
+    """uint32 above 0 in the order of these float32 numbers, where -0 is 0, and NaN beyond the infinite."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
-    return (bits ^ ((bits >> 31) | -0x80000000)).to(tl.uint32, bitcast=True)
+    return tl.maximum((bits ^ ((bits >> 31) | -0x80000000)).to(tl.uint32, bitcast=True), 1)
 
 
 @triton.jit
@@ -300,8 +300,8 @@ def _keep_above(
         while part * BLOCK <= last:
             at, to = part * BLOCK + lane, token * parts + part
             score = _load(scores, token, columns, at, last, 0.0, ALIGN)
-            kept = tl.where((score >= bound) & (at <= last), 1, 0)
-            tl.store(found + to * BLOCK + tl.cumsum(kept, 0) - kept, lane.to(tl.int16), mask=kept > 0)
+            kept = tl.where((score < bound) | (at > last), 0, 1)  # NaN is kept
+            tl.store(found + to * BLOCK + tl.cumsum(kept, 0) - kept, lane.to(found.dtype.element_ty), mask=kept > 0)
             tl.store(counts + to, tl.sum(kept))
             part += tl.num_programs(1)
 
@@ -320,13 +320,13 @@ def _candidates(found, count_P, index, BLOCK: constexpr, STEPS: constexpr):
 @triton.jit(do_not_specialize=["columns", "parts"], do_not_specialize_on_alignment=["positions"])
 def _choose_among(
     scores, positions, found, counts, out, columns, parts,
-    K: constexpr, BLOCK: constexpr, STEPS: constexpr, SOME: constexpr, PDL: constexpr,
+    K: constexpr, BLOCK: constexpr, STEPS: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    """Program t: the K highest of the candidates of several parts of BLOCK positions. The choice among the first SOME
+    """Program t: the K highest of the candidates of several parts of BLOCK positions. The choice among the first BLOCK
     of them takes their place ahead of the others, until no others are left.
     """
     wait_for_previous(PDL)
-    token, lane, each = tl.program_id(0).to(tl.int64), tl.arange(0, SOME), tl.arange(0, 1 << STEPS)
+    token, lane, each = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK), tl.arange(0, 1 << STEPS)
     last = tl.load(positions + token).to(tl.int32)
     scores, out, found = scores + token * columns, out + token * K, found + token * parts * BLOCK
     if last >= BLOCK:
@@ -336,44 +336,44 @@ def _choose_among(
             column = _candidates(found, count_P, tl.where(lane < have, -1, first + lane - have), BLOCK, STEPS)
             column = tl.where(lane < have, tl.load(out + lane, mask=lane < have, other=-1), column)
             tl.debug_barrier()  # `out` is read before it is written
-            _put_highest(tl.load(scores + column, mask=column >= 0, other=0.0), column, out, K, SOME)
+            _put_highest(tl.load(scores + column, mask=column >= 0, other=0.0), column, out, K, BLOCK)
             tl.debug_barrier()
-            first, have = first + SOME - have, last * 0 + K
+            first, have = first + BLOCK - have, last * 0 + K
 
 
 def choose(scores_TS: Tensor, positions_T: Tensor, topk: int) -> Tensor:
     """The positions of the `topk` highest scores of each token, of 0 to its own: → int32 [T, topk], rising, -1 after
     the last where it sees fewer. Of equal scores at the border the first are chosen, so all ranks choose the same.
 
-    Positions that are more than a program compares at once are divided into groups. What `topk` of their highest scores
-    reach, `topk` scores reach, so lower ones are left out. The rest, half as many again unless the highest are in few
-    groups, is compared at last.
+    A long context is divided into groups. What `topk` of their highest scores reach, `topk` scores reach, so lower ones
+    are left out. The rest, half as many again unless the highest are equal or in few groups, is compared at last.
     """
-    (tokens, columns), some = scores_TS.shape, 2 * triton.next_power_of_2(topk)
+    (tokens, columns), least = scores_TS.shape, 2 * triton.next_power_of_2(topk)
     whole = triton.next_power_of_2(max(columns, topk))  # in one block
-    block = whole if whole <= max(2 * AT_ONCE, some) else max(AT_ONCE, some)
-    parts, align = triton.cdiv(columns, block), math.gcd(scores_TS.stride(0), 4)  # 4: of whole pages
+    block = whole if whole <= max(2 * AT_ONCE, least) else max(AT_ONCE, least)
+    parts, row = triton.cdiv(columns, block), scores_TS.stride(0)
+    align = {"ALIGN": math.gcd(row, scores_TS.storage_offset(), 4)}  # 4 in rows of whole pages
 
     def empty(dtype: torch.dtype, *shape: int) -> Tensor:
         return scores_TS.new_empty((tokens, *shape), dtype=dtype)
 
-    def options(size: int, registers: int = 128) -> dict[str, int | bool]:
-        config = launch_config(scores_TS, min(max(size // 512, 4), 16))
+    def options(registers: int) -> dict[str, int | bool]:
+        config = launch_config(scores_TS, min(max(block // 512, 4), 16))
         return {"BLOCK": block} | config | max_registers(scores_TS, registers)
 
-    out, bounds, sizes = empty(torch.int32, topk), empty(torch.float32), (scores_TS.stride(0), parts)
-    each = min(max(triton.next_power_of_2(8 * SMS // tokens), 4), 32)  # programs of a token, so that all SMs have some
-    highest, groups = empty(torch.float32, block) if parts > 1 else scores_TS, 2 * block // each
-    of_tokens, config = (scores_TS, positions_T), options(groups)
+    out, bounds, given = empty(torch.int32, topk), empty(torch.float32), (scores_TS, positions_T)
+    highest, groups = empty(torch.float32, block) if parts > 1 else scores_TS, {"GROUPS": block // 16} | align
     if parts > 1:
-        _highest_of_groups[tokens, each // 2](*of_tokens, highest, sizes[0], ALIGN=align, GROUPS=groups, **config)
-    config = options(block, 128 if block <= AT_ONCE else 64)
-    _choose_or_bound[(tokens,)](*of_tokens, highest, bounds, out, sizes[0], K=topk, ALIGN=align, **config)
+        _highest_of_groups[tokens, 16](*given, highest, row, BLOCK=block, **groups, **launch_config(scores_TS, 4))
+    config = {"K": topk} | align | options(128 if block <= AT_ONCE else 64)
+    _choose_or_bound[(tokens,)](*given, highest, bounds, out, row, **config)
     if parts > 1:
-        found, counts = empty(torch.int16, parts, block), empty(torch.int32, parts)
-        grid, config = (tokens, min(each, parts)), options(some) | {"STEPS": (parts - 1).bit_length()}
-        _keep_above[grid](*of_tokens, bounds, found, counts, *sizes, ALIGN=align, **options(block, 64))
-        _choose_among[(tokens,)](*of_tokens, found, counts, out, *sizes, K=topk, SOME=some, **config)
+        found = empty(torch.int16 if block <= 1 << 15 else torch.int32, parts, block)
+        counts, each = empty(torch.int32, parts), triton.next_power_of_2(8 * SMS // max(tokens, 1))
+        config = align | options(64)
+        _keep_above[tokens, min(max(each, 4), parts)](*given, bounds, found, counts, row, parts, **config)
+        config = {"K": topk, "STEPS": (parts - 1).bit_length()} | options(128)
+        _choose_among[(tokens,)](*given, found, counts, out, row, parts, **config)
     return out
 
 
