@@ -30,11 +30,13 @@ from thalweg.bench.ablation_columns import (
     columns,
     features,
 )
+from thalweg.bench.ablation_engine import InProcess, Served, cell_engine
 from thalweg.bench.ablation_tables import differences_from_base, sglang_table
 from thalweg.bench.datasets import OrdinaryTokens
 from thalweg.bench.evaluation import EvalSettings
 from thalweg.bench.floor import ServedModel, share_of_floor
 from thalweg.bench.in_process import Generation, exactly, run_all
+from thalweg.bench.server_process import engine_processes, usage
 from thalweg.config.machine import Machine
 from thalweg.config.machines import hardware
 from thalweg.config.tree import settings
@@ -524,3 +526,15 @@ def test_levels_without_a_base_among_them() -> None:
     assert (
         column.wishes(column.levels[0]) == {"kv_cache_dtype": "a"} and column.wishes(ColumnLevel("x", ..., "x")) == {}
     )
+
+
+@pytest.mark.parametrize("client", ["in-process", "http"])
+def test_cpu_time_is_that_of_all_processes(client: str) -> None:
+    with cell_engine(client, _order(TINY).settings | {"tp_size": 2, "context_length": 256}) as engine:
+        assert isinstance(engine, InProcess | Served)
+        parent = engine.server.pid if isinstance(engine, Served) else os.getpid()
+        others = [usage(process).cpu for process in engine_processes(parent)]
+        assert len(others) == (1 if client == "in-process" else 2) and min(others) > 0.5, "each loads torch"
+        assert engine.cpu_seconds() >= usage(parent).cpu + sum(others) - 0.1
+        if isinstance(engine, InProcess):
+            engine.llm.shutdown()

@@ -24,7 +24,7 @@ from thalweg.bench.http_client import HttpClient
 from thalweg.bench.in_process import Generation, run_all
 from thalweg.bench.load_driver import LoadRun
 from thalweg.bench.server_info import ServerInfo
-from thalweg.bench.server_process import ServerProcess, usage
+from thalweg.bench.server_process import ServerProcess, engine_processes, usage
 from thalweg.core.messages import Stats
 from thalweg.llm import LLM
 
@@ -44,7 +44,7 @@ class CellEngine(Protocol):
     def flush_cache(self) -> None: ...
 
     def cpu_seconds(self) -> float:
-        """CPU time of the engine, and of the server's front, so far."""
+        """CPU time of all processes of the engine, and of the server's front, so far."""
 
     def answerer(self) -> Answerer: ...
 
@@ -82,7 +82,7 @@ class InProcess:
         run_all(self.engine, requests, concurrency)
 
     def cpu_seconds(self) -> float:
-        return time.process_time()
+        return time.process_time() + sum(usage(one).cpu for one in engine_processes(os.getpid()))
 
     def answerer(self) -> Answerer:
         return EngineAnswerer(self.llm, False)
@@ -121,7 +121,7 @@ class Served:
         self.runner.run(self.info.post("/flush_cache", "--client http"))
 
     def cpu_seconds(self) -> float:
-        return usage(self.server.pid).cpu + usage(self.server.engine).cpu
+        return sum(usage(one).cpu for one in (self.server.pid, *engine_processes(self.server.pid)))
 
     def answerer(self) -> Answerer:
         return ServerAnswerer(self.server.url, self.name, "", AT_ONCE, False, self.runner.run)

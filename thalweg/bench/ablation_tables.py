@@ -81,7 +81,7 @@ RATES = (
 )
 CPU_RATES = RateGroup(
     "Tokens a CPU second",
-    "(prompt + output) / CPU time of the process, which other work on the machine disturbs less",
+    "(prompt + output) / CPU time of all processes, which other work on the machine disturbs less",
     lambda batch: float(_tokens(batch, "tokens") / batch["cpu_seconds"]),
     lambda one: float(_tokens(one, "len") / one["cpu_seconds"]),
     suffix=", a CPU second",
