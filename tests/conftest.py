@@ -84,7 +84,7 @@ def pytest_unconfigure() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def null_tests_load_no_torch(request: pytest.FixtureRequest) -> Iterator[None]:
-    """The null tier is quick because nothing in it loads torch; a run of it alone can tell, also in several processes."""
+    """The null tier is quick because nothing in it loads torch; a run of it alone can tell, in one process or more."""
     yield
     alone = all(NULL in item.path.parents for item in request.session.items)
     assert not (alone and "torch" in sys.modules), "something in tests/null or below it imports torch"

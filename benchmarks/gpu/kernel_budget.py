@@ -180,9 +180,8 @@ def works(
     out_of = product("out of latent space", heads * v * rank, 2)
     index_heads, index_dim = (config.get(key, 0) for key in ("index_n_heads", "index_head_dim"))
     stored = next((i for i, name in enumerate(kernels) if name in ("_mla_absorb", "_mla_write")), 0)
-    has_own = (
-        sum(PRODUCT.search(name) is not None for name in kernels[:stored]) > 3
-    )  # the indexer, products in bfloat16
+    # four products before the KV is stored: two of them are the indexer's, in bfloat16
+    has_own = sum(PRODUCT.search(name) is not None for name in kernels[:stored]) > 3
     own_key, own_queries = has_own * index_dim, has_own * index_heads * index_dim
     whole = (lora or query) + rank + rope + index_dim - own_key
     products = [product("query and latent projection", whole * hidden)]

@@ -253,8 +253,8 @@ def sparse(is_fp8: bool, has_trees: bool) -> None:
 
 def chosen_of_ties() -> None:
     """All scores of a few values, negative ones too: the first of equal ones, exactly as many as there is room for; of
-    contexts that one program compares at once, and of some that are divided, whose highest are everywhere, at the start,
-    at the end, in the middle, or repeat; of a token that sees nothing, and where scores are NaN, which is the highest.
+    contexts that one program compares at once, and of some that are divided, whose highest are everywhere, at the
+    start, at the end, in the middle, or repeat; of a token that sees nothing, and where scores are NaN, the highest.
     """
     generator, values = torch.Generator().manual_seed(5), torch.tensor([-torch.inf, -2.0, -1e-20, -0.0, 0.0, 3.0])
     for topk, columns, at_once in (

@@ -14,11 +14,15 @@ import pytest
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks/gpu/kernel_budget.py"
 DENSE = {
-    "hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4, "intermediate_size": 18944, "num_hidden_layers": 4,
+    "hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4, "intermediate_size": 18944,
+    "num_hidden_layers": 4,
 }  # fmt: skip
 EXPERTS = {
-    "hidden_size": 7168, "num_attention_heads": 128, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
-    "q_lora_rank": 1536, "moe_intermediate_size": 2048, "num_experts_per_tok": 8, "n_shared_experts": 1, "n_routed_experts": 256,
+    "hidden_size": 7168, "num_attention_heads": 128, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "q_lora_rank": 1536, "moe_intermediate_size": 2048, "num_experts_per_tok": 8, "n_shared_experts": 1,
+    "n_routed_experts": 256,
     "num_hidden_layers": 5, "quantization_config": {"quant_method": "fp8"},
 }  # fmt: skip
 DENSE_LAYER = [
@@ -71,7 +75,8 @@ def trace(script: ModuleType, first: list[str], layer: list[str], count: int, st
 
 def known(config: dict[str, Any], rows: int, experts: float) -> dict[str, Any]:
     return {
-        "model": "m", "rows": rows, "step_ms": 1.0, "experts_read": experts, "config": config | {"head_dim": 128}, "ceilings": CEILINGS,
+        "model": "m", "rows": rows, "step_ms": 1.0, "experts_read": experts, "config": config | {"head_dim": 128},
+        "ceilings": CEILINGS,
     }  # fmt: skip
 
 

@@ -1,5 +1,5 @@
-"""Kernels in Triton's interpreter equal their references: of sampling, experts, sparse attention and hot sets. Each kind
-in a process of its own, since Triton looks once whether it interprets.
+"""Kernels in Triton's interpreter equal their references: of sampling, experts, sparse attention and hot sets. Each
+kind in a process of its own, since Triton looks once whether it interprets.
 """
 
 from __future__ import annotations

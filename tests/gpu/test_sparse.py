@@ -230,7 +230,7 @@ def test_chunks_and_prefix_hits_change_few_tokens(
     [(1, 4096), (64, 16384), (3, 131072), (3, 163840), (300, 8192), (2, 2048), (3, 8256), (150, 9001)],
 )
 def test_the_choice_is_that_of_a_stable_sort(tokens: int, columns: int, cuda: torch.device) -> None:
-    """Also where many scores are equal, or rise, or one is NaN, the highest, and of rows that see fewer than are chosen."""
+    """Also where many scores are equal, or rise, or one is NaN (the highest), and of rows that see few positions."""
     generator = torch.Generator(cuda).manual_seed(1)
     scores = torch.randn(tokens, columns, device=cuda, generator=generator)
     scores[2:3] += torch.arange(columns, device=cuda) / 1000

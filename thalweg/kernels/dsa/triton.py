@@ -252,7 +252,7 @@ def _highest_of_groups(
     scores, positions, highest, columns, BLOCK: constexpr, ALIGN: constexpr, GROUPS: constexpr, PDL: constexpr
 ):  # fmt: skip
     """Program (t, p): the highest score in each of the p-th GROUPS groups of token t, into `highest` [T, BLOCK],
-    where it sees more than BLOCK positions. A group has one of each BLOCK, 37 pages on: texts may repeat.
+    where it sees more than BLOCK. A group has a position of each BLOCK, 37 pages further on, since texts repeat.
     """
     wait_for_previous(PDL)
     token, group = tl.program_id(0).to(tl.int64), tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
