@@ -59,6 +59,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: places.get(item.path, len(places)))
 
 
+@pytest.fixture(autouse=True, scope="module")
+def settings_of_the_environment_stay() -> Iterator[None]:
+    """A `THALWEG_` variable that a file leaves behind is a setting of every later file of its process."""
+    before = _settings_of_the_environment()
+    yield
+    assert _settings_of_the_environment() == before
+
+
+def _settings_of_the_environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith("THALWEG_")}
+
+
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     """What a test draws from torch's own generator is the same alone, in any order and on any worker."""

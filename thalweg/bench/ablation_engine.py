@@ -30,7 +30,6 @@ from thalweg.llm import LLM
 
 IN_PROCESS, HTTP = "in-process", "http"
 CLIENTS = (IN_PROCESS, HTTP)
-ADMIN_KEY = "THALWEG_ADMIN_API_KEY"
 AT_ONCE = 8  # questions of an evaluation
 
 
@@ -59,13 +58,12 @@ def cell_engine(client: str, settings: Mapping[str, Any]) -> Iterator[CellEngine
         yield InProcess(settings)
         return
     with TemporaryDirectory(prefix="thalweg-ablate-") as folder, asyncio.Runner() as runner:
-        config = Path(folder) / "settings.yaml"
-        config.write_text(json.dumps(dict(settings)), encoding="utf-8")  # JSON is YAML
-        os.environ[ADMIN_KEY] = token_hex()  # for /flush_cache
+        config, key = Path(folder) / "settings.yaml", token_hex()
+        config.write_text(json.dumps({**settings, "admin_api_key": key}), encoding="utf-8")  # JSON is YAML
         server = ServerProcess(["--config", str(config)])
         runner.run(server.__aenter__())
         try:
-            yield Served(server, runner, Path(settings["model"]))
+            yield Served(server, key, runner, Path(settings["model"]))
         finally:
             runner.run(server.stop())
 
@@ -92,11 +90,11 @@ class InProcess:
 
 
 class Served:
-    """A server of this cell alone."""
+    """A server of this cell alone. admin_key: `/flush_cache` asks for it."""
 
-    def __init__(self, server: ServerProcess, runner: asyncio.Runner, folder: Path) -> None:
+    def __init__(self, server: ServerProcess, admin_key: str, runner: asyncio.Runner, folder: Path) -> None:
         self.server, self.runner = server, runner
-        self.info = ServerInfo(HttpClient(server.url, {"Authorization": f"Bearer {os.environ[ADMIN_KEY]}"}))
+        self.info = ServerInfo(HttpClient(server.url, {"Authorization": f"Bearer {admin_key}"}))
         settings = runner.run(self.info.settings())
         self.name, self.context = runner.run(self.info.model()), int(settings["context_length"])
         self.model = ServedModel.of_server(folder, settings)
