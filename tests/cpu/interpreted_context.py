@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import threading
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from tests.cpu.interpreted_attention import exact_casts
 from tests.cpu.interpreted_sparse import CONFIG, FP8, FlashMla, exact_products
 from tests.cpu.interpreter import prepare
 from tests.cpu.ranks import ThreadAxis, layouts, on_ranks
+from tests.cpu.recorder import GraphPool, Recording, recorded_launches
 from tests.gpu import shapes
 from thalweg.batch.batch import Batch
 from thalweg.config.context_parallel import INTERLEAVE, ZIGZAG
@@ -31,8 +32,12 @@ from thalweg.memory.planes import Planes
 from thalweg.models import catalog
 from thalweg.models.catalog import read_config_facts
 from thalweg.models.decoder import StageValue
+from thalweg.models.one_of_each import one_layer_of_each_kind
 from thalweg.models.stages import PipelineStage
 from thalweg.parallel.layout import SINGLE_RANK, Layout
+from thalweg.parallel.pipeline import Pipe
+from thalweg.runner.piecewise import Piecewise, PiecewiseGraph
+from thalweg.runner.step_buffers import StepBuffers
 
 CPU = torch.device("cpu")
 SHORT = {"num_hidden_layers": 2, "first_k_dense_replace": 2}
@@ -152,6 +157,71 @@ def check_stages() -> None:
         assert torch.equal(stages[1].run(batch, of_stages, sent), want), f"stages, {step}"
 
 
+class Mailbox(Pipe):
+    """Two stages of one process, of which the first runs before the second. What is sent lies in the same memory at
+    every time, as recordings need it.
+    """
+
+    held: ClassVar[dict[tuple[torch.Size, torch.dtype], Tensor]] = {}
+
+    def send(self, x_TX: Tensor) -> None:
+        self.held.setdefault((x_TX.shape, x_TX.dtype), torch.empty_like(x_TX)).copy_(x_TX)
+
+    def receive(self, like_TX: Tensor) -> Tensor:
+        return like_TX.copy_(self.held[like_TX.shape, like_TX.dtype])
+
+
+class Pool(GraphPool):
+    """A step's lengths lie on the host, and are uploaded in the recording too; nothing that is recorded reads them."""
+
+    def begin(self) -> None:
+        self.recordings.append(Recording())
+        self.recordings[-1].__enter__()
+
+
+def in_pieces(model: Any, planes: Planes) -> Piecewise:
+    """A stage's steps of up to 16 and 32 tokens, and attention of up to 4 decode rows. 16 are all chosen."""
+    pool, shared = Pool(), StepBuffers(32, CPU, topk=model.border_topk)
+    graphs, thin = [PiecewiseGraph(tokens, model, shared) for tokens in (32, 16)], one_layer_of_each_kind(model)
+    for graph in graphs:
+        graph.capture(planes, 64, pool, thin)  # type: ignore[arg-type]
+    made = Piecewise(model, graphs)
+    made.capture(4, 64, planes, pool)  # type: ignore[arg-type]
+    return made
+
+
+def check_pieces_of_stages() -> None:
+    """The first stage's choice of context reaches the second stage's first layers, for prompts and for decode rows
+    beside them, which choose in graphs of their own.
+    """
+    facts = read_config_facts(V32 | {"num_hidden_layers": 4, "index_topk_pattern": "FSSF"}, "stages")
+    factory = KernelLayers(torch.float32, CPU, KernelConfig(**SPARSE), Layout(pipe=Mailbox()))
+    whole, *stages = (catalog.assemble(facts, factory, PipelineStage(*cut, 4)) for cut in ((0, 4), (0, 2), (2, 4)))
+    zoo.fill(whole)
+    for stage in stages:
+        stage.layers, stage.embedding = whole.layers[stage.stage.first : stage.stage.stop], whole.embedding
+    stages[1].norm = whole.norm
+    planes, of_stages = (Planes(whole.planes(), 16) for _ in range(2))
+    with recorded_launches():
+        pieces = [in_pieces(stage, of_stages) for stage in stages]
+    for plane in of_stages.bytes.values():
+        plane.zero_()
+    generator = torch.Generator().manual_seed(2)
+    for rows in (
+        [(3, 0, 22)],
+        [(3, 22, 1), (1, 0, 11)],  # the prompt does not choose
+        [(3, 23, 1), (1, 11, 9)],
+        [(3, 24, 1), (1, 20, 1), (5, 0, 20)],
+        [(3, 25, 1), (1, 21, 1), (5, 20, 3), (7, 0, 7)],
+    ):
+        batch = shapes.batches(rows, CPU, generator, 64)[1]
+        want = whole.forward(batch, planes)
+        for stage in pieces:
+            got = stage.forward(batch, of_stages)
+        error = float(((got - want).norm(dim=1) / want.norm(dim=1)).max())
+        assert error < 1e-4, f"stages in pieces, {rows}: {error}"
+
+
 def main() -> int:
     prepare()
     exact_casts()
@@ -167,6 +237,7 @@ def main() -> int:
     assert scored.count("fp8_mqa_logits") >= 6 and scored.count("fp8_paged_mqa_logits") >= 2, scored
     check("grouped", ZIGZAG)
     check_stages()
+    check_pieces_of_stages()
     return 0
 
 

@@ -12,11 +12,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
 
 from thalweg.engine.worker import ThreadStream
 from thalweg.layers.moe import Experts
-from thalweg.runner import captured, draft_graphs, graphs
+from thalweg.runner import captured, draft_graphs, graphs, piecewise
 
 ASKS = {
     "item",
@@ -101,7 +105,7 @@ class GraphPool:
     """See `runner.graph_pool.GraphPool`."""
 
     def __init__(self) -> None:
-        self.recordings: list[Strict] = []
+        self.recordings: list[Recording] = []
         self.block = ""
         POOLS.append(self)
 
@@ -120,6 +124,28 @@ class GraphPool:
 
 
 POOLS: list[GraphPool] = []
+
+
+@contextmanager
+def recorded_launches() -> Iterator[None]:
+    """Pieces of steps can be recorded: launches of interpreted kernels, too, are operations, which recordings replay
+    with the same tensors and numbers.
+    """
+    from triton.runtime.interpreter import GridExecutor  # only where kernels are interpreted
+
+    launch = GridExecutor.__call__
+
+    def launch_and_record(self: Any, *args: Any, **kwargs: Any) -> None:
+        modes = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, Recording)]
+        with _disable_current_modes():
+            launch(self, *args, **kwargs)
+        for mode in modes:
+            mode.operations.append((launch, (self, *args), kwargs, ()))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GridExecutor, "__call__", launch_and_record)
+        patch.setattr(piecewise, "view_of", lambda x: x)
+        yield
 
 
 def record_instead_of_capturing(patch: pytest.MonkeyPatch) -> None:

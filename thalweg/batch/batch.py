@@ -130,6 +130,9 @@ class Batch:
     slot_R: Tensor | None = None
     share: TokenShare | None = None  # None: all tokens of the forward are here
     draft_selection: DraftSelection | None = None  # None: every layer with an indexer selects for itself
+    # int32 [T, K]: holds the positions that the last layer with an indexer has chosen, for captured code that gives
+    # them to another pipeline stage. None: only the step's own layers read them
+    chosen_TK: Tensor | None = None
 
     @property
     def columns_T(self) -> Tensor:

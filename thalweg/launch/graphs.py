@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 from thalweg.config.backends import DECODE
-from thalweg.config.model import ModelFacts
 from thalweg.config.options import Options
 from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.kernels import KernelConfig
 from thalweg.core.report import AUTO, Decision
 from thalweg.launch.decisions import Decisions
-from thalweg.models.stages import shared_topk, stage_borders
 
 MAX_CAPTURED_ROWS = 256  # larger steps keep the device busier than Python
 # A larger step computes for about as long as Python takes to launch it. 2,048 prompt tokens and 256 decode rows fit.
 MAX_PIECEWISE_TOKENS = 2304
 WHOLE_STEPS = ("full", "full_decode_only", "full_and_piecewise")
 PIECEWISE = ("piecewise", "full_and_piecewise")
-SHARED_SELECTION = (
-    "a pipeline stage begins with a layer that shares the selection of another stage, made between pieces"
-)
 SHARED_INDEXER = "with --shard-indexer a step captured whole would add up the scores of the longest context"
 
 
 def resolve_graphs(
     options: Options,
-    facts: ModelFacts,
     device: str,
     kernels: KernelConfig,
     max_rows: int,
@@ -49,11 +43,6 @@ def resolve_graphs(
                 f"{name}: {mode}, but {SHARED_INDEXER}; use piecewise, or leave --shard-indexer out"
             )
         auto, reason = "piecewise", SHARED_INDEXER
-    stages = stage_borders(facts, config.pp_size, config.pp_layer_partition)
-    if any(shared_topk(facts, stage.first) for stage in stages):
-        if mode in PIECEWISE:
-            raise UnsupportedConfig(f"{name}: {mode}, but {SHARED_SELECTION}; use full_decode_only")
-        auto, reason = "none" if config.shard_indexer else "full_decode_only", SHARED_SELECTION
     mode = decisions.choose(name, mode, auto, reason)
     _note_unused(options, mode, f"--cuda-graph-mode {mode} captures no such steps", decisions)
     if mode in WHOLE_STEPS:

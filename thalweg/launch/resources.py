@@ -113,7 +113,7 @@ def resolve_resources(
         )
     # each draft of a chain is a row of the captured step; trees are captured by themselves
     rows = requests * (1 + (min(drafts, 1) if drafting.tree.is_tree else drafts))
-    resolve_graphs(options, facts, device, kernels, rows, tokens, decisions)
+    resolve_graphs(options, device, kernels, rows, tokens, decisions)
     _resolve_scheduling(options, decisions)
     decisions.fields |= _resolve_targets(options, device, kernels, decisions)
     decisions.fields |= {

@@ -84,14 +84,22 @@ class PagedStep:
 
     def packed(self, selections: SelectedContexts, topk: int) -> Tensor:
         """See `layers.interface.ForwardMetadata`; `selections` is not read."""
+        if self.batch.chosen_TK is not None:  # what is captured here may be replayed with longer contexts
+            return self.batch.chosen_TK
         if self.chooses:
             return self.chosen_TK[0]
         return self.batch.positions_T.new_full((len(self.batch.ids_T), topk), -1, dtype=torch.int32)
 
     def unpacked(self, packed_TK: Tensor) -> SelectedContexts:
         """Inverse of `packed`."""
-        self.chosen_TK[:] = [packed_TK]
+        self.keep_chosen(packed_TK)
         return ()
+
+    def keep_chosen(self, chosen_TK: Tensor) -> Tensor:
+        """For the layers up to the next one with an indexer. → where they are."""
+        held_TK = self.batch.chosen_TK
+        self.chosen_TK[:] = [chosen_TK if held_TK is None else held_TK.copy_(chosen_TK)]
+        return self.chosen_TK[0]
 
     def metadata_of_scores(self, tokens: slice, make: Callable[[], Metadata]) -> Metadata:
         """What all layers share of the index scores of these tokens; the first layer makes it."""
@@ -200,7 +208,8 @@ class PagedMetadataBuilder(nn.Module):
         shared = rest, prefixes, whole, self.prepare(stored, tokens, rows), (), chooses, query_rows
         if stored is not batch:
             batch = replace(batch, write_T=stored.write_T, share=stored.share)
-        return PagedStep(batch, planes, self.cos, self.sin, tokens, rows, *shared)
+        earlier = [] if batch.chosen_TK is None else [batch.chosen_TK]
+        return PagedStep(batch, planes, self.cos, self.sin, tokens, rows, *shared, chosen_TK=earlier)
 
     def _masks(self, batch: Batch, rest: Rest, contexts: Sequence[int]) -> bool:
         """Whether the ragged rows attend to what a mask leaves of their contexts. A tree's tokens see paths, and those

@@ -195,8 +195,7 @@ class SparseMla(LatentMla):
         if self.indexer is None:
             return step.chosen_TK[0]
         if shared is not None and not shared.is_first:
-            step.chosen_TK[:] = [self._shared(shared, step.batch)]
-            return step.chosen_TK[0]
+            return step.keep_chosen(self._shared(shared, step.batch))
         (query_TX, weights_TH), parts = index, list[Tensor]()
         axis, by_kernel = self.indexer.axis, self.indexer.selection is select_top_k
         choose: Choose = (
@@ -208,10 +207,10 @@ class SparseMla(LatentMla):
             for some in scored.chunks(SCORES_AT_ONCE // (4 * longest * axis.size)):
                 scores_TS = scored.scores(query_TX, weights_TH, rows, some, longest)
                 parts.append(self._choose(choose, axis.all_reduce(scores_TS), rows.some(some)))
-        step.chosen_TK[:] = parts if len(parts) == 1 else [torch.cat(parts)]
+        chosen_TK = step.keep_chosen(parts[0] if len(parts) == 1 else torch.cat(parts))
         if shared is not None:
-            shared.store(step.chosen_TK[0], step.batch.positions_T)
-        return step.chosen_TK[0]
+            shared.store(chosen_TK, step.batch.positions_T)
+        return chosen_TK
 
     def _shared(self, shared: DraftSelection, batch: Batch) -> Tensor:
         """What the steps of a draft share, as `_choose` has it."""

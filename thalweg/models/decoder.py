@@ -62,6 +62,7 @@ class Decoder(Module):
         self.shards = VocabularyShards(factory.layout.tp, facts.vocab)
         self.stage = stage or PipelineStage(0, facts.layers, facts.layers)
         self.is_last = self.stage.is_last
+        self.border_topk = max(shared_topk(facts, border) for border in (self.stage.first, self.stage.stop))
         self.embedding: Vocabulary | None = None
         self.head: Vocabulary | None = None
         if self.stage.is_first or self.stage.is_last:  # drafters on the last stage embed, too

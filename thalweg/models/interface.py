@@ -23,6 +23,7 @@ class Model(Protocol):
     facts: ModelFacts
     factory: LayerFactory
     metadata: MetadataBuilder
+    border_topk: int  # positions of a selection of context that crosses a border of this pipeline stage; 0: none does
 
     def planes(self) -> tuple[PlaneSpec, ...]:
         """Cache tensors per token."""
@@ -66,6 +67,7 @@ class WrappedModel:
     def __init__(self, model: Model) -> None:
         self.model, self.facts, self.factory, self.metadata = model, model.facts, model.factory, model.metadata
         self.planes, self.table, self.shards = model.planes, model.table, model.shards
+        self.border_topk = model.border_topk
 
     def logits(self, hidden_NX: Tensor) -> Tensor:
         return self.model.logits(hidden_NX)

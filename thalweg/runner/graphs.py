@@ -151,7 +151,7 @@ class Capture:
         """Steps of so many tokens in pieces and with their attention, beside which there may be so many decode rows."""
         model, thin, planes = self.context.model, self.context.thin_model, self.context.planes
         ranks, pieces, other = model.factory.layout.cp, list[PiecewiseGraph](), GraphPool()
-        shared = StepBuffers(max(tokens), planes.device, ranks)
+        shared = StepBuffers(max(tokens), planes.device, ranks, model.border_topk)
         for many in sorted(tokens, reverse=True):
             pieces.append(PiecewiseGraph(many, model, shared))
             with self.pool.running(f"{many} tokens"):

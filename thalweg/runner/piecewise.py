@@ -10,6 +10,7 @@ norms, one launch is left.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -91,6 +92,8 @@ class PiecewiseGraph:
         if decoding is not None:
             rows = decoding.bind(batch)
             rest = without_first_group(batch) if len(batch.groups) > 1 else None
+        if rest is not None:
+            rest = replace(rest, chosen_TK=shared.chosen(slice(rows, count)))
         step = None if rest is None else self.model.metadata.build(rest, planes)
         for layer, (graph, attend, inputs) in enumerate(self.pieces):
             graph.replay()
@@ -118,9 +121,11 @@ class DecodeAttentionGraphs:
         group, extents = Group(0, rows, 0, 1, context), (RowExtent(1, context),) * rows
         self.slot_R = torch.zeros(rows, dtype=torch.int64, device=device) if planes.slots_nbytes else None
         tensors = positions_R, positions_R, write_R, self.table_RP, self.real_R, positions_R
-        self.batch = Batch(*tensors, (group,), extents, slot_R=self.slot_R)
-        # its own: a piece leaves them elsewhere for each bucket
-        self.inputs = tuple(x.new_zeros(rows, *x.shape[1:]) for x in largest.pieces[0].inputs)
+        chosen_TK = largest.shared.chosen(slice(rows))
+        self.batch = Batch(*tensors, (group,), extents, slot_R=self.slot_R, chosen_TK=chosen_TK)
+        # its own: a piece leaves them elsewhere for each bucket. Layers with an indexer have more than others
+        most = max((piece.inputs for piece in largest.pieces), key=len)
+        self.inputs = tuple(x.new_zeros(rows, *x.shape[1:]) for x in most)
         self.graphs: list[torch.cuda.CUDAGraph] = []
         self.step: Any = None  # keeps what the first layer prepares for the others
 
@@ -154,9 +159,7 @@ class DecodeAttentionGraphs:
         return rows
 
     def attend(self, layer: int, left: tuple[Tensor, ...]) -> None:
-        """left: what the piece ahead of this layer's attention left for it, of `rows` tokens at least. A layer without
-        an indexer has fewer than the first.
-        """
+        """left: what the piece ahead of this layer's attention left for it, of `rows` tokens at least."""
         for held, given in zip(self.inputs, left, strict=False):
             held.copy_(given[: self.rows])
         self.graphs[layer].replay()
@@ -226,4 +229,5 @@ def _padding(shared: StepBuffers, tokens: int, context: int, graph_break: GraphB
         tuple(RowExtent(length, length) for length in lengths),
         graph_break,
         share=shared.share(tokens),
+        chosen_TK=shared.chosen(slice(tokens)),
     )
