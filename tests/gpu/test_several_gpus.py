@@ -40,6 +40,8 @@ MODELS = {
     "w4afp8": V3 | {"quantization_config": {"quant_method": "w4afp8", "group_size": 128}},
     "qwen3": SHAPES["qwen3"],
 }
+# the second of two stages begins with a layer that shares the first one's selection
+MODELS["v32 shared"] = MODELS["v32"] | {"num_hidden_layers": 4, "index_topk_pattern": "FSSS"}
 SIZES = ("tp_size", "pp_size")  # which multiply the GPUs
 EAGER, GRAPHS = 'cuda_graph_mode="none"', 'cuda_graph_mode="full_and_piecewise"'
 NEXTN = 'speculative_algorithm="NEXTN"'
@@ -66,6 +68,7 @@ LAYOUTS = {
     "v32 tp2 shared indexer": ("v32", "tp_size=2", "shard_indexer=true", SPARSE, 'cuda_graph_mode="piecewise"'),
     "v32 tp2 nextn graphs": ("v32", "tp_size=2", NEXTN, "index_share_for_mtp_iteration=true", SPARSE, GRAPHS),
     "v32 pp2 graphs": ("v32", "pp_size=2", SPARSE, GRAPHS),
+    "v32 shared pp2 graphs": ("v32 shared", "pp_size=2", "chunked_prefill_size=64", SPARSE, GRAPHS),
     "v32 cp2 graphs": ("v32", *CP2, SPARSE, GRAPHS),
     "v32 dcp2 graphs": ("v32", *DCP2, SPARSE, GRAPHS),
     "v32 by libraries tp2 graphs": ("v32 by libraries", "tp_size=2", RECORDS, GRAPHS),
