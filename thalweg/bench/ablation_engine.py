@@ -60,7 +60,9 @@ def cell_engine(client: str, settings: Mapping[str, Any]) -> Iterator[CellEngine
     with TemporaryDirectory(prefix="thalweg-ablate-") as folder, asyncio.Runner() as runner:
         config, key = Path(folder) / "settings.yaml", token_hex()
         config.write_text(json.dumps({**settings, "admin_api_key": key}), encoding="utf-8")  # JSON is YAML
-        server = ServerProcess(["--config", str(config)])
+        # keys of the user's would win over the file's
+        variables = {name: value for name, value in os.environ.items() if "API_KEY" not in name}
+        server = ServerProcess(["--config", str(config)], variables=variables)
         runner.run(server.__aenter__())
         try:
             yield Served(server, key, runner, Path(settings["model"]))
