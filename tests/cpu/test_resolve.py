@@ -456,8 +456,9 @@ def test_steps_that_share_an_indexer_are_captured_in_pieces() -> None:
 
 def test_stages_between_which_a_selection_crosses_are_captured_as_others() -> None:
     of, on = facts(**V32, index_topk_pattern="FS"), dataclasses.replace(EVERYTHING, gpus=EVERYTHING.gpus * 4)
-    for pattern in (of, facts(**V32)):
-        assert graphs(run(pattern, on, pp_size=2, device="cuda")[0])[0] == "full_and_piecewise"
+    for made in (of, facts(**V32)):
+        assert graphs(run(made, on, pp_size=2, device="cuda")[0])[0] == "full_and_piecewise"
+        assert graphs(run(made, on, pp_size=2, device="cuda", tp_size=2, shard_indexer=True)[0])[0] == "piecewise"
 
 
 def test_index_keys_and_latents_of_sparse_kernels_are_fp8_together() -> None:

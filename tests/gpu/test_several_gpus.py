@@ -68,7 +68,7 @@ LAYOUTS = {
     "v32 tp2 shared indexer": ("v32", "tp_size=2", "shard_indexer=true", SPARSE, 'cuda_graph_mode="piecewise"'),
     "v32 tp2 nextn graphs": ("v32", "tp_size=2", NEXTN, "index_share_for_mtp_iteration=true", SPARSE, GRAPHS),
     "v32 pp2 graphs": ("v32", "pp_size=2", SPARSE, GRAPHS),
-    "v32 shared pp2 graphs": ("v32 shared", "pp_size=2", "chunked_prefill_size=64", SPARSE, GRAPHS),
+    "v32 shared pp2 graphs": ("v32 shared", "pp_size=2", "piecewise_cuda_graph_tokens=[16, 64, 256]", SPARSE, GRAPHS),
     "v32 cp2 graphs": ("v32", *CP2, SPARSE, GRAPHS),
     "v32 dcp2 graphs": ("v32", *DCP2, SPARSE, GRAPHS),
     "v32 by libraries tp2 graphs": ("v32 by libraries", "tp_size=2", RECORDS, GRAPHS),

@@ -130,9 +130,10 @@ class Batch:
     slot_R: Tensor | None = None
     share: TokenShare | None = None  # None: all tokens of the forward are here
     draft_selection: DraftSelection | None = None  # None: every layer with an indexer selects for itself
-    # int32 [T, K]: holds the positions that the last layer with an indexer has chosen, for captured code that gives
-    # them to another pipeline stage. None: only the step's own layers read them
-    chosen_TK: Tensor | None = None
+    # int32 [T, K]: where layers with an indexer put the positions that they choose, and layers without one find them.
+    # Captured code receives those of the pipeline stage before into it, and sends it to the next one, so it is the same
+    # memory in every step. None: no choice crosses a border, or nothing is captured
+    border_TK: Tensor | None = None
 
     @property
     def columns_T(self) -> Tensor:

@@ -84,22 +84,23 @@ class PagedStep:
 
     def packed(self, selections: SelectedContexts, topk: int) -> Tensor:
         """See `layers.interface.ForwardMetadata`; `selections` is not read."""
-        if self.batch.chosen_TK is not None:  # what is captured here may be replayed with longer contexts
-            return self.batch.chosen_TK
+        if self.batch.border_TK is not None:  # attention between pieces fills it before what is captured here sends it
+            return self.batch.border_TK
         if self.chooses:
             return self.chosen_TK[0]
         return self.batch.positions_T.new_full((len(self.batch.ids_T), topk), -1, dtype=torch.int32)
 
     def unpacked(self, packed_TK: Tensor) -> SelectedContexts:
-        """Inverse of `packed`."""
+        """Takes what the stage before has `packed`."""
         self.keep_chosen(packed_TK)
         return ()
 
     def keep_chosen(self, chosen_TK: Tensor) -> Tensor:
         """For the layers up to the next one with an indexer. → where they are."""
-        held_TK = self.batch.chosen_TK
-        self.chosen_TK[:] = [chosen_TK if held_TK is None else held_TK.copy_(chosen_TK)]
-        return self.chosen_TK[0]
+        if self.batch.border_TK is not None:
+            chosen_TK = self.batch.border_TK.copy_(chosen_TK)
+        self.chosen_TK[:] = [chosen_TK]
+        return chosen_TK
 
     def metadata_of_scores(self, tokens: slice, make: Callable[[], Metadata]) -> Metadata:
         """What all layers share of the index scores of these tokens; the first layer makes it."""
@@ -208,7 +209,8 @@ class PagedMetadataBuilder(nn.Module):
         shared = rest, prefixes, whole, self.prepare(stored, tokens, rows), (), chooses, query_rows
         if stored is not batch:
             batch = replace(batch, write_T=stored.write_T, share=stored.share)
-        earlier = [] if batch.chosen_TK is None else [batch.chosen_TK]
+        # all stages decide alike whether a step chooses, so what is read there has been chosen in this step
+        earlier = [] if batch.border_TK is None else [batch.border_TK]
         return PagedStep(batch, planes, self.cos, self.sin, tokens, rows, *shared, chosen_TK=earlier)
 
     def _masks(self, batch: Batch, rest: Rest, contexts: Sequence[int]) -> bool:

@@ -4,7 +4,8 @@ attentions.
 Lengths and pages differ from step to step, so attention runs between the graphs, eagerly, except for decode rows
 (`DecodeAttentionGraphs`). All else depends on the number of tokens alone, which is filled up to a bucket. Padding is
 token 0 in no expert, attention does not see it, and its KV goes to the null page. Of a layer's projections, experts and
-norms, one launch is left.
+norms, one launch is left. Attention leaves its results for the next piece, and what an indexer chooses for the last one
+where another pipeline stage shares it.
 """
 
 from __future__ import annotations
@@ -92,9 +93,9 @@ class PiecewiseGraph:
         if decoding is not None:
             rows = decoding.bind(batch)
             rest = without_first_group(batch) if len(batch.groups) > 1 else None
+        step = None
         if rest is not None:
-            rest = replace(rest, chosen_TK=shared.chosen(slice(rows, count)))
-        step = None if rest is None else self.model.metadata.build(rest, planes)
+            step = self.model.metadata.build(replace(rest, border_TK=shared.border(slice(rows, count))), planes)
         for layer, (graph, attend, inputs) in enumerate(self.pieces):
             graph.replay()
             if decoding is not None:
@@ -121,11 +122,11 @@ class DecodeAttentionGraphs:
         group, extents = Group(0, rows, 0, 1, context), (RowExtent(1, context),) * rows
         self.slot_R = torch.zeros(rows, dtype=torch.int64, device=device) if planes.slots_nbytes else None
         tensors = positions_R, positions_R, write_R, self.table_RP, self.real_R, positions_R
-        chosen_TK = largest.shared.chosen(slice(rows))
-        self.batch = Batch(*tensors, (group,), extents, slot_R=self.slot_R, chosen_TK=chosen_TK)
+        border_TK = largest.shared.border(slice(rows))
+        self.batch = Batch(*tensors, (group,), extents, slot_R=self.slot_R, border_TK=border_TK)
         # its own: a piece leaves them elsewhere for each bucket. Layers with an indexer have more than others
-        most = max((piece.inputs for piece in largest.pieces), key=len)
-        self.inputs = tuple(x.new_zeros(rows, *x.shape[1:]) for x in most)
+        widest = max((piece.inputs for piece in largest.pieces), key=len)
+        self.inputs = tuple(x.new_zeros(rows, *x.shape[1:]) for x in widest)
         self.graphs: list[torch.cuda.CUDAGraph] = []
         self.step: Any = None  # keeps what the first layer prepares for the others
 
@@ -159,7 +160,9 @@ class DecodeAttentionGraphs:
         return rows
 
     def attend(self, layer: int, left: tuple[Tensor, ...]) -> None:
-        """left: what the piece ahead of this layer's attention left for it, of `rows` tokens at least."""
+        """left: what the piece ahead of this layer's attention left for it, of `rows` tokens at least: less of a layer
+        without an indexer.
+        """
         for held, given in zip(self.inputs, left, strict=False):
             held.copy_(given[: self.rows])
         self.graphs[layer].replay()
@@ -229,5 +232,5 @@ def _padding(shared: StepBuffers, tokens: int, context: int, graph_break: GraphB
         tuple(RowExtent(length, length) for length in lengths),
         graph_break,
         share=shared.share(tokens),
-        chosen_TK=shared.chosen(slice(tokens)),
+        border_TK=shared.border(slice(tokens)),
     )

@@ -11,8 +11,8 @@ from thalweg.parallel.axis import SINGLE
 
 class StepBuffers:
     """What the graphs of all buckets read and write: ids, positions, places and reality of the tokens, what attention
-    between pieces returns, and what it chooses for another pipeline stage, or that stage for it. All buckets use its
-    first rows, so the largest is recorded first.
+    between pieces returns, and the choice of context that pipeline stages give each other. All buckets use its first
+    rows, so the largest is recorded first.
     """
 
     def __init__(self, most: int, device: torch.device, ranks: ContextRanks = SINGLE, topk: int = 0) -> None:
@@ -22,16 +22,16 @@ class StepBuffers:
         self.ids_T, self.positions_T, self.write_T = torch.zeros(3, most, dtype=torch.int64, device=device)
         self.real_T = torch.zeros(most, dtype=torch.bool, device=device)
         self.out_TX: Tensor | None = None
-        self.chosen_TK = torch.zeros(most, topk, dtype=torch.int32, device=device) if topk else None
+        self.border_TK = torch.zeros(most, topk, dtype=torch.int32, device=device) if topk else None
         self.ranks, self.write_all = ranks, torch.zeros(ranks.size * most, dtype=torch.int64, device=device)
 
     def share(self, tokens: int) -> TokenShare | None:
         """Of a bucket of so many tokens; None where one rank computes all."""
         return None if self.ranks.size == 1 else TokenShare(self.ranks, self.write_all[: self.ranks.size * tokens])
 
-    def chosen(self, tokens: slice) -> Tensor | None:
-        """As `Batch.chosen_TK` of these tokens."""
-        return None if self.chosen_TK is None else self.chosen_TK[tokens]
+    def border(self, tokens: slice) -> Tensor | None:
+        """As `Batch.border_TK` of these tokens."""
+        return None if self.border_TK is None else self.border_TK[tokens]
 
     def fill(self, batch: Batch, tokens: int) -> None:
         """Takes the tokens of a step, with padding up to so many."""
