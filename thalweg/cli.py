@@ -18,7 +18,7 @@ from thalweg import __version__
 from thalweg.config.args import ENGINE, OptionsParser, ParsedOptions, add_setting, options_parser, parse_options
 from thalweg.config.setting import nearest
 from thalweg.config.tree import non_defaults, settings
-from thalweg.core.errors import ThalwegError, UnsupportedConfig
+from thalweg.core.errors import NumericalError, ThalwegError, UnsupportedConfig
 
 if TYPE_CHECKING:
     from thalweg.core.sampling import SamplingParams
@@ -213,6 +213,8 @@ examples:
             print(*(prompt + one.text for one in result.outputs), sep="\n---\n")
     if interrupted is not None:
         raise interrupted
+    if any(one.finish_reason == "error" for result in results for one in result.outputs):
+        raise NumericalError
     return 0
 
 

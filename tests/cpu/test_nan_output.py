@@ -10,11 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.compose.matrix import MODEL
 from tests.cpu.test_speculation import engine, prompts, unrecorded
+from thalweg import cli
 from thalweg.batch.batch import Batch
+from thalweg.bench import eval as evaluation
 from thalweg.core.errors import NumericalError
 from thalweg.core.messages import EngineReady, StepUpdate, TokenDelta
 from thalweg.core.plan import PAGE
@@ -163,3 +166,18 @@ def test_a_stream_delivers_its_tokens_before_the_nan_error(caplog: pytest.LogCap
     )
     problem = api_error(raised.value)
     assert (problem.status, problem.code) == (500, "nan_output") and "NaN" in problem.message
+
+
+def test_commands_say_that_a_checkpoint_computes_nan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A missing answer is neither an empty one nor a wrong one."""
+    for file in Path(MODEL).iterdir():
+        (tmp_path / file.name).symlink_to(file.resolve())
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.norm.weight"].fill_(torch.nan)
+    (tmp_path / "model.safetensors").unlink()
+    save_file(tensors, tmp_path / "model.safetensors")
+    words = [str(tmp_path), "--device", "cpu", "--threads", "1"]
+    assert cli.main(["generate", *words, "--prompt", "27 + 58 =", "--max-tokens", "4"]) == 1
+    assert "the model computed NaN" in capsys.readouterr().err
+    assert evaluation.main([*words, "--tasks", "sums", "--items", "2"]) == 1
+    assert "sums: the model computed NaN" in capsys.readouterr().err

@@ -26,6 +26,7 @@ from thalweg.bench.load_driver import LoadRun, interruptible
 from thalweg.bench.metrics import Record, failures
 from thalweg.bench.statistics import common_length
 from thalweg.bench.tasks import Item
+from thalweg.core.errors import NumericalError
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.streams import Piece
 from thalweg.layers.mla import Indexer
@@ -95,7 +96,7 @@ def continuations(question: ChoiceQuestion, texts: PromptFormat) -> list[Continu
 
 
 class NoAnswer(BenchError):
-    """The server failed on a request. A missing answer is not a wrong one, so the task ends there."""
+    """A request failed. A missing answer is not a wrong one, so the task ends there."""
 
 
 class EngineAnswerer:
@@ -105,7 +106,7 @@ class EngineAnswerer:
         self.llm, self.progress = llm, progress
 
     def answer(self, prompts: Sequence[EvalPrompt], label: str) -> Iterator[tuple[int, str]]:
-        """Raises InvalidRequest for a prompt that is too long."""
+        """Raises InvalidRequest for a prompt that is too long, NoAnswer where the model computes NaN."""
         requests = [
             Generation(ids, SamplingParams(temperature=GREEDY, max_tokens=limit, skip_special_tokens=False))
             for ids, limit in prompts
@@ -114,7 +115,7 @@ class EngineAnswerer:
             yield place, "".join(piece.text for piece in pieces)
 
     def likelihoods(self, texts: Sequence[Continuation], label: str) -> Iterator[tuple[int, float]]:
-        """Raises InvalidRequest for a text that is too long."""
+        """Raises as `answer`."""
         for place, pieces in self._results([Generation(text.ids, SCORE_PROMPT) for text in texts], label):
             entries = next(piece.prompt_logprobs for piece in pieces if piece.prompt_logprobs)
             yield place, math.fsum(entry.logprob for entry in entries[texts[place].at - 1 :])
@@ -130,6 +131,8 @@ class EngineAnswerer:
             for request, piece, _ in results:
                 place = places[id(request)]
                 pieces[place].append(piece)
+                if piece.finish == "error":
+                    raise NoAnswer(f"{label}: {NumericalError()}")
                 if piece.finish:
                     bar.advance()
                     yield place, pieces[place]
