@@ -13,7 +13,7 @@ from thalweg.bench import index_cache, tune
 from thalweg.bench.index_cache import PatternLoss, cut, evaluations, search
 from thalweg.config.model import index_pattern, with_index_pattern
 from thalweg.config.tree import options_of
-from thalweg.core.errors import UnsupportedConfig
+from thalweg.core.errors import CheckpointError, UnsupportedConfig
 from thalweg.engine.local import LocalEngine
 from thalweg.launch.resolve import resolve
 from thalweg.models.catalog import read_config_facts, read_facts
@@ -23,7 +23,7 @@ TOPK, WINDOW = 64, 200
 
 
 def resolved(**wishes: Any) -> Any:
-    return resolve(options_of(model=TINY, device="cpu", threads=1, radix_cache=False, **wishes))
+    return resolve(options_of(**{"model": TINY, "device": "cpu", "threads": 1, "radix_cache": False} | wishes))
 
 
 def loss(pattern: str, **wishes: Any) -> PatternLoss:
@@ -72,6 +72,28 @@ def test_models_that_cannot_are_refused() -> None:
         with_index_pattern(shared, "F" * 61)
 
 
+def test_kinds_of_a_config_json_are_those_that_are_known() -> None:
+    made = read_config_facts(DEEPSEEK | INDEXER | {"indexer_types": ["full"] * 60 + ["shared"]}, "")
+    assert made.indexer is not None and made.indexer.full == (True,) * 60 + (False,)
+    for given, said in (
+        ({"indexer_types": ["full"] * 60 + ["Full"]}, "indexer_types must have full or shared for each of 61 layers"),
+        ({"index_topk_pattern": "F" * 60 + "X"}, "index_topk_pattern must have F or S for each of 61 layers"),
+        ({"index_topk_pattern": "S" + "F" * 60}, "index_topk_pattern must .* the first one F"),
+        ({"index_topk_freq": 0}, "index_topk_freq"),
+    ):
+        with pytest.raises(CheckpointError, match=said):
+            read_config_facts(DEEPSEEK | INDEXER | given, "")
+
+
+def test_a_frequency_keeps_to_the_checkpoints_first_layers(tmp_path: Path) -> None:
+    for file in Path(TINY).iterdir():
+        (tmp_path / file.name).symlink_to(file.resolve())
+    config = json.loads((tmp_path / "config.json").read_text()) | {"index_topk_freq": 2, "index_skip_topk_offset": 3}
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert resolved(model=str(tmp_path), index_topk_freq=2).engine.index_topk_pattern == "FFFS"
+
+
 def test_a_layer_put_aside_shares_as_one_that_was_never_loaded() -> None:
     whole = loss("FFFF")
     for pattern in ("FFSF", "FSSS"):
@@ -99,7 +121,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert [row["sharing"] for row in rows] == [0, 1] and rows[1]["loss"] >= rows[0]["loss"] - 0.1
     assert f"--index-topk-pattern {rows[1]['pattern']}" in capsys.readouterr().out
     for more, problem in (
-        (["--window", "60"], "more than index_topk, 64"),
+        (["--window", "65"], "65 tokens must be 66 to"),  # 65 tokens have no loss beyond the choice
         (["--text", str(tmp_path / "none")], "cannot be read"),
     ):
         assert index_cache.main([*argv[1:], *more, "--device", "cpu"]) in (1, 2)

@@ -109,10 +109,10 @@ def _windows(resolved: Resolved, topk: int, text: Path | None, window: int | Non
         raise UnsupportedConfig("--text: give a text file" if text is None else "the checkpoint has no tokenizer")
     longest = resolved.engine.context_length - 1
     tokens = window or min(4 * topk, longest)
-    if not topk < tokens <= longest:
+    if not topk + 1 < tokens <= longest:
         raise UnsupportedConfig(
-            f"--window: {tokens} tokens must be more than index_topk, {topk}, and at most {longest}: up to index_topk"
-            " tokens all context is selected"
+            f"--window: {tokens} tokens must be {topk + 2} to {longest}: up to index_topk tokens all context is"
+            " selected, and the first token has no loss"
         )
     try:
         return cut(resolved.tokenizer.encode(text.read_text(encoding="utf-8"), True), tokens, windows)

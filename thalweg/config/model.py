@@ -100,6 +100,7 @@ class IndexerFacts(
     interleaved: bool  # the published weights rotate neighbouring dims (GLM-5), not halves (V3.2)
     hadamard: bool  # the published code turns queries and keys by a Hadamard matrix before it rounds them to FP8
     full: tuple[bool, ...]  # layers with their own indexer; others use the selection of the last one before
+    offset: Place = 2  # first layer that a frequency may have share
 
 
 class MoeFacts(
@@ -204,7 +205,7 @@ class OtherFields(msgspec.Struct, frozen=True, kw_only=True):
     # from `offset` on
     indexer_types: list[str] = []
     index_topk_pattern: str = ""
-    index_topk_freq: Place = 1
+    index_topk_freq: Size = 1
     index_skip_topk_offset: Place = 2
     # layers with experts. DeepSeek: every `freq`-th from `first` on, or a list; Qwen: every `step`-th, without a list
     mlp_layer_types: list[Literal["dense", "sparse"]] = []
@@ -350,21 +351,22 @@ def _rope(given: Mapping[str, Any], dim: int, where: str) -> RopeFacts:
 
 
 def _indexer(given: Mapping[str, Any], other: OtherFields, where: str) -> IndexerFacts:
-    layers, kinds = other.num_hidden_layers, other.indexer_types or other.index_topk_pattern
-    full = [kind == "F" for kind in index_pattern(other.index_topk_freq, layers, other.index_skip_topk_offset)]
-    if kinds:
-        full = [kind in ("full", "F") for kind in kinds]
-        if len(full) != layers or not full[0]:
-            raise CheckpointError(
-                f"{where}: indexer_types must name a kind for each of {layers} layers, the first one full, got"
-                f" {_short(kinds)}"
-            )
-    return record(IndexerFacts, {**given, "full": full}, where)
+    layers, field, kinds = other.num_hidden_layers, "indexer_types", list(map(str, other.indexer_types))
+    known, offset = ["full", "shared"], other.index_skip_topk_offset
+    if not kinds:
+        field, kinds, known = "index_topk_pattern", list(other.index_topk_pattern), ["F", "S"]
+    kinds = kinds or list(index_pattern(other.index_topk_freq, layers, offset))
+    if len(kinds) != layers or kinds[0] != known[0] or not {*kinds} <= {*known}:
+        raise CheckpointError(
+            f"{where}: {field} must have {' or '.join(known)} for each of {layers} layers, the first one {known[0]},"
+            f" got {_short(kinds)}"
+        )
+    return record(IndexerFacts, {**given, "full": [kind == known[0] for kind in kinds], "offset": offset}, where)
 
 
 def index_pattern(every: int, layers: int, offset: int = 2) -> str:
     """IndexCache's pattern: F for the first `offset` layers and each `every`th from there on, S for the others."""
-    return "".join("FS"[max(layer - offset + 1, 0) % max(every, 1) > 0] for layer in range(layers))
+    return "".join("FS"[max(layer - offset + 1, 0) % every > 0] for layer in range(layers))
 
 
 def with_index_pattern(facts: ModelFacts, pattern: str) -> ModelFacts:
@@ -382,7 +384,9 @@ def with_index_pattern(facts: ModelFacts, pattern: str) -> ModelFacts:
         )
     full = tuple(kind == "F" for kind in pattern)
     if lacking := [layer for layer, wanted in enumerate(full) if wanted and not indexer.full[layer]]:
-        raise UnsupportedConfig(f"{name}: layer {lacking[0]} of this checkpoint shares a selection: it must be S")
+        raise UnsupportedConfig(
+            f"{name}, index_topk_freq: layer {lacking[0]} of this checkpoint shares a selection: it must be S"
+        )
     return msgspec.structs.replace(facts, indexer=msgspec.structs.replace(indexer, full=full))
 
 
