@@ -329,6 +329,14 @@ def test_fp8_scales_of_a_wrong_shape(folder: Path) -> None:
         zoo.ours(folder)
 
 
+def test_a_weight_whose_scales_are_there_is_what_is_missing(folder: Path) -> None:
+    quantised(folder, (16, 16), False)
+    name = "model.layers.0.self_attn.o_proj.weight"
+    rewrite(folder, {name: None})
+    with pytest.raises(CheckpointError, match=rf"1 weights are missing.*{name}$"):
+        zoo.ours(folder)
+
+
 def test_scales_beside_a_tensor_that_is_not_fp8(folder: Path) -> None:
     rewrite(folder, {"model.layers.0.self_attn.o_proj.weight_scale_inv": torch.ones(1, 1)})
     with pytest.raises(CheckpointError, match=r"belong nowhere.*o_proj\.weight_scale_inv"):

@@ -131,3 +131,20 @@ def test_a_full_folder_or_disk_is_left_alone(
     assert main([str(folder), str(tmp_path / "out")]) == 2
     assert "100 B are free" in capsys.readouterr().err
     assert main([str(tmp_path / "nowhere"), str(tmp_path / "out2")]) == 1
+
+
+def test_all_files_that_a_checkpoint_is_read_by_are_copied(tmp_path: Path) -> None:
+    """Of a vocabulary in tiktoken's form, and of a format that ModelOpt's file alone states."""
+    folder, names = shape(tmp_path / "shape", "v3"), ("tiktoken.model", "added_tokens.json", "chat.jinja")
+    for name in names:
+        (folder / name).write_text("{}")
+    (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "FP8_PB_WO"}}))
+    assert main([str(folder), str(tmp_path / "out")]) == 0
+    assert {one.name for one in (tmp_path / "out").iterdir()} >= {*names, "hf_quant_config.json"}
+    assert read_facts(tmp_path / "out").quantization_config
+
+
+def test_scales_that_follow_from_a_text_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    static = {"quantization_config": {"quant_method": "w4afp8", "activation_scheme": "static"}}
+    assert main([str(shape(tmp_path / "shape", "v3", **static)), str(tmp_path / "out")]) == 2
+    assert "scales of a calibration" in capsys.readouterr().err and not (tmp_path / "out").exists()

@@ -201,6 +201,7 @@ def test_help_keeps_its_lines(capsys: pytest.CaptureFixture[str]) -> None:
         (("--format", "fp8", "--ignore", "mlp.gatee"), "no module is called so; one is model.layers.0"),
         (("--format", "int4", "--ignore", "re:("), "no regular expression"),
         (("--format", "int4", "--device", "cuda"), "no CUDA device"),
+        (("--format", "int4", "--calibration-tokens", "9"), "without --calibrate TEXT"),
         (("--format", "int4", "--shard-size", "0"), "expected a number above 0"),
     ],
 )
@@ -420,7 +421,7 @@ def test_a_calibrated_run_is_nearer_and_goes_on(tmp_path: Path, monkeypatch: pyt
     assert differing < len(whole) / 1000, "sums differ in their last bits from run to run"
 
 
-def test_w4afp8_gets_the_scales_of_its_experts_inputs(tmp_path: Path) -> None:
+def test_w4afp8_gets_the_scales_of_its_experts_inputs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "text").write_text("To be, or not to be, that is the question. " * 60)
     more = ("--calibrate", str(tmp_path / "text"), "--calibration-tokens", "600")
     assert quantize(str(TINY), str(tmp_path / "out"), "--format", "w4afp8", *more) == 0
@@ -431,6 +432,9 @@ def test_w4afp8_gets_the_scales_of_its_experts_inputs(tmp_path: Path) -> None:
     }
     assert scales["w1"] == scales["w3"] and all(0 < value < 1 for each in scales.values() for value in each)
     assert len(set(scales["w2"])) > 8
+    capsys.readouterr()
+    assert quantize(str(tmp_path / "out"), str(tmp_path / "again"), "--format", "w4afp8") == 0
+    assert "left out: 192 scales of activations" in capsys.readouterr().out
     with LLM(str(tmp_path / "out")) as llm:
         assert (
             "46"

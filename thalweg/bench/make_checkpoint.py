@@ -26,6 +26,7 @@ from thalweg.core.format import format_bytes
 from thalweg.layers.reference import ReferenceLayers
 from thalweg.models import catalog
 from thalweg.models.catalog import read_facts
+from thalweg.quant.files import GPTQ, MODELOPT
 from thalweg.quant.scheme import TensorSpec
 from thalweg.weights.index import INDEX
 from thalweg.weights.random import RandomTensor, random_tensors
@@ -35,14 +36,9 @@ T = TypeVar("T")
 THREADS = 8
 PUBLISHED_TYPES = ("bfloat16", "float16", "float32")
 COPIED = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer*",
-    "special_tokens_map.json",
-    "chat_template*",
-    "vocab.json",
-    "merges.txt",
-)
+    "config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json",
+    "chat_template*", "*.jinja", "vocab.json", "merges.txt", "tiktoken.model", "*.tiktoken", "*.py",
+)  # fmt: skip
 FLAGS = """
 --seed        whole=0   of the random weights
 --shard-size  number=5  GB of a file, at most; a file is made in memory
@@ -54,8 +50,14 @@ FLAGS = """
 def published(facts: ModelFacts, nextn: bool) -> list[RandomTensor]:
     """Every tensor of a model as it is published, in the order of the model. nextn: with the NextN layers' tensors.
 
-    Raises CheckpointError for an unknown architecture or a type that no checkpoint is published in.
+    Raises CheckpointError for an unknown architecture or a type that no checkpoint is published in, UnsupportedConfig
+    for scales that follow from a text.
     """
+    if facts.quantization_config.get("activation_scheme") == "static":
+        raise UnsupportedConfig(
+            "config.json: activation_scheme static needs scales of a calibration, and random weights have none; take"
+            " it out"
+        )
     if facts.dtype not in PUBLISHED_TYPES:
         types = ", ".join(PUBLISHED_TYPES)
         raise CheckpointError(f"config.json: torch_dtype {facts.dtype!r}; weights are drawn in {types}")
@@ -97,7 +99,7 @@ def make(shape: Path, out: Path, seed: int, nextn: bool, shard: int, device: tor
     if total > free:
         sizes = f"{format_bytes(total)}, and {format_bytes(free)} are free"
         raise UnsupportedConfig(f"the checkpoint takes {sizes} at {out}: give another folder")
-    for pattern in COPIED:
+    for pattern in (*COPIED, MODELOPT, GPTQ):
         for file in shape.glob(pattern):
             shutil.copyfile(file, out / file.name)
     files, names = shards(tensors, lambda tensor: tensor.spec.nbytes, shard), dict[str, str]()

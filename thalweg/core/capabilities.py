@@ -79,7 +79,7 @@ def select(role: str, required: Required, catalog: Mapping[str, Capabilities], w
     if wish in fitting:
         return Selected(wish, USER, "")
     if wish != "auto":
-        instead = f"Use {fitting[0]}." if fitting else "No other backend fits either."
+        instead = f"Use {fitting[0]}." if fitting else "No other one fits either; leave it out."
         raise UnsupportedConfig(f"{role} {wish}: {'; '.join(misfits[wish])}. {instead}")
     # reasons after the first often follow from it
     first = takewhile(lambda entry: entry[1], misfits.items())

@@ -130,9 +130,9 @@ def fp8_format(config: Mapping[str, Any], where: str) -> Format:
     at = f"{where}: quantization_config"
     lists = (names(config.get(name), f"{at}.{name}") for name in ("modules_to_not_convert", "ignored_layers"))
     plain = [module for listed in lists for module in listed]
+    is_dynamic = one_of(config, "activation_scheme", at, ("dynamic", "static"), "dynamic") == "dynamic"
     if config.get("weight_block_size") is not None or "activation_scheme" not in config:
         return Format(((by_part(plain), UNQUANTIZED),), Fp8Block.of_config(config, where))
-    is_dynamic = one_of(config, "activation_scheme", at, ("dynamic", "static")) == "dynamic"
     return Format(((by_part(plain), UNQUANTIZED),), fp8_rows("fp8", TENSOR, is_dynamic))
 
 

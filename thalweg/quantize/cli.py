@@ -22,6 +22,7 @@ from thalweg.quantize.jobs import QuantizeRequest
 from thalweg.quantize.targets import TARGETS
 from thalweg.text.tokenizer import Tokenizer
 
+CALIBRATION_TOKENS = 16384
 FLAGS = """
 --modules     modules   what is quantized: the routed experts, or all linear layers; default: the experts, where
                         there are some
@@ -30,7 +31,7 @@ FLAGS = """
 --group-size  groups    weights that share a scale in int4; default: 128
 --calibrate   path      a text: linear layers are rounded by what they compute on it (GPTQ), and w4afp8 gets scales of
                         its experts' inputs
---calibration-tokens  count=16384  of the text
+--calibration-tokens  count  of the text; default: 16384
 --shard-size  positive=5  GB of a file, at most
 --threads     count     weights that are rounded at a time; default: one a CPU core, 8 at most
 --device      device=cpu  where they are rounded
@@ -82,6 +83,8 @@ def main(argv: list[str]) -> int:
     request = QuantizeRequest(args.format, args.modules or None, group, args.ignore)
     if args.device == "cuda" and not torch.cuda.is_available():
         raise UnsupportedConfig("--device cuda: there is no CUDA device here")
+    if args.calibration_tokens and args.calibrate is None:
+        raise UnsupportedConfig("--calibration-tokens: without --calibrate TEXT nothing is calibrated")
     device = torch.device(args.device)
     threads = args.threads or min(os.cpu_count() or 1, 8)
     try:
@@ -89,7 +92,8 @@ def main(argv: list[str]) -> int:
         calibration = None
         if text is not None:
             tokenizer = Tokenizer(checkpoint.folder)
-            calibration = Calibration.of_text(text, tokenizer.encode, args.calibration_tokens, facts.context)
+            tokens = args.calibration_tokens or CALIBRATION_TOKENS
+            calibration = Calibration.of_text(text, tokenizer.encode, tokens, facts.context)
         with progress_bar("calibrating layers", 0, text is not None) as layers, progress_bar("writing", 0) as bar:
             shard = int(args.shard_size * 1e9)
             result = convert(
@@ -99,6 +103,8 @@ def main(argv: list[str]) -> int:
         raise BenchError(str(error)) from error
     kept = f", of which a former run wrote {result.kept}" if result.kept else ""
     print(f"{args.out}: {result.tensors} tensors, {format_bytes(result.nbytes)} in {result.files} files{kept}")
+    if result.left_out:
+        print(f"left out: {result.left_out} scales of activations; --calibrate TEXT makes those of w4afp8 anew")
     for line in report(result):
         print(line)
     return 0

@@ -61,6 +61,7 @@ class Result:
     nbytes: int
     files: int
     kept: int  # files that a former run wrote
+    left_out: int = 0  # scales of activations that the source has and this checkpoint has not
     # by the last part of the module's name, and the format
     errors: dict[tuple[str, str], Error] = field(default_factory=dict)
 
@@ -213,6 +214,8 @@ def convert(
         names = [SINGLE] if len(files) == 1 else names
         _prepare(folder, out, config, sum(job.nbytes for job in jobs), _run_of(folder, config, shard, calibration))
         result = Result(sum(len(job.writes) for job in jobs), sum(job.nbytes for job in jobs), len(files), 0)
+        if calibration is None:
+            result.left_out = sum(name.endswith(f".{INPUT}") for name in stream.specs)
         source, done = Source(stream, jobs, device), 0
         if calibration is not None and not all((out / name).exists() for name in names):
             source.calibrate(folder, jobs, calibration, out / SCRATCH, calibrating)

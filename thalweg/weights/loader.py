@@ -214,6 +214,9 @@ def _account(stream: Stream, table: WeightTable, missing: list[str], used: set[s
     """used: the stream's tensors that are read, scales with them."""
     unknown = [name for name in stream.specs if name not in used and not table.is_skipped(name)]
     if unknown:
+        lacking = [name for name in missing if any(other.startswith(name) for other in unknown)]
+        if lacking:
+            raise CheckpointError(f"{len(lacking)} weights are missing, whose scales are there: {_list(lacking)}")
         raise CheckpointError(
             f"{len(unknown)} tensors of the checkpoint belong nowhere in this model: {_list(unknown)}"
         )
