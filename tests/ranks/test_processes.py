@@ -288,6 +288,22 @@ def test_an_engine_in_the_callers_process(layout: dict[str, Any], want: list[int
         engine.close()
 
 
+def test_a_stopped_process_ends_an_engine_in_the_callers_process() -> None:
+    engine = LocalEngine(config(**TP2))
+    try:
+        engine.submit(PROMPT, greedy(300))
+        for _ in range(5):
+            engine.step()
+        os.kill(engine.others._processes.children[0].pid, signal.SIGSTOP)  # type: ignore[union-attr]
+        begun = time.monotonic()
+        with pytest.raises(EngineDead, match=r"rank 1 \(TP 1\): stopped by a signal"):
+            while True:
+                engine.step()
+        assert time.monotonic() - begun < LIMIT_S
+    finally:
+        engine.close()
+
+
 def test_a_drafter_reads_streams_of_other_stages(want: list[int]) -> None:
     """EAGLE-3 reads the residual stream before layers of the first stage; its drafts are those of one process."""
     head, counts = str(Path(MODEL).parent / "tiny-eagle3"), list[tuple[int, int]]()

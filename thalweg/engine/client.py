@@ -180,6 +180,12 @@ class EngineClient:
         return self._stats if self.config.dp_size > 1 else {}
 
     @property
+    def pids(self) -> list[int]:
+        """Of the processes on this machine: of several nodes only the leader's is known."""
+        own = [] if self._processes is None else [child.pid for child in self._processes.children if child.pid]
+        return own or ([] if self.ready is None else [self.ready.pid])
+
+    @property
     def rank_states(self) -> dict[str, str]:
         """The state of each process, if there are several."""
         return self._processes.states() if self._processes is not None and self.config.processes > 1 else {}

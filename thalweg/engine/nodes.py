@@ -58,7 +58,7 @@ class RemoteProcess:
         self.exitcode: int | None = None
         self.is_stopped = self.has_pending_plans = False
         self.how_ended = ""
-        self.waits_for = ""  # the node, until the processes of all nodes start
+        self.waits_for: Callable[[], str] = str  # names of nodes, until the processes of all start
         self.sentinel, self._living = os.pipe()  # readable once the process has ended
         self._ended, self._lock = threading.Event(), threading.Lock()
 
@@ -146,8 +146,8 @@ class Nodes:
                 RemoteProcess(member.name, lambda: self._kill(number), self._signal(i))
                 for i, member in enumerate(members)
             ]
-            for i, process in enumerate(made):
-                process.waits_for = f"node {i // self.per_node}"
+            for process in made:
+                process.waits_for = self._missing
         threading.Thread(target=self._begin, args=(number, config, tuple(addresses)), daemon=True).start()
         return made
 
@@ -179,7 +179,7 @@ class Nodes:
             relays = tuple(self._relays[node] for node in range(self.count))
             links, self._is_started = dict(self._links), True
             for process in self._processes:
-                process.waits_for = ""
+                process.waits_for = str
         for node, link in links.items():
             own = addresses[node * self.per_node : (node + 1) * self.per_node]
             try:
@@ -191,9 +191,11 @@ class Nodes:
         """False: this start is over before it began. The caller holds the lock."""
         while self._is_current(number) and len(self._links) < self.count:
             if not self._changed.wait(REMIND_S):
-                missing = [str(node) for node in range(self.count) if node not in self._links]
-                log.warning("waiting at %s for node %s", self.address, ", ".join(missing))
+                log.warning("waiting at %s for %s", self.address, self._missing())
         return self._is_current(number)
+
+    def _missing(self) -> str:
+        return ", ".join(f"node {node}" for node in range(self.count) if node not in self._links)
 
     def _is_current(self, number: int) -> bool:
         return not self._is_closed and number == self._start and self._processes[0].exitcode is None

@@ -16,7 +16,7 @@ from thalweg.config.engine import EngineConfig
 from thalweg.core.errors import EngineDead
 from thalweg.core.messages import EngineReady, Fatal, FromEngine, Rejected, StepUpdate, Submit, ToEngine
 from thalweg.engine.group import RankContext, join, place_of
-from thalweg.engine.processes import EngineProcesses
+from thalweg.engine.processes import STOPPED_S, EngineProcesses
 from thalweg.parallel.process_axis import abort, disconnect, leave
 from thalweg.runner.runner import Runner
 
@@ -95,19 +95,22 @@ class OtherProcesses:
         return self._killed or self._processes.failed() or self._ended
 
     def _watch(self) -> None:
-        """Frees the caller's thread from what it waits for, once a process has ended: ends all others, because a
-        collective of Gloo fails with the connection to any of them.
+        """Frees the caller's thread from what it waits for, once a process has ended, or a signal has stopped it for
+        `STOPPED_S`: ends all others, because a collective of Gloo fails with the connection to any of them.
         """
-        children = self._processes.children
-        ended = wait_for([child.sentinel for child in children])
+        children, checks, stopped = self._processes.children, 0, ""
+        while not (ended := wait_for([child.sentinel for child in children], 1.0)) and checks < STOPPED_S:
+            stopped = self._processes.stopped()
+            checks = checks + 1 if stopped else 0
         if self._is_closed:
             return
         self._has_lost = True
         step_records = self._processes.first.step_records
         if step_records is not None:
-            rank = next(i for i, child in enumerate(children, 1) if child.sentinel in ended)
-            step_records.mark_lost(place_of(self.config, rank).dp)
-        self._killed, self._ended = self._processes.killed(), self._processes.why_ended()
+            lost = (one.child.sentinel in ended or one.is_stopped for one in self._processes.spawned)
+            step_records.mark_lost(place_of(self.config, 1 + [*lost].index(True)).dp)
+        self._killed = self._processes.killed(or_stopped=not ended)
+        self._ended = self._processes.why_ended() if ended else stopped
         if not self._is_closed:
             for child in children:
                 child.kill()

@@ -163,8 +163,8 @@ class EngineProcesses:
             return "ended"
         if spawned.is_stopped:
             return "stopped"
-        if isinstance(spawned, RemoteProcess) and spawned.waits_for:
-            return f"waits for {spawned.waits_for}"
+        if isinstance(spawned, RemoteProcess) and (node := spawned.waits_for()):
+            return f"waits for {node}"
         return "ready" if number in self.serving else "starting"
 
     def _others(self) -> Iterator[tuple[Member, EngineProcess | RemoteProcess]]:

@@ -29,7 +29,10 @@ def resolve_parallelism(
     tp, dp = parallel.tp_size, parallel.dp_size
     if parallel.enable_dp_attention:
         if tp % dp:
-            raise UnsupportedConfig(f"dp_size: {dp} does not divide --tp-size {tp}; use --dp-size {_or(_divisors(tp))}")
+            known = _or(_divisors(tp))
+            raise UnsupportedConfig(
+                f"dp_size: {dp} does not divide --tp-size {tp}; use --dp-size {known}, or another --tp-size"
+            )
     _resolve_context_parallelism(parallel, decisions)
     _resolve_nodes(parallel, decisions)
     config = decisions.config()
