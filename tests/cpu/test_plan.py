@@ -244,13 +244,14 @@ def test_lower_bounds_of_one_h100(plan: Run, lite: str) -> None:
 
 
 def test_tables_fit_a_page_and_explain(plan: Run, v3: str) -> None:
-    for argv in ((v3, "--machine", "h200x8", "--request-rate", "2", "--tpot-target", "30"), (TINY,)):
+    targets = "--request-rate", "2", "--tpot-target", "30"
+    for argv, where in (((v3, "--machine", "h200x8", *targets), "TP"), ((TINY,), "one process")):
         done = plan(*argv)
         assert done.status == 0
         commands = ("thalweg serve", "#", "for i in", "  CUDA")
         wide = [line for line in done.out.splitlines() if len(line) > WIDTH and not line.startswith(commands)]
         assert not wide, wide[0]
-        assert "Lower bounds of decode steps" in done.out and "decode_attention_backend" in done.out
+        assert f"Lower bounds of decode steps, {where}" in done.out and "decode_attention_backend" in done.out
     assert "sparse" not in done.err
 
 

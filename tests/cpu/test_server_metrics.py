@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -150,3 +152,20 @@ def test_data_parallel_ranks_have_metrics_of_their_own() -> None:
     assert got["thalweg_rank_decode_tokens"][1]["thalweg_rank_decode_tokens_total 1"] == 7
     assert got["thalweg_running_requests"][1] == {"thalweg_running_requests": 4}, "totals have no rank"
     assert not families(prometheus_text(snapshot._replace(of_ranks={})))["thalweg_rank_cache_pages"][1]
+
+
+def test_the_engines_processes_are_added_up() -> None:
+    """One of them has just ended."""
+    own = os.getpid()
+
+    def values(*pids: int) -> dict[str, float]:
+        text = prometheus_text(MetricsSnapshot(ServerMetrics(), Stats(), True, None, "x", pids=pids))
+        lines = (line.rsplit(" ", 1) for line in text.splitlines() if "process_" in line and line[0] != "#")
+        return {name: float(value) for name, value in lines}
+
+    assert "thalweg_engine_process_open_fds" not in values()
+    found = values(own, own, 1 << 22)
+    for name in ("resident_memory_bytes", "open_fds", "cpu_seconds_total"):
+        assert found[f"thalweg_engine_process_{name}"] == pytest.approx(2 * found[f"process_{name}"], rel=0.1)
+    started = [values(own, os.getppid())[f"{name}process_start_time_seconds"] for name in ("thalweg_engine_", "")]
+    assert started[0] < started[1], "the first one's"

@@ -93,9 +93,9 @@ def measure_engines(
     rows, settings = list[Row](), dict[str, object]()
     with PartialRun() as partial:
         for shape, config in engines:
-            resolved, engine = started(shape, config)
-            if engine.config.dp_size > 1:
+            if config.parallel.dp_size > 1:
                 raise UnsupportedConfig(f"bench {command} sets the drafts of one scheduler: leave out --dp-size")
+            resolved, engine = started(shape, config)
             settings = configuration(resolved)
             for row in rows_of(shape, resolved, engine):
                 rows.append(row)

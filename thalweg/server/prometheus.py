@@ -5,7 +5,8 @@ A name of theirs is here only if its number is measured, with their type and lab
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -31,6 +32,7 @@ class MetricsSnapshot(NamedTuple):
     model: str
     weights_lost: bool = False  # it has its starting weights again, not the replaced ones
     of_ranks: Mapping[int, Stats] = {}  # of each data-parallel rank, if there are several
+    pids: Sequence[int] = ()  # of the engine's processes here
 
     @property
     def derived(self) -> Mapping[str, Any]:
@@ -221,10 +223,26 @@ def prometheus_text(snapshot: MetricsSnapshot, names: Iterable[str] = ()) -> str
     registry = CollectorRegistry()
     registry.register(_SnapshotCollector(snapshot, names))
     ProcessCollector(registry=registry)
-    ready = snapshot.ready
-    if ready is not None:
-        ProcessCollector(namespace="thalweg_engine", pid=lambda: ready.pid, registry=registry)
+    registry.register(_EngineProcesses(snapshot.pids))
     return generate_latest(registry).decode()
+
+
+class _EngineProcesses(Collector):
+    """What `ProcessCollector` has of each process, added up, and the first one's start."""
+
+    def __init__(self, pids: Sequence[int]) -> None:
+        self._pids = pids
+
+    def collect(self) -> Iterator[Metric]:
+        each = (ProcessCollector("thalweg_engine", partial(int, pid), registry=None).collect() for pid in self._pids)
+        for metrics in zip(*(found for found in each if found), strict=False):
+            values, metric = [one.samples[0].value for one in metrics], metrics[0]
+            total = min(values) if metric.name.endswith("start_time_seconds") else sum(values)
+            metric.samples = [metric.samples[0]._replace(value=total)]
+            yield metric
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
 
 
 class _SnapshotCollector(Collector):

@@ -85,10 +85,10 @@ def show(report: Report, console: Console) -> None:
     name, load = report["machine"]["name"], _load(report["load"])
     resolver.show(report, console, _facts(report))
     if report["decode_bounds"]:
+        on_cpu = report["decisions"]["device"]["value"] == "cpu"
+        where = "one process" if on_cpu else report["bounds_layout"]
         console.print(
-            make_table(
-                f"\nLower bounds of decode steps, {report['bounds_layout']}", BOUNDS, report["decode_bounds"], notes=1
-            ),
+            make_table(f"\nLower bounds of decode steps, {where}", BOUNDS, report["decode_bounds"], notes=1),
             make_table("\nLower bounds of a prompt alone", BOUNDS, report["prefill_bounds"], notes=1),
             "No program is faster: each phase reads its weights and context once, or computes at the machine's rate.",
         )
