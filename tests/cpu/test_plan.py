@@ -495,19 +495,16 @@ def test_sizes_are_those_of_the_kernels_layers(config: dict[str, Any]) -> None:
 
 def test_copies_get_gpus_of_their_own() -> None:
     config = parse_options(options_parser("x", ""), ["m"]).options
-    assert (
-        command(config, ParallelLayout(tp=2, copies=2), 16)
-        .splitlines()[1]
-        .strip()
-        .startswith("CUDA_VISIBLE_DEVICES=$(seq -s, $((2*i)) $((2*i+1)))")
-    )
+    attention = command(config, ParallelLayout(tp=2, dp=2, copies=2), 16).splitlines()
+    assert attention[0] == "for i in $(seq 0 1); do"
+    assert attention[1].strip().startswith("CUDA_VISIBLE_DEVICES=$(seq -s, $((2*i)) $((2*i+1)))")
+    assert command(config, ParallelLayout(tp=2, copies=2), 16) == "thalweg serve m --tp-size 2 --dp-size 2"
     assert command(config, ParallelLayout(), 16) == "thalweg serve m"
     on_nodes = command(config, ParallelLayout(tp=16, copies=2), 16)
     assert "--tp-size 16 --nnodes 2 --node-rank RANK --dist-init-addr HOST:29500  # on each node of a copy" in on_nodes
     assert command(config, ParallelLayout(tp=8, copies=2), 16) == "thalweg serve m --tp-size 8  # on each node"
-    assert (
-        command(config, ParallelLayout(tp=4, copies=4), 16).splitlines()[0] == "for i in $(seq 0 1); do  # on each node"
-    )
+    some = command(config, ParallelLayout(tp=4, copies=4), 16)
+    assert some == "thalweg serve m --tp-size 4 --dp-size 2  # on each node"
 
 
 def test_several_nodes_of_a_named_machine(plan: Run, v3: str) -> None:

@@ -123,8 +123,9 @@ def _divisors(number: int) -> list[int]:
 
 
 def command(options: Options, layout: ParallelLayout, requests: int, gpus_of_node: int = A_NODE) -> str:
-    """Shell command that starts a layout for so many requests at a time: one server, or one for each copy, on GPUs and
-    ports of their own. On several nodes: what runs on each. Settings that the user gave stay.
+    """Shell command that starts a layout for so many requests at a time: one server, or with data-parallel attention
+    one for each copy, on GPUs and ports of their own. On several nodes: what runs on each. Settings that the user gave
+    stay.
     """
     words = ["thalweg", "serve", _folder(options.model.model), *layout.flags()]
     own = {name: value for name, value in non_defaults(options).items() if name not in OF_LAYOUT}
@@ -138,8 +139,9 @@ def command(options: Options, layout: ParallelLayout, requests: int, gpus_of_nod
         return f"{shlex.join(words)} {nodes}  # on each node{' of a copy' if layout.copies > 1 else ''}"
     on_node = min(gpus_of_node // each, layout.copies)
     where = "  # on each node" if on_node < layout.copies else ""
-    if on_node == 1:
-        return shlex.join(words) + where
+    if on_node == 1 or layout.dp == 1:
+        copies = ["--dp-size", str(on_node)] if on_node > 1 else []
+        return shlex.join([*words, *copies]) + where
     first = "$i" if each == 1 else f"$(seq -s, $(({each}*i)) $(({each}*i+{each - 1})))"
     return (
         f"for i in $(seq 0 {on_node - 1}); do{where}\n"
