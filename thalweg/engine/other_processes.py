@@ -98,19 +98,20 @@ class OtherProcesses:
         """Frees the caller's thread from what it waits for, once a process has ended, or a signal has stopped it for
         `STOPPED_S`: ends all others, because a collective of Gloo fails with the connection to any of them.
         """
-        children, checks, stopped = self._processes.children, 0, ""
+        children, checks, why, lost = self._processes.children, 0, "", [True]
         while not (ended := wait_for([child.sentinel for child in children], 1.0)) and checks < STOPPED_S:
-            stopped = self._processes.stopped()
-            checks = checks + 1 if stopped else 0
+            why, lost = self._processes.stopped(), [one.is_stopped for one in self._processes.spawned]
+            checks = checks + 1 if why and any(lost) else 0
+        if ended:
+            lost = [child.sentinel in ended for child in children]
         if self._is_closed:
             return
         self._has_lost = True
         step_records = self._processes.first.step_records
         if step_records is not None:
-            lost = (one.child.sentinel in ended or one.is_stopped for one in self._processes.spawned)
-            step_records.mark_lost(place_of(self.config, 1 + [*lost].index(True)).dp)
-        self._killed = self._processes.killed(or_stopped=not ended)
-        self._ended = self._processes.why_ended() if ended else stopped
+            step_records.mark_lost(place_of(self.config, 1 + lost.index(True)).dp)
+        self._killed = self._processes.killed() if ended else why
+        self._ended = self._processes.why_ended() if ended else why
         if not self._is_closed:
             for child in children:
                 child.kill()

@@ -214,7 +214,8 @@ def _account(stream: Stream, table: WeightTable, missing: list[str], used: set[s
     """used: the stream's tensors that are read, scales with them."""
     unknown = [name for name in stream.specs if name not in used and not table.is_skipped(name)]
     if unknown:
-        lacking = [name for name in missing if any(other.startswith(name) for other in unknown)]
+        modules = {name.rpartition(".")[0] for name in unknown}
+        lacking = [name for name in missing if name.rpartition(".")[0] in modules]
         if lacking:
             raise CheckpointError(f"{len(lacking)} weights are missing, whose scales are there: {_list(lacking)}")
         raise CheckpointError(
