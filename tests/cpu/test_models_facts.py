@@ -95,7 +95,7 @@ def test_indexer_schedule() -> None:
     )
     indexer = facts_of(config | {"index_topk_pattern": "FSFSFSFSFS"}, "").indexer
     assert indexer is not None and indexer.full == (True, False) * 5
-    with pytest.raises(CheckpointError, match="first one full"):
+    with pytest.raises(CheckpointError, match="the first one F"):
         facts_of(config | {"index_topk_pattern": "SFFFFFFFFF"}, "")
 
 
