@@ -142,14 +142,22 @@ def check(name: str, strategy: str) -> None:
         assert plane[1:].any() and (tolerance or torch.equal(plane[1:], cache.bytes[key][1:]))
 
 
-def check_stages() -> None:
-    """The second of two pipeline stages begins with a layer that shares the selection of the first."""
-    factory, facts = KernelLayers(torch.float32, CPU, KernelConfig(**SPARSE)), read_config_facts(V32, "stages")
-    whole, *stages = (catalog.assemble(facts, factory, PipelineStage(*cut, 2)) for cut in ((0, 2), (0, 1), (1, 2)))
+def in_two_stages(config: dict[str, Any], layout: Layout) -> tuple[Any, list[Any]]:
+    """A model, and two stages of half its layers that share its weights."""
+    factory, facts = KernelLayers(torch.float32, CPU, KernelConfig(**SPARSE), layout), read_config_facts(config, "")
+    layers, half = facts.layers, facts.layers // 2
+    cuts = (0, layers), (0, half), (half, layers)
+    whole, *stages = (catalog.assemble(facts, factory, PipelineStage(*cut, layers)) for cut in cuts)
     zoo.fill(whole)
     for stage in stages:
         stage.layers, stage.embedding = whole.layers[stage.stage.first : stage.stage.stop], whole.embedding
     stages[1].norm = whole.norm
+    return whole, stages
+
+
+def check_stages() -> None:
+    """The second of two pipeline stages begins with a layer that shares the selection of the first."""
+    whole, stages = in_two_stages(V32, SINGLE_RANK)
     planes, of_stages = (Planes(whole.planes(), 16) for _ in range(2))
     for step, batch in zip(STEPS, steps(), strict=True):
         want, sent = whole.forward(batch, planes), stages[0].run(batch, of_stages)
@@ -194,13 +202,8 @@ def check_pieces_of_stages() -> None:
     """The first stage's choice of context reaches the second stage's first layers, for prompts and for decode rows
     beside them, which choose in graphs of their own.
     """
-    facts = read_config_facts(V32 | {"num_hidden_layers": 4, "index_topk_pattern": "FSSF"}, "stages")
-    factory = KernelLayers(torch.float32, CPU, KernelConfig(**SPARSE), Layout(pipe=Mailbox()))
-    whole, *stages = (catalog.assemble(facts, factory, PipelineStage(*cut, 4)) for cut in ((0, 4), (0, 2), (2, 4)))
-    zoo.fill(whole)
-    for stage in stages:
-        stage.layers, stage.embedding = whole.layers[stage.stage.first : stage.stage.stop], whole.embedding
-    stages[1].norm = whole.norm
+    config = V32 | {"num_hidden_layers": 4, "index_topk_pattern": "FSSF"}
+    whole, stages = in_two_stages(config, Layout(pipe=Mailbox()))
     planes, of_stages = (Planes(whole.planes(), 16) for _ in range(2))
     with recorded_launches():
         pieces = [in_pieces(stage, of_stages) for stage in stages]

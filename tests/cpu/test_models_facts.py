@@ -18,23 +18,33 @@ from thalweg.models.catalog import read_config_facts, read_facts
 
 YARN = {"type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 4096}
 V3: dict[str, Any] = {
-    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "hidden_size": 7168, "intermediate_size": 18432,
-    "moe_intermediate_size": 2048, "num_hidden_layers": 61, "first_k_dense_replace": 3, "moe_layer_freq": 1, "num_attention_heads": 128,
-    "num_key_value_heads": 128, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
-    "v_head_dim": 128, "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4,
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048, "num_hidden_layers": 61, "first_k_dense_replace": 3, "moe_layer_freq": 1,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128, "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8, "n_group": 8,
+    "topk_group": 4,
     "topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True, "routed_scaling_factor": 2.5,
     "num_nextn_predict_layers": 1, "vocab_size": 129280, "bos_token_id": 0, "eos_token_id": 1, "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 163840, "rope_theta": 10000, "rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+    "max_position_embeddings": 163840, "rope_theta": 10000,
+    "rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
     "tie_word_embeddings": False, "torch_dtype": "bfloat16",
-    "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+    "quantization_config": {
+        "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
+    },
 }  # fmt: skip
 V2_LITE = V3 | {
-    "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "q_lora_rank": None, "scoring_func": "softmax",
+    "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "q_lora_rank": None,
+    "scoring_func": "softmax",
     "topk_method": "greedy", "n_group": 1, "topk_group": 1, "norm_topk_prob": False, "eos_token_id": [100001, 5],
-    "rope_scaling": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}, "quantization_config": None, "num_nextn_predict_layers": None,
+    "rope_scaling": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}, "quantization_config": None,
+    "num_nextn_predict_layers": None,
 }  # fmt: skip
 K2 = V3 | {
-    "rope_theta": 50000, "rope_scaling": YARN | {"factor": 32, "beta_fast": 1, "beta_slow": 1, "mscale": 1, "mscale_all_dim": 1}
+    "rope_theta": 50000,
+    "rope_scaling": YARN | {"factor": 32, "beta_fast": 1, "beta_slow": 1, "mscale": 1, "mscale_all_dim": 1},
 }  # fmt: skip
 
 

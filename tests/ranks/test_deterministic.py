@@ -17,7 +17,7 @@ from tests.compose.matrix import DRAFTING, settings
 from tests.compose.test_compose_grammar import GRAMMARS
 from tests.compose.workload import Answer, Ask, workload
 from tests.ranks.group import ProcessGroup, Served, dealt, serve
-from tests.ranks.test_tokens import COLUMNS, EPLB, Case, answers_of, engine_config, script_of
+from tests.ranks.test_tokens import COLUMNS, EPLB, Case, answers_of, engine_config, left_to_soak, script_of
 from thalweg.core.grammar import NO_GRAMMAR, Grammar
 from thalweg.core.kernels import KernelConfig
 from thalweg.core.plan import PAGE
@@ -88,9 +88,7 @@ def alone(group: ProcessGroup, case: Case) -> list[Answer]:
     return found
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.soak] * (case.layout in SOAK), id=case.layout) for case in CASES]
-)
+@pytest.mark.parametrize("case", left_to_soak(CASES, *SOAK))
 def test_bits_depend_on_the_sequence_alone(case: Case, groups: dict[int, ProcessGroup]) -> None:
     """Nor on drafts; entries of a tree's nodes move between ranks that share contexts."""
     group = groups[engine_config(case.layout).processes]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import types
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -77,6 +78,11 @@ class Case:
     kv: str = "float32"
     fields: dict[str, Any] = field(default_factory=dict)
     is_uneven: bool = False  # one rank has all requests
+
+
+def left_to_soak(cases: Sequence[Case], *layouts: str) -> list[Any]:
+    """Parameters of a test, of which those with these layouts run in `make soak` alone, to save time."""
+    return [pytest.param(one, marks=[pytest.mark.soak] * (one.layout in layouts), id=one.layout) for one in cases]
 
 
 MOE_LAYERS = 3  # of the bundled model, without its NextN layer
@@ -256,13 +262,7 @@ OTHERS = [
 ]
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, marks=[pytest.mark.soak] * (case.layout in ("tp2", "pp2", "dp2")), id=case.layout)
-        for case in OTHERS
-    ],
-)
+@pytest.mark.parametrize("case", left_to_soak(OTHERS, "tp2", "pp2", "dp2"))
 def test_layouts_whose_pairs_are_left_to_soak(case: Case, groups: dict[int, ProcessGroup]) -> None:
     served, jumped = run_case(groups[engine_config(case.layout).processes], case)
     assert jumped <= 1 and all(rank.accepted for rank in served)
@@ -281,11 +281,7 @@ SHARED_INDEXERS = [
 
 
 @pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, marks=[pytest.mark.soak] * (case.layout not in ("tp2", "tp2-dcp2")), id=case.layout)
-        for case in SHARED_INDEXERS
-    ],
+    "case", left_to_soak(SHARED_INDEXERS, "tp2-ep2", "tp4", "tp2-dp2-ep4", "cp2-tp2-ep4", "pp2-tp2")
 )
 def test_ranks_share_the_heads_of_an_indexer(case: Case, groups: dict[int, ProcessGroup]) -> None:
     """And the steps of a draft share a selection: all ranks select alike, or they would draft and answer otherwise. Of
@@ -321,10 +317,7 @@ CROSSINGS = [
 ]
 
 
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=[pytest.mark.soak] * (case.layout != "pp2"), id=case.layout) for case in CROSSINGS],
-)
+@pytest.mark.parametrize("case", left_to_soak(CROSSINGS, "pp4", "pp2-cp2", "pp2-tp2-dcp2"))
 def test_stages_share_a_selection_of_context(case: Case, groups: dict[int, ProcessGroup]) -> None:
     """Prompts in chunks, decode rows and verifications; contexts are longer than a selection."""
     served, jumped = run_case(groups[engine_config(case.layout).processes], case)

@@ -61,8 +61,8 @@ def cell_engine(client: str, settings: Mapping[str, Any]) -> Iterator[CellEngine
         config, key = Path(folder) / "settings.yaml", token_hex()
         config.write_text(json.dumps({**settings, "admin_api_key": key}), encoding="utf-8")  # JSON is YAML
         # keys of the user's would win over the file's
-        variables = {name: value for name, value in os.environ.items() if "API_KEY" not in name}
-        server = ServerProcess(["--config", str(config)], variables=variables)
+        env = {name: value for name, value in os.environ.items() if "API_KEY" not in name}
+        server = ServerProcess(["--config", str(config)], env=env)
         runner.run(server.__aenter__())
         try:
             yield Served(server, key, runner, Path(settings["model"]))

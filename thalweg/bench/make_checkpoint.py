@@ -28,6 +28,7 @@ from thalweg.models import catalog
 from thalweg.models.catalog import read_facts
 from thalweg.quant.files import GPTQ, MODELOPT
 from thalweg.quant.scheme import TensorSpec
+from thalweg.text import tiktoken
 from thalweg.weights.index import INDEX
 from thalweg.weights.random import RandomTensor, random_tensors
 from thalweg.weights.stream import SINGLE
@@ -35,9 +36,9 @@ from thalweg.weights.stream import SINGLE
 T = TypeVar("T")
 THREADS = 8
 PUBLISHED_TYPES = ("bfloat16", "float16", "float32")
-COPIED = (
+COPIED = (  # not all of `hub.TEXTS`: other JSON files tell of the source's weights
     "config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json",
-    "chat_template*", "*.jinja", "vocab.json", "merges.txt", "tiktoken.model", "*.tiktoken", "*.py",
+    "chat_template.json", "*.jinja", "vocab.json", "merges.txt", tiktoken.FILE, "*.py",
 )  # fmt: skip
 FLAGS = """
 --seed        whole=0   of the random weights

@@ -83,12 +83,11 @@ class ServerProcess:
     """`async with ServerProcess(flags) as server:` runs `thalweg serve FLAGS --port 0`, and is ready inside."""
 
     def __init__(
-        self, flags: Sequence[str], start_seconds: float = START_SECONDS, variables: Mapping[str, str] | None = None
+        self, flags: Sequence[str], start_seconds: float = START_SECONDS, env: Mapping[str, str] | None = None
     ) -> None:
-        """variables: its environment; None is this process's."""
+        """env: its environment variables; None: this process's."""
         self.words = ("-m", "thalweg", "serve", *flags, "--port", "0", "--log-format", "json")
-        self.variables = variables
-        self.start_seconds, self.pid = start_seconds, 0
+        self.start_seconds, self.env, self.pid = start_seconds, env, 0
         self.lines: list[str] = []  # of its log
         self.marks: dict[str, float] = {}  # seconds from the start to the lines "resolved", "started" and "ready"
         self.records: dict[str, dict[str, Any]] = {}  # those lines
@@ -110,7 +109,7 @@ class ServerProcess:
             raise BenchError("processes are measured through /proc, which this system does not have: use Linux")
         self.began, pipe = time.perf_counter(), asyncio.subprocess.PIPE
         self._process = await asyncio.create_subprocess_exec(
-            sys.executable, *self.words, stdout=pipe, stderr=asyncio.subprocess.STDOUT, limit=2**24, env=self.variables
+            sys.executable, *self.words, stdout=pipe, stderr=asyncio.subprocess.STDOUT, limit=2**24, env=self.env
         )
         self.pid = self._process.pid
         self._reading = asyncio.create_task(self._read())

@@ -100,7 +100,7 @@ class IndexerFacts(
     interleaved: bool  # the published weights rotate neighbouring dims (GLM-5), not halves (V3.2)
     hadamard: bool  # the published code turns queries and keys by a Hadamard matrix before it rounds them to FP8
     full: tuple[bool, ...]  # layers with their own indexer; others use the selection of the last one before
-    offset: Place = 2  # first layer that a frequency may have share
+    offset: int  # the first layer that shares at the earliest, where a frequency says which do
 
 
 class MoeFacts(
@@ -351,11 +351,11 @@ def _rope(given: Mapping[str, Any], dim: int, where: str) -> RopeFacts:
 
 
 def _indexer(given: Mapping[str, Any], other: OtherFields, where: str) -> IndexerFacts:
-    layers, field, kinds = other.num_hidden_layers, "indexer_types", list(map(str, other.indexer_types))
-    known, offset = ["full", "shared"], other.index_skip_topk_offset
+    layers, offset = other.num_hidden_layers, other.index_skip_topk_offset
+    field, kinds, known = "indexer_types", other.indexer_types, ["full", "shared"]
     if not kinds:
-        field, kinds, known = "index_topk_pattern", list(other.index_topk_pattern), ["F", "S"]
-    kinds = kinds or list(index_pattern(other.index_topk_freq, layers, offset))
+        pattern = other.index_topk_pattern or index_pattern(other.index_topk_freq, layers, offset)
+        field, kinds, known = "index_topk_pattern", list(pattern), ["F", "S"]
     if len(kinds) != layers or kinds[0] != known[0] or not {*kinds} <= {*known}:
         raise CheckpointError(
             f"{where}: {field} must have {' or '.join(known)} for each of {layers} layers, the first one {known[0]},"

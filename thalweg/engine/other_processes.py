@@ -98,7 +98,7 @@ class OtherProcesses:
         """Frees the caller's thread from what it waits for, once a process has ended, or a signal has stopped it for
         `STOPPED_S`: ends all others, because a collective of Gloo fails with the connection to any of them.
         """
-        children, checks, why, lost = self._processes.children, 0, "", [True]
+        children, checks, why, lost = self._processes.children, 0, "", list[bool]()
         while not (ended := wait_for([child.sentinel for child in children], 1.0)) and checks < STOPPED_S:
             why, lost = self._processes.stopped(), [one.is_stopped for one in self._processes.spawned]
             checks = checks + 1 if why and any(lost) else 0

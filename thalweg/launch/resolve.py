@@ -139,7 +139,8 @@ def _index_pattern(model: ModelOptions, facts: ModelFacts) -> str:
         return model.index_topk_pattern or ""
     if model.index_topk_pattern is not None:
         raise UnsupportedConfig("index_topk_freq, index_topk_pattern: give one of them")
-    return index_pattern(model.index_topk_freq, facts.layers, facts.indexer.offset if facts.indexer else 2)
+    first = facts.layers if facts.indexer is None else facts.indexer.offset
+    return index_pattern(model.index_topk_freq, facts.layers, first)
 
 
 def _locate(options: Options, weights: bool) -> tuple[Checkpoint, Checkpoint | None]:

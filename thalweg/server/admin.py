@@ -178,9 +178,8 @@ async def resolved(ctx: AppContext, request: Request) -> dict[str, Any]:
 async def metrics(ctx: AppContext, request: Request) -> Response:
     front = ctx.front
     serving, weights_lost = front.state == "ready", bool(front.weights_lost)
-    of_processes = front.of_ranks, front.pids
     snapshot = MetricsSnapshot(
-        ctx.metrics, front.stats, serving, front.ready, ctx.names[0], weights_lost, *of_processes
+        ctx.metrics, front.stats, serving, front.ready, ctx.names[0], weights_lost, front.of_ranks, front.pids
     )
     text = prometheus_text(snapshot, ctx.options.metrics_names)
     return PlainTextResponse(text, media_type="text/plain; version=0.0.4")

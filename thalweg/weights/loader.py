@@ -217,7 +217,7 @@ def _account(stream: Stream, table: WeightTable, missing: list[str], used: set[s
         modules = {name.rpartition(".")[0] for name in unknown}
         lacking = [name for name in missing if name.rpartition(".")[0] in modules]
         if lacking:
-            raise CheckpointError(f"{len(lacking)} weights are missing, whose scales are there: {_list(lacking)}")
+            raise CheckpointError(f"{len(lacking)} weights are missing, whose modules have others: {_list(lacking)}")
         raise CheckpointError(
             f"{len(unknown)} tensors of the checkpoint belong nowhere in this model: {_list(unknown)}"
         )

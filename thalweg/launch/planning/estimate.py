@@ -2,7 +2,8 @@
 rate, and launches and activations come on top.
 
 The constants are least squares of the relative errors over the 61 steps of H100 and H200 that
-`tests/cpu/test_plan_estimate.py` reads from `benchmarks/gpu` (2026-11-29; that of index scores 2026-11-30).
+`tests/cpu/test_plan_estimate.py` reads from `benchmarks/gpu` (2026-11-29), and that of index scores of V3.2's 14 alone
+(2026-11-30).
 """
 
 from __future__ import annotations
