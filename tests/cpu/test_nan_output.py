@@ -18,6 +18,7 @@ from tests.cpu.test_speculation import engine, prompts, unrecorded
 from thalweg import cli
 from thalweg.batch.batch import Batch
 from thalweg.bench import eval as evaluation
+from thalweg.bench import one_batch
 from thalweg.core.errors import NumericalError
 from thalweg.core.messages import EngineReady, StepUpdate, TokenDelta
 from thalweg.core.plan import PAGE
@@ -180,4 +181,6 @@ def test_commands_say_that_a_checkpoint_computes_nan(tmp_path: Path, capsys: pyt
     assert cli.main(["generate", *words, "--prompt", "27 + 58 =", "--max-tokens", "4"]) == 1
     assert "the model computed NaN" in capsys.readouterr().err
     assert evaluation.main([*words, "--tasks", "sums", "--items", "2"]) == 1
-    assert "sums: the model computed NaN" in capsys.readouterr().err
+    assert "the model computed NaN" in capsys.readouterr().err
+    assert one_batch.main([*words, "--batch-size", "2", "--input-len", "8", "--output-len", "4"]) == 1
+    assert "the model computed NaN" in capsys.readouterr().err

@@ -26,7 +26,6 @@ from thalweg.bench.load_driver import LoadRun, interruptible
 from thalweg.bench.metrics import Record, failures
 from thalweg.bench.statistics import common_length
 from thalweg.bench.tasks import Item
-from thalweg.core.errors import NumericalError
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.streams import Piece
 from thalweg.layers.mla import Indexer
@@ -96,7 +95,7 @@ def continuations(question: ChoiceQuestion, texts: PromptFormat) -> list[Continu
 
 
 class NoAnswer(BenchError):
-    """A request failed. A missing answer is not a wrong one, so the task ends there."""
+    """The server failed on a request. A missing answer is not a wrong one, so the task ends there."""
 
 
 class EngineAnswerer:
@@ -106,7 +105,7 @@ class EngineAnswerer:
         self.llm, self.progress = llm, progress
 
     def answer(self, prompts: Sequence[EvalPrompt], label: str) -> Iterator[tuple[int, str]]:
-        """Raises InvalidRequest for a prompt that is too long, NoAnswer where the model computes NaN."""
+        """Raises InvalidRequest for a prompt that is too long, NumericalError where the model computes NaN."""
         requests = [
             Generation(ids, SamplingParams(temperature=GREEDY, max_tokens=limit, skip_special_tokens=False))
             for ids, limit in prompts
@@ -131,8 +130,6 @@ class EngineAnswerer:
             for request, piece, _ in results:
                 place = places[id(request)]
                 pieces[place].append(piece)
-                if piece.finish == "error":
-                    raise NoAnswer(f"{label}: {NumericalError()}")
                 if piece.finish:
                     bar.advance()
                     yield place, pieces[place]

@@ -15,7 +15,7 @@ from thalweg.bench.datasets import vocabulary_of
 from thalweg.bench.statistics import median
 from thalweg.config.options import Options
 from thalweg.config.tree import replace
-from thalweg.core.errors import UnsupportedConfig
+from thalweg.core.errors import NumericalError, UnsupportedConfig
 from thalweg.core.grammar import NO_GRAMMAR, Grammar
 from thalweg.core.messages import TokenDelta
 from thalweg.core.plan import PAGE
@@ -82,7 +82,7 @@ def generate(
     clock: Callable[[], float] = time.perf_counter,
 ) -> Generator[EngineStep, None, None]:
     """Runs all requests, at most `concurrency` (0: all) at a time, until the engine is idle. Requests of a caller that
-    stops early are aborted.
+    stops early are aborted. Raises NumericalError where the model computes NaN: what is missing would be measured.
     """
     waiting, running, started = list(reversed(requests)), dict[int, Generation](), 0
 
@@ -108,6 +108,8 @@ def generate(
                     request.first, request.end = request.first or end, end
                 if delta.finish:
                     del running[delta.uid]
+                    if delta.finish == "error":
+                        raise NumericalError
                     if waiting:
                         submit()
             yield EngineStep(begin, end, news, *before)
