@@ -83,7 +83,7 @@ class FakeFront:
         self.full, self.flushed, self.weight_version, self.weights_lost = False, 0, "default", ""
         self.rank_states: dict[str, str] = {}
         self.of_ranks: dict[int, Stats] = {}
-        self.pids: list[int] = []
+        self.pids = [self.ready.pid]
         self.controls: list[Control] = []
         self.refusal: Exception | None = None
         self.live: dict[object, str] = {}

@@ -27,6 +27,7 @@ from thalweg.engine import client
 from thalweg.engine.child import EngineProcess
 from thalweg.engine.client import EngineClient
 from thalweg.engine.local import LocalEngine
+from thalweg.engine.processes import socket_folder
 from thalweg.engine.streams import Piece
 from thalweg.server.app import build
 from thalweg.text.tokenizer import Tokenizer
@@ -314,14 +315,14 @@ def test_closing_while_a_dead_engine_is_cleaned_up_ends_its_requests() -> None:
 
 def test_a_start_removes_the_socket_folders_of_killed_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    with client._socket_folder() as used:
+    with socket_folder() as used:
         left, foreign = tmp_path / "thalweg-engine-left", tmp_path / "thalweg-plan-left"
         left.mkdir()
         foreign.mkdir()
-        for folder in left, foreign, Path(used):
+        for folder in left, foreign, used:
             os.utime(folder, (0, 0))
-        with client._socket_folder() as new:
-            assert set(map(str, tmp_path.iterdir())) == {str(foreign), used, new}
+        with socket_folder() as new:
+            assert set(tmp_path.iterdir()) == {foreign, used, new}
     assert list(tmp_path.iterdir()) == [foreign]
 
 

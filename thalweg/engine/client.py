@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import logging
 import math
-import os
 import shutil
 import signal
-import tempfile
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -49,14 +46,13 @@ from thalweg.engine.child import HANG, RECORD, EngineProcess
 from thalweg.engine.local import SubmitOptions, sequences
 from thalweg.engine.nodes import Nodes
 from thalweg.engine.owed import OwedReplies
-from thalweg.engine.processes import STOPPED_S, EngineProcesses
+from thalweg.engine.processes import STOPPED_S, EngineProcesses, socket_folder
 from thalweg.engine.routing import RequestRouter
 from thalweg.engine.streams import Assembler, Piece
 from thalweg.text.tokenizer import Tokenizer
 
 log = logging.getLogger("thalweg.client")
 RESTARTS = 5  # failed starts in a row after which the client gives up
-FOLDER = "thalweg-engine-"  # prefix of the folders with a socket
 GRACE = 5.0  # seconds that a process may take to end before it is killed
 # hung: it makes no step, and may yet; restarting: a new engine must serve before a deadline; dead: none will
 EngineState = Literal["starting", "ready", "hung", "restarting", "draining", "dead"]
@@ -112,30 +108,6 @@ def _log_fields(request_id: str, **values: Any) -> dict[str, Any]:
     return logs.fields(id=id, key=key or None, **values)
 
 
-@contextlib.contextmanager
-def _socket_folder() -> Iterator[str]:
-    """A new folder, locked until this process ends. Removes this user's folders that a killed start has left."""
-    for folder in Path(tempfile.gettempdir()).glob(FOLDER + "*"):
-        with contextlib.suppress(OSError):  # another user's, or locked
-            # a folder is not locked at once
-            if folder.stat().st_mtime < time.time() - 60 and folder.stat().st_uid == os.getuid():
-                with _locked(folder):
-                    shutil.rmtree(folder)
-    with tempfile.TemporaryDirectory(prefix=FOLDER, ignore_cleanup_errors=True) as name, _locked(Path(name)):
-        yield name
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Raises OSError if another process has locked it."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(descriptor)
-
-
 class EngineClient:
     """Requests in, pieces out. All methods belong to one event loop."""
 
@@ -161,7 +133,7 @@ class EngineClient:
         self._stats: dict[int, Stats] = {}  # the latest, by data-parallel rank
         self._ready: list[EngineReady] = []  # of the processes that serve, those with a scheduler first
         self._replies: dict[int, list[ControlReply]] = {}  # that some data-parallel ranks have not answered, by id
-        self._folder: str  # with the sockets
+        self._folder: Path  # with the sockets
         self._nodes = Nodes(config) if config.nnodes > 1 else None
         self._first = first
         self._ended: asyncio.Future[str]
@@ -325,9 +297,8 @@ class EngineClient:
         """Has the engine write its last steps (--crash-dump-folder). number: RECORD or HANG."""
         if not self.config.crash_dump_folder:
             log.warning("nothing is recorded: start with --crash-dump-folder DIR")
-        elif self.ready is not None:
-            if self._processes:
-                self._processes.signal_leaders(number)  # one that has just ended has written its steps
+        elif self.ready is not None and self._processes:
+            self._processes.signal_leaders(number)  # one that has just ended has written its steps
 
     async def drain(self, timeout: float) -> None:
         """Refuses new requests, waits up to `timeout` seconds for running ones, then stops the engine."""
@@ -377,9 +348,10 @@ class EngineClient:
         by the deadline.
         """
         loop = asyncio.get_running_loop()
-        with _socket_folder() as self._folder:
-            folder = Path(self._folder)
-            processes = self._processes = EngineProcesses(self.config, folder, first=self._first, nodes=self._nodes)
+        with socket_folder() as self._folder:
+            processes = self._processes = EngineProcesses(
+                self.config, self._folder, first=self._first, nodes=self._nodes
+            )
             self._first = None
             processes.start()
             self._router = RequestRouter(self.config.dp_size, self.config.num_pages, self.config.page_size)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import gc
 import select
-import tempfile
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from multiprocessing.connection import wait as wait_for
-from pathlib import Path
 
 import zmq
 
@@ -16,7 +15,7 @@ from thalweg.config.engine import EngineConfig
 from thalweg.core.errors import EngineDead
 from thalweg.core.messages import EngineReady, Fatal, FromEngine, Rejected, StepUpdate, Submit, ToEngine
 from thalweg.engine.group import RankContext, join, place_of
-from thalweg.engine.processes import STOPPED_S, EngineProcesses
+from thalweg.engine.processes import STOPPED_S, EngineProcesses, socket_folder
 from thalweg.parallel.process_axis import abort, disconnect, leave
 from thalweg.runner.runner import Runner
 
@@ -28,8 +27,8 @@ class OtherProcesses:
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
-        self._folder = tempfile.TemporaryDirectory(prefix="thalweg-engine-", ignore_cleanup_errors=True)
-        self._processes = EngineProcesses(config, Path(self._folder.name), with_own=True)
+        self._folder = ExitStack()
+        self._processes = EngineProcesses(config, self._folder.enter_context(socket_folder()), with_own=True)
         self._processes.start()
         self._alive: set[int] = set()  # uids of sequences there that have not ended
         self._is_closed = False
@@ -53,7 +52,7 @@ class OtherProcesses:
             missing -= sum(isinstance(message, EngineReady) for message in self.receive())
             if missing:
                 self._processes.wait(1.0)
-        self._folder.cleanup()
+        self._folder.close()
 
     def wait(self, timeout: float) -> None:
         """Until another process sends a message, or a rank wakes this one, or so many seconds have passed."""
@@ -125,7 +124,7 @@ class OtherProcesses:
         self._is_closed = True
         self._processes.kill()
         self._processes.close()
-        self._folder.cleanup()
+        self._folder.close()
         if self.config.device == "cpu":
             disconnect()
         if why:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.process import BaseProcess
@@ -17,8 +22,33 @@ from thalweg.engine.group import Member, has_pending_plans, leaders_of, members_
 from thalweg.engine.node_link import split_address
 from thalweg.engine.nodes import Nodes, RemoteProcess
 
+FOLDER = "thalweg-engine-"  # prefix of the folders with sockets
 STOPPED_S = 5.0  # after which a process that a signal has stopped is missed, while sequences wait
 BLAME_S = 0.5  # after a process is killed, another may report a broken connection first
+
+
+@contextlib.contextmanager
+def socket_folder() -> Iterator[Path]:
+    """A new folder, locked until this process ends. Removes this user's folders that a killed start has left."""
+    for folder in Path(tempfile.gettempdir()).glob(FOLDER + "*"):
+        with contextlib.suppress(OSError):  # another user's, or locked
+            # a folder is not locked at once
+            if folder.stat().st_mtime < time.time() - 60 and folder.stat().st_uid == os.getuid():
+                with _locked(folder):
+                    shutil.rmtree(folder)
+    with tempfile.TemporaryDirectory(prefix=FOLDER, ignore_cleanup_errors=True) as name, _locked(folder := Path(name)):
+        yield folder
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Raises OSError if another process has locked it."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 class EngineProcesses:
