@@ -23,8 +23,8 @@ from thalweg.kernels.weight_only import triton as codes
 from thalweg.kernels.weight_only.triton import WeightOnlyTile
 
 FEW, SOME = (1, 8, 32, 128), 600  # tokens; below so many the weights take the time
-# rows of x, rows of the weight, columns of a step, stages, warps; and the tokens that they are timed with
-TILES: tuple[tuple[tuple[int, ...], tuple[tuple[int, int, int, int, int], ...]], ...] = (
+# rows of x, rows of the weight, columns of a step, stages, warps, splits, tail; and the tokens that they are timed with
+TILES: tuple[tuple[tuple[int, ...], tuple[tuple[int, ...], ...]], ...] = (
     (
         FEW,
         tuple(
@@ -45,6 +45,11 @@ TILES: tuple[tuple[tuple[int, ...], tuple[tuple[int, int, int, int, int], ...]],
             (64, 128, 256, 3, 4),
             (128, 128, 128, 3, 8),
             (128, 128, 128, 4, 8),
+            *(
+                (m, 128, 128, stages, 8, 1, tail)
+                for m, tail in ((64, 16), (64, 32), (128, 16), (128, 32))
+                for stages in (3, 4)
+            ),
         ),
     ),
 )

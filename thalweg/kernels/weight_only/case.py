@@ -115,6 +115,7 @@ def cases_of_experts(generator: torch.Generator, weights: Sequence[Any] = WEIGHT
     sizes = [(weight, 256, tokens) for weight, tokens in product(weights, (2, 30))]
     # several long steps, and all numbers of rows that have tiles of their own
     sizes += [(weight, 768, tokens) for weight in weights if weight[:2] == ("int4", 128) for tokens in (60, 120, 180)]
+    sizes += [(weight, 256, 60) for weight in weights if weight[0] == "int8"]
     for (kind, group, scale, has_row, *rule), hidden, tokens in sizes:
         inner = 128 if group == 128 or rule else 192  # blocks of 64 columns
         stacks = [

@@ -53,18 +53,64 @@ def beside(left, right):
 
 
 @triton.jit
+def zeros(x_Ms, N: constexpr, TYPE: constexpr):
+    """[N, M] for each block of rows of x."""
+    made = ()
+    for i in tl.static_range(len(x_Ms)):
+        made = made + (tl.zeros([N, x_Ms[i].shape[0]], TYPE),)  # type: ignore[assignment]
+    return made
+
+
+@triton.jit
+def products(numbers_NK, x_Ms, live_Ms, at_K, sums_NM, IS_INT: constexpr = False):
+    """sums (None: 0) + numbers · xᵀ over columns at_K, of each block of rows. live_Ms: rows to read; None: all."""
+    made = ()
+    for i in tl.static_range(len(x_Ms)):
+        at = x_Ms[i][:, None] + at_K[None, :]
+        x = tl.load(at) if live_Ms is None else tl.load(at, mask=live_Ms[i][:, None], other=0.0)
+        before = None if sums_NM is None else sums_NM[i]
+        if IS_INT:
+            product = tl.dot(numbers_NK, x.T, before, out_dtype=tl.int32)
+        else:
+            product = tl.dot(numbers_NK.to(x.dtype), x.T, before, input_precision="ieee")
+        made = made + (product,)  # type: ignore[assignment]
+    return made
+
+
+@triton.jit
+def plus(sums_NM, parts_NM, scale_N, scale_Ms, group):
+    """sums + parts · scales, of each block of rows. scale_N, scale_Ms: None: 1; scale_Ms are those of group 0."""
+    made = ()
+    for i in tl.static_range(len(sums_NM)):
+        part_NM = parts_NM[i].to(tl.float32)
+        if scale_Ms is not None:
+            part_NM *= scale_N[:, None] * tl.load(scale_Ms[i] + group)[None, :]
+        elif scale_N is not None:
+            part_NM *= scale_N[:, None]
+        made = made + (sums_NM[i] + part_NM,)  # type: ignore[assignment]
+    return made
+
+
+@triton.jit
+def times(sums_NM, factor: constexpr):
+    made = ()
+    for i in tl.static_range(len(sums_NM)):
+        made = made + (sums_NM[i] * factor,)  # type: ignore[assignment]
+    return made
+
+
+@triton.jit
 def int4_sum(
-    codes_NK, scale_GN, n_N, at_N, live_N, x_M, first, last, stride_g,
-    K: constexpr, GROUP: constexpr, IS_EXPONENT: constexpr, BLOCK_M: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr,
+    codes_NK, scale_GN, n_N, at_N, live_N, x_Ms, first, last, stride_g,
+    K: constexpr, GROUP: constexpr, IS_EXPONENT: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr,
     STAGES: constexpr, PTX: constexpr,
 ):  # fmt: skip
-    """`triton._sum` of INT4 and e4m3, without the scale of x. GROUP: a multiple of 128, or 0. A step is one block of
+    """`triton._sums` of INT4 and e4m3, without the scale of x. GROUP: a multiple of 128, or 0. A step is one block of
     128 columns, or several. The scales of a step are on their way while its products are computed.
     """
     tl.static_assert(BLOCK_K % 128 == 0)
-    acc_NM = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    sums_NM, k = zeros(x_Ms, BLOCK_N, tl.float32), tl.arange(0, 128)
     code_at = codes_NK + n_N[:, None] * (K // 2) + tl.arange(0, 64)[None, :]
-    x_at = x_M[:, None] + tl.arange(0, 128)[None, :]
     for start in tl.range(first, last, BLOCK_K, num_stages=STAGES):
         scales, parts = (), ()
         if scale_GN is not None:
@@ -73,42 +119,36 @@ def int4_sum(
                 scales = scales + (group_scales(scale_GN + at, live_N, IS_EXPONENT),)  # type: ignore[assignment]
         for block in tl.static_range(0, BLOCK_K, 128):
             # rows past the end read another row, of the weight and of x
-            codes = tl.load(code_at + start // 2 + block // 2)
-            x = tl.load(x_at + start + block)
-            parts = parts + (tl.dot(beside(*_signed_bytes(codes, PTX)), x.T),)  # type: ignore[assignment]
+            numbers_NK = beside(*_signed_bytes(tl.load(code_at + start // 2 + block // 2), PTX))
+            parts = parts + (products(numbers_NK, x_Ms, None, start + block + k, None),)  # type: ignore[assignment]
         for i in tl.static_range(BLOCK_K // 128):
-            part_NM = parts[i]  # type: ignore[var-annotated]
-            if scale_GN is not None:
-                part_NM *= scales[i][:, None]
-            acc_NM += part_NM
-    return acc_NM * 512.0
+            sums_NM = plus(sums_NM, parts[i], None if scale_GN is None else scales[i], None, 0)
+    return times(sums_NM, 512.0)
 
 
 @triton.jit
 def byte_sum(
-    codes_NK, scale_GN, n_N, at_N, live_N, x_M, scale_M, first, last, stride_g,
+    codes_NK, scale_GN, n_N, at_N, live_N, x_Ms, scale_Ms, first, last, stride_g,
     K: constexpr, GROUP: constexpr, IS_EXPONENT: constexpr, X_GROUP: constexpr,
-    BLOCK_M: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr, STAGES: constexpr,
+    BLOCK_N: constexpr, BLOCK_K: constexpr, STAGES: constexpr,
 ):  # fmt: skip
-    """`triton._sum` of INT8 and INT8, or of whole rows of e4m3 and e4m3; with the scales of x if groups of columns have
-    them, those of the weight's.
+    """`triton._sums` of INT8 and INT8, or of whole rows of e4m3 and e4m3; with the scales of x if groups of columns
+    have them, those of the weight's.
     """
-    IS_FLOAT: constexpr = codes_NK.dtype.element_ty.is_fp8()
-    STEP: constexpr = BLOCK_K if scale_GN is None else GROUP
+    IS_SCALED: constexpr = scale_GN is not None
+    IS_INT: constexpr = not codes_NK.dtype.element_ty.is_fp8()
+    STEP: constexpr = GROUP if IS_SCALED else BLOCK_K
     k = tl.arange(0, STEP)
-    total_NM = tl.zeros([BLOCK_N, BLOCK_M], tl.int32)
-    acc_NM = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    code_at, x_at = codes_NK + n_N[:, None] * K + k[None, :], x_M[:, None] + k[None, :]
+    code_at = codes_NK + n_N[:, None] * K + k[None, :]
+    sums_NM = zeros(x_Ms, BLOCK_N, tl.int32 if IS_INT and not IS_SCALED else tl.float32)
     for start in tl.range(first, last, STEP, num_stages=STAGES):
-        codes, x = tl.load(code_at + start), tl.load(x_at + start)
-        if IS_FLOAT:
-            acc_NM += tl.dot(codes, x.T)
-        elif scale_GN is None:
-            total_NM = tl.dot(codes, x.T, total_NM, out_dtype=tl.int32)
+        codes = tl.load(code_at + start)
+        if IS_INT and not IS_SCALED:
+            sums_NM = products(codes, x_Ms, None, start + k, sums_NM, True)
         else:
-            group = start // GROUP
-            scale_NM = group_scales(scale_GN + group * stride_g + at_N, live_N, IS_EXPONENT)[:, None]
-            if X_GROUP > 0:
-                scale_NM *= tl.load(scale_M + group)[None, :]
-            acc_NM += tl.dot(codes, x.T, out_dtype=tl.int32).to(tl.float32) * scale_NM
-    return acc_NM if IS_FLOAT or scale_GN is not None else total_NM.to(tl.float32)
+            scale_N, group = None, start // STEP
+            if IS_SCALED:
+                scale_N = group_scales(scale_GN + group * stride_g + at_N, live_N, IS_EXPONENT)
+            parts = products(codes, x_Ms, None, start + k, None, IS_INT)
+            sums_NM = plus(sums_NM, parts, scale_N, scale_Ms if X_GROUP > 0 else None, group)
+    return sums_NM

@@ -10,6 +10,8 @@ the bf16 number 128 + q, from which their zero is taken. The sums of a group are
 16, which share a product. Codes of 8 bits in groups of less than a step are scaled in bf16. The scale of a row is
 applied at the end.
 
+A tile of experts may have a tail: its rows are two blocks, of which each has a product with the same numbers.
+
 Few rows of x: a weight with too few rows to fill the machine is cut along K, too, and a second launch adds the parts in
 order. Results repeat bit by bit.
 """
@@ -32,7 +34,7 @@ from thalweg.kernels.pdl import pdl_launch, pdl_wait
 from thalweg.kernels.quantize.triton import quantize_rows
 from thalweg.kernels.router.triton import RouterOutput
 from thalweg.kernels.silu_mul.triton import gated
-from thalweg.kernels.weight_only.eight_bit import beside, byte_sum, group_scales, int4_sum
+from thalweg.kernels.weight_only.eight_bit import beside, byte_sum, group_scales, int4_sum, plus, products, times, zeros
 from thalweg.kernels.weight_only.ref import FOUR_BITS, KernelCodes
 
 DETERMINISTIC = 48  # rows of an expert for which tiles are chosen where bits must not depend on the batch
@@ -51,6 +53,7 @@ class WeightOnlyTile:
     stages: int
     warps: int
     splits: int = 1  # parts of K, of `linear`
+    tail: int = 0  # more rows of x, in a product of their own: 128 and 32 hold 143 rows with less padding than 256
 
 
 def linear_tile(rows: int, outputs: int, inputs: int, group: int, is_paired: bool) -> WeightOnlyTile:
@@ -175,11 +178,11 @@ def _zeros(zero_GN, at, live_N, KIND: constexpr):
 
 @triton.jit
 def _paired_sum(
-    words_NK, scale_GN, zero_GN, n_N, at_N, live_N, x_M, live_M, first, last, stride_g,
+    words_NK, scale_GN, zero_GN, n_N, at_N, live_N, x_Ms, live_Ms, first, last, stride_g,
     K: constexpr, GROUP: constexpr, KIND: constexpr, IS_EXPONENT: constexpr,
-    BLOCK_M: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr, STAGES: constexpr, PTX: constexpr,
+    BLOCK_N: constexpr, BLOCK_K: constexpr, STAGES: constexpr, PTX: constexpr,
 ):  # fmt: skip
-    """`_sum` of codes of 4 bits. A step has blocks of columns, with a product for each group. The scales of a step,
+    """`_sums` of codes of 4 bits. A step has blocks of columns, with a product for each group. The scales of a step,
     but the second of two groups in a product, are on their way while its products are computed.
     """
     BLOCK: constexpr = 64 if K % 128 else 128
@@ -188,40 +191,39 @@ def _paired_sum(
     IS_SMALL: constexpr = GROUP > 0 and GROUP < MIN_K  # two groups in a product: numbers are scaled, not sums
     DOT_K: constexpr = BLOCK if GROUP == 0 or GROUP > BLOCK else MIN_K if IS_SMALL else GROUP  # columns of a product
     IS_LATE: constexpr = STEP // DOT_K <= 2  # few products of a step wait for their scales; more take registers
-    c = tl.arange(0, BLOCK // 8)
-    acc_NM = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    c, k = tl.arange(0, BLOCK // 8), tl.arange(0, DOT_K)
+    sums_NM = zeros(x_Ms, BLOCK_N, tl.float32)
     word_at = words_NK + n_N[:, None] * (K // 8) + c[None, :]
-    x_at = x_M[:, None] + tl.arange(0, DOT_K)[None, :]
     for start in tl.range(first, last, STEP, num_stages=STAGES):
-        scales, zeros, parts = (), (), ()
+        scales, zero_codes, parts = (), (), ()
         for group in tl.static_range(0, STEP, DOT_K):
             at = (start + group) // (GROUP if GROUP else DOT_K) * stride_g + at_N
-            zeros = zeros + (_zeros(zero_GN, at, live_N, KIND),)  # type: ignore[assignment]
+            zero_codes = zero_codes + (_zeros(zero_GN, at, live_N, KIND),)  # type: ignore[assignment]
             if scale_GN is not None:
                 scales = scales + (group_scales(scale_GN + at, live_N, IS_EXPONENT),)  # type: ignore[assignment]
         for block in tl.static_range(0, STEP, BLOCK):
             words = tl.load(word_at + (start + block) // 8)  # rows past the end read another row
             for g in tl.static_range(BLOCK // DOT_K):
-                part = acc_NM if scale_GN is None or IS_SMALL else tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-                zero, factor = zeros[block // DOT_K + g], None  # type: ignore[var-annotated]
+                zero, factor = zero_codes[block // DOT_K + g], None  # type: ignore[var-annotated]
                 if IS_SMALL:
                     at = (start + block + g * DOT_K) // GROUP * stride_g + at_N
                     second_N = group_scales(scale_GN + at + stride_g, live_N, IS_EXPONENT)
                     factor = tl.where(c[None, :] < MIN_K // 4, scales[block // DOT_K + g][:, None], second_N[:, None])
                     factor *= 1.2980742146337069e33  # 2^110
-                x = tl.load(x_at + start + block + g * DOT_K, mask=live_M[:, None], other=0.0).T
-                number = _numbers(words, zero[:, None], factor, g * DOT_K // MIN_K, DOT_K // MIN_K, KIND, PTX)
-                part = tl.dot(number.to(x.dtype), x, part, input_precision="ieee")
+                numbers_NK = _numbers(words, zero[:, None], factor, g * DOT_K // MIN_K, DOT_K // MIN_K, KIND, PTX)
+                at_K = start + block + g * DOT_K + k
                 if scale_GN is None or IS_SMALL:
-                    acc_NM = part
-                elif IS_LATE:
-                    parts = parts + (part,)  # type: ignore[assignment]
+                    sums_NM = products(numbers_NK, x_Ms, live_Ms, at_K, sums_NM)
                 else:
-                    acc_NM += part * scales[block // DOT_K + g][:, None]
+                    part_NM = products(numbers_NK, x_Ms, live_Ms, at_K, None)
+                    if IS_LATE:
+                        parts = parts + (part_NM,)  # type: ignore[assignment]
+                    else:
+                        sums_NM = plus(sums_NM, part_NM, scales[block // DOT_K + g], None, 0)
         if scale_GN is not None and not IS_SMALL and IS_LATE:
             for i in tl.static_range(STEP // DOT_K):
-                acc_NM += parts[i] * scales[i][:, None]
-    return acc_NM * 65536.0 if IS_SMALL else acc_NM
+                sums_NM = plus(sums_NM, parts[i], scales[i], None, 0)
+    return times(sums_NM, 65536.0) if IS_SMALL else sums_NM
 
 
 @triton.jit
@@ -233,65 +235,76 @@ def _spread(values_NG, BLOCK_N: constexpr, GROUPS: constexpr, COLUMNS: constexpr
 
 @triton.jit
 def _byte_sum(
-    codes_NK, scale_GN, n_N, at_N, live_N, x_M, live_M, first, last, stride_g,
+    codes_NK, scale_GN, n_N, at_N, live_N, x_Ms, live_Ms, first, last, stride_g,
     K: constexpr, GROUP: constexpr, IS_EXPONENT: constexpr,
-    BLOCK_M: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr, STAGES: constexpr,
+    BLOCK_N: constexpr, BLOCK_K: constexpr, STAGES: constexpr,
 ):  # fmt: skip
-    """`_sum` of codes of 8 bits."""
+    """`_sums` of codes of 8 bits."""
     ALL: constexpr = K if GROUP == 0 else GROUP
     GROUPS: constexpr = BLOCK_K // ALL if ALL < BLOCK_K else 1  # in a step
     k, g = tl.arange(0, BLOCK_K), tl.arange(0, GROUPS)
-    acc_NM = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    sums_NM = zeros(x_Ms, BLOCK_N, tl.float32)
     for start in tl.range(first, last, BLOCK_K, num_stages=STAGES):
         codes = tl.load(codes_NK + n_N[:, None] * K + start + k[None, :])  # rows past the end read another row
-        x_MK = tl.load(x_M[:, None] + start + k[None, :], mask=live_M[:, None], other=0.0)
-        number = codes.to(tl.float32)
+        number, scale_N = codes.to(tl.float32), None
         at = (start // ALL) * stride_g + at_N
         if GROUPS > 1:
             scale_NG = group_scales(scale_GN + at[:, None] + g[None, :] * stride_g, live_N[:, None], IS_EXPONENT)
             number *= _spread(scale_NG, BLOCK_N, GROUPS, BLOCK_K)
-        part = tl.dot(number.to(x_MK.dtype), x_MK.T, input_precision="ieee")
-        if GROUPS == 1 and scale_GN is not None:
-            part *= group_scales(scale_GN + at, live_N, IS_EXPONENT)[:, None]
-        acc_NM += part
-    return acc_NM
+        elif scale_GN is not None:
+            scale_N = group_scales(scale_GN + at, live_N, IS_EXPONENT)
+        sums_NM = plus(sums_NM, products(number, x_Ms, live_Ms, start + k, None), scale_N, None, 0)
+    return sums_NM
 
 
 @triton.jit
-def _sum(
-    codes_NK, scale_GN, zero_GN, n_N, at_N, live_N, x_MK, x_scale_MG, row_M, stride_x, live_M, first, last, stride_g,
+def _sums(
+    codes_NK, scale_GN, zero_GN, n_N, at_N, live_N, x_MK, x_scale_MG, row_Ms, stride_x, live_Ms, first, last, stride_g,
     K: constexpr, GROUP: constexpr, KIND: constexpr, IS_EXPONENT: constexpr, X_GROUP: constexpr,
-    BLOCK_M: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr, STAGES: constexpr, PTX: constexpr,
+    BLOCK_N: constexpr, BLOCK_K: constexpr, STAGES: constexpr, PTX: constexpr,
 ):  # fmt: skip
-    """float32 [N, M]: rows n of the weight times rows of x over columns first to last. at_N: where the scales of a
-    row's first group are, those of the next group stride_g later. X_GROUP: columns of x that share a scale, 0 for all;
-    -1 where x has 16 bits.
+    """[N, M] of each block of rows of x: rows n of the weight times these over columns first to last, without the
+    scales that `_finished` has. at_N: where the scales of a row's first group are, those of the next group stride_g
+    later. X_GROUP: columns of x that share a scale, 0 for all; -1 where x has 16 bits.
     """
-    row_M = tl.where(live_M, row_M, 0).to(tl.int64)
-    x_M = x_MK + row_M * stride_x
+    x_Ms, scale_Ms = (), ()
+    for i in tl.static_range(len(row_Ms)):
+        row_M = tl.where(live_Ms[i], row_Ms[i], 0).to(tl.int64)
+        x_Ms = x_Ms + (x_MK + row_M * stride_x,)  # type: ignore[assignment]
+        if X_GROUP > 0:
+            scale_Ms = scale_Ms + (x_scale_MG + row_M * (K // X_GROUP),)  # type: ignore[assignment]
     if X_GROUP >= 0:
-        scale_M = x_scale_MG + row_M * (K // X_GROUP if X_GROUP > 0 else 1)
         if KIND == "int4":
-            sums_NM = int4_sum(
-                codes_NK, scale_GN, n_N, at_N, live_N, x_M, first, last, stride_g,
-                K, GROUP, IS_EXPONENT, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, PTX,
+            return int4_sum(
+                codes_NK, scale_GN, n_N, at_N, live_N, x_Ms, first, last, stride_g,
+                K, GROUP, IS_EXPONENT, BLOCK_N, BLOCK_K, STAGES, PTX,
             )  # fmt: skip
         else:
-            sums_NM = byte_sum(
-                codes_NK, scale_GN, n_N, at_N, live_N, x_M, scale_M, first, last, stride_g,
-                K, GROUP, IS_EXPONENT, X_GROUP, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
+            return byte_sum(
+                codes_NK, scale_GN, n_N, at_N, live_N, x_Ms, scale_Ms, first, last, stride_g,
+                K, GROUP, IS_EXPONENT, X_GROUP, BLOCK_N, BLOCK_K, STAGES,
             )  # fmt: skip
-        return sums_NM if X_GROUP > 0 else sums_NM * tl.load(scale_M)[None, :]
     elif KIND == "int8" or KIND == "e4m3":
         return _byte_sum(
-            codes_NK, scale_GN, n_N, at_N, live_N, x_M, live_M, first, last, stride_g,
-            K, GROUP, IS_EXPONENT, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
+            codes_NK, scale_GN, n_N, at_N, live_N, x_Ms, live_Ms, first, last, stride_g,
+            K, GROUP, IS_EXPONENT, BLOCK_N, BLOCK_K, STAGES,
         )  # fmt: skip
     else:
         return _paired_sum(
-            codes_NK, scale_GN, zero_GN, n_N, at_N, live_N, x_M, live_M, first, last, stride_g,
-            K, GROUP, KIND, IS_EXPONENT, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, PTX,
+            codes_NK, scale_GN, zero_GN, n_N, at_N, live_N, x_Ms, live_Ms, first, last, stride_g,
+            K, GROUP, KIND, IS_EXPONENT, BLOCK_N, BLOCK_K, STAGES, PTX,
         )  # fmt: skip
+
+
+@triton.jit
+def _finished(sums_NM, row, n_N, live_N, x_scale_MG, row_M, live_M, X_GROUP: constexpr):
+    """float32: the sums of a block of rows of x, times the scales of whole rows of x and of the weight, if any."""
+    sums_NM = sums_NM.to(tl.float32)
+    if X_GROUP == 0:
+        sums_NM *= tl.load(x_scale_MG + tl.where(live_M, row_M, 0))[None, :]
+    if row is not None:
+        sums_NM *= tl.load(row + n_N, mask=live_N, other=0.0)[:, None]
+    return sums_NM
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -308,12 +321,11 @@ def _linear(
     pdl_wait(PDL)
     pdl_launch(PDL)
     first = tl.program_id(2) * (K // SPLITS)
-    sums_NM = _sum(
-        codes_NK, scale_GN, zero_GN, n_N, n, live_N, x_MK, x_scale_MG, m, stride_x, live_M,
-        first, first + K // SPLITS, N, K, GROUP, KIND, IS_EXPONENT, X_GROUP, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, PDL,
+    sums = _sums(
+        codes_NK, scale_GN, zero_GN, n_N, n, live_N, x_MK, x_scale_MG, (m,), stride_x, (live_M,),
+        first, first + K // SPLITS, N, K, GROUP, KIND, IS_EXPONENT, X_GROUP, BLOCK_N, BLOCK_K, STAGES, PDL,
     )  # fmt: skip
-    if row_N is not None:
-        sums_NM *= tl.load(row_N + n, mask=live_N, other=0.0)[:, None]
+    sums_NM = _finished(sums[0], row_N, n, live_N, x_scale_MG, m, live_M, X_GROUP)
     inside = live_N[:, None] & live_M[None, :]
     if SPLITS > 1:
         at = parts_SMN + (tl.program_id(2) * M + m[None, :]).to(tl.int64) * N + n[:, None]
@@ -404,11 +416,24 @@ def _tile_of(
 
 
 @triton.jit
+def _rows_of(begin, end, order, BLOCK_M: constexpr, TAIL: constexpr, IS_DIRECT: constexpr):
+    """→ of each block of a tile's rows: positions, pairs, and which there are."""
+    positions, pairs, lives = (begin + tl.arange(0, BLOCK_M),), (), ()
+    if TAIL > 0:
+        positions = positions + (begin + BLOCK_M + tl.arange(0, TAIL),)  # type: ignore[assignment]
+    for i in tl.static_range(len(positions)):
+        live_M = positions[i] < end
+        pair = positions[i] if IS_DIRECT else tl.load(order + positions[i], mask=live_M, other=0)
+        pairs, lives = pairs + (pair,), lives + (live_M,)  # type: ignore[assignment]
+    return positions, pairs, lives
+
+
+@triton.jit
 def _up(
     inner_PI, x_TH, x_scale_TG, codes, scale, zero, row, order, tile_expert, tile_row, end_N, total_tiles, stride_x,
     HIDDEN: constexpr, GROUP: constexpr, KIND: constexpr, IS_EXPONENT: constexpr, X_GROUP: constexpr,
     N: constexpr, INNER: constexpr, CHOICES: constexpr, IS_DIRECT: constexpr,
-    BLOCK_M: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr, STAGES: constexpr, PDL: constexpr,
+    BLOCK_M: constexpr, TAIL: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr, STAGES: constexpr, PDL: constexpr,
 ):  # fmt: skip
     """inner[position] = silu(gate(x)) · up(x) for one tile of pairs of an expert, and BLOCK_N / 2 of its columns."""
     HALF: constexpr = BLOCK_N // 2
@@ -418,25 +443,26 @@ def _up(
     pdl_launch(PDL)
     used, expert, begin, end = _tile_of(tile, tile_expert, tile_row, end_N, total_tiles, N, IS_DIRECT)
     if used:
-        position = begin + tl.arange(0, BLOCK_M)
-        live_M = position < end
-        pair = position if IS_DIRECT else tl.load(order + position, mask=live_M, other=0)
+        positions, pairs, lives = _rows_of(begin, end, order, BLOCK_M, TAIL, IS_DIRECT)
         i_N = block * HALF + tl.arange(0, BLOCK_N) % HALF
         live_N = i_N < INNER
         row_N = tl.where(live_N, i_N + tl.arange(0, BLOCK_N) // HALF * INNER, 0)
         n_N, groups = expert * (2 * INNER) + row_N, HIDDEN // GROUP if GROUP else 1
-        sums_NM = _sum(
+        rows = ()
+        for i in tl.static_range(len(pairs)):
+            rows = rows + (pairs[i] // CHOICES,)  # type: ignore[assignment]
+        sums = _sums(
             codes, scale, zero, n_N, expert * (groups * 2 * INNER) + row_N, live_N,
-            x_TH, x_scale_TG, pair // CHOICES, stride_x, live_M, 0, HIDDEN, 2 * INNER,
-            HIDDEN, GROUP, KIND, IS_EXPONENT, X_GROUP, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, PDL,
+            x_TH, x_scale_TG, rows, stride_x, lives, 0, HIDDEN, 2 * INNER,
+            HIDDEN, GROUP, KIND, IS_EXPONENT, X_GROUP, BLOCK_N, BLOCK_K, STAGES, PDL,
         )  # fmt: skip
-        if row is not None:
-            sums_NM *= tl.load(row + n_N, mask=live_N, other=0.0)[:, None]
-        gate, up = tl.split(tl.permute(tl.reshape(sums_NM, (2, HALF, BLOCK_M)), (1, 2, 0)))
-        i = block * HALF + tl.arange(0, HALF)
-        at = inner_PI + position[None, :].to(tl.int64) * INNER + i[:, None]
-        inside = (i < INNER)[:, None] & live_M[None, :]
-        tl.store(at, gated(gate, up).to(inner_PI.dtype.element_ty), mask=inside)
+        i_H = block * HALF + tl.arange(0, HALF)
+        for i in tl.static_range(len(sums)):
+            sums_NM = _finished(sums[i], row, n_N, live_N, x_scale_TG, rows[i], lives[i], X_GROUP)
+            gate, up = tl.split(tl.permute(tl.reshape(sums_NM, (2, HALF, sums_NM.shape[1])), (1, 2, 0)))
+            at = inner_PI + positions[i][None, :].to(tl.int64) * INNER + i_H[:, None]
+            inside = (i_H < INNER)[:, None] & lives[i][None, :]
+            tl.store(at, gated(gate, up).to(inner_PI.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -444,7 +470,7 @@ def _down(
     y_PH, inner_PI, inner_scale_PG, codes, scale, zero, row, order, tile_expert, tile_row, end_N, total_tiles,
     INNER: constexpr, GROUP: constexpr, KIND: constexpr, IS_EXPONENT: constexpr, X_GROUP: constexpr,
     N: constexpr, HIDDEN: constexpr, IS_DIRECT: constexpr,
-    BLOCK_M: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr, STAGES: constexpr, PDL: constexpr,
+    BLOCK_M: constexpr, TAIL: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr, STAGES: constexpr, PDL: constexpr,
 ):  # fmt: skip
     """y[pair] = w2 · inner[position of the pair] for one tile of pairs, and BLOCK_N of its columns."""
     BLOCKS: constexpr = (HIDDEN + BLOCK_N - 1) // BLOCK_N
@@ -453,22 +479,20 @@ def _down(
     pdl_launch(PDL)
     used, expert, begin, end = _tile_of(tile, tile_expert, tile_row, end_N, total_tiles, N, IS_DIRECT)
     if used:
-        position = begin + tl.arange(0, BLOCK_M)
-        live_M = position < end
-        pair = position if IS_DIRECT else tl.load(order + position, mask=live_M, other=0)
+        positions, pairs, lives = _rows_of(begin, end, order, BLOCK_M, TAIL, IS_DIRECT)
         h = block * BLOCK_N + tl.arange(0, BLOCK_N)
         live_N = h < HIDDEN
         row_N = tl.where(live_N, h, 0)
         n_N, groups = expert * HIDDEN + row_N, INNER // GROUP if GROUP else 1
-        sums_NM = _sum(
+        sums = _sums(
             codes, scale, zero, n_N, expert * (groups * HIDDEN) + row_N, live_N,
-            inner_PI, inner_scale_PG, position, INNER, live_M, 0, INNER, HIDDEN,
-            INNER, GROUP, KIND, IS_EXPONENT, X_GROUP, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, PDL,
+            inner_PI, inner_scale_PG, positions, INNER, lives, 0, INNER, HIDDEN,
+            INNER, GROUP, KIND, IS_EXPONENT, X_GROUP, BLOCK_N, BLOCK_K, STAGES, PDL,
         )  # fmt: skip
-        if row is not None:
-            sums_NM *= tl.load(row + n_N, mask=live_N, other=0.0)[:, None]
-        at = y_PH + pair[None, :].to(tl.int64) * HIDDEN + h[:, None]
-        tl.store(at, sums_NM.to(y_PH.dtype.element_ty), mask=live_N[:, None] & live_M[None, :])
+        for i in tl.static_range(len(sums)):
+            sums_NM = _finished(sums[i], row, n_N, live_N, inner_scale_PG, positions[i], lives[i], X_GROUP)
+            at = y_PH + pairs[i][None, :].to(tl.int64) * HIDDEN + h[:, None]
+            tl.store(at, sums_NM.to(y_PH.dtype.element_ty), mask=live_N[:, None] & lives[i][None, :])
 
 
 @dataclass(frozen=True, slots=True)
@@ -503,18 +527,18 @@ def run_experts(
     count = pairs
     table: tuple[Tensor | None, ...] = (None, routed.ids_TK, None, None, None)
     if not is_direct:
-        by = sort(routed.ids_TK, experts, up.m)
+        by = sort(routed.ids_TK, experts, up.m + up.tail)
         count, table = by.most_tiles, (by.pair, by.tile_expert, by.tile_row, by.end_N, by.tiles)
     inner_PI = torch.empty(pairs, inner, dtype=x_TH.dtype, device=x_TH.device)
     y_PH = torch.empty(pairs, hidden, dtype=out_TH.dtype, device=x_TH.device)
     x_TH, x_scale = _quantized(x_TH, w13)
     _up[(count * triton.cdiv(inner, up.n // 2),)](
         inner_PI, x_TH, x_scale, *_tensors(w13), *table, x_TH.stride(0), *_constants(w13), experts, inner, choices,
-        is_direct, up.m, up.n, up.k, up.stages, **launch_config(x_TH, up.warps, up.stages),
+        is_direct, up.m, up.tail, up.n, up.k, up.stages, **launch_config(x_TH, up.warps, up.stages),
     )  # fmt: skip
     inner_PI, inner_scale = _quantized(inner_PI, w2)
     _down[(count * triton.cdiv(hidden, down.n),)](
         y_PH, inner_PI, inner_scale, *_tensors(w2), *table, *_constants(w2), experts, hidden, is_direct,
-        up.m, down.n, down.k, down.stages, **launch_config(x_TH, down.warps, down.stages),
+        up.m, up.tail, down.n, down.k, down.stages, **launch_config(x_TH, down.warps, down.stages),
     )  # fmt: skip
     combine(out_TH, y_PH, None, routed.ids_TK, routed.weights_TK, experts, accumulate)
