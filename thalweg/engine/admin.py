@@ -1,8 +1,7 @@
 """Operations on a rank between two steps: weight updates, profiles, and random caches for benchmarks.
 
 A trace has ranges for each step: "forward step 17 rows 8 tokens 8", "sample step 17 …" and, with a drafter,
-"draft step 17 …".
-Without a profile the worker calls its runner directly.
+"draft step 17 …". Without a profile the worker calls its runner directly.
 """
 
 from __future__ import annotations
@@ -144,7 +143,9 @@ class AdminOperations:
             raise InvalidRequest("", "no profile runs: POST /start_profile starts one")
         (profiler, self.worker.runner, folder), self._running = self._running, None
         profiler.stop()
-        path = folder / f"thalweg-{file_stamp()}.trace.json.gz"
+        world = self.model.factory.layout.world
+        rank = f"rank{world.rank}-" if world.size > 1 else ""
+        path = folder / f"thalweg-{rank}{file_stamp()}.trace.json.gz"
         try:
             profiler.export_chrome_trace(str(path))
         except (OSError, RuntimeError) as error:
