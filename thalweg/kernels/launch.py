@@ -63,10 +63,10 @@ def launch_options(tensor: Tensor) -> dict[str, bool]:
 
 
 def max_registers(tensor: Tensor, registers: int) -> dict[str, int]:
-    """The keyword argument of a Triton launch that limits a thread's registers; AMD's compiler has none."""
-    return {"maxnreg": registers} if capability(tensor) > (0, 0) else {}
+    """The keyword argument of a Triton launch that limits a thread's registers (0: not); AMD's compiler has none."""
+    return {"maxnreg": registers} if registers and capability(tensor) > (0, 0) else {}
 
 
-def launch_config(tensor: Tensor, warps: int, stages: int = 1) -> dict[str, int | bool]:
-    """`launch_options` with the number of warps and of pipeline stages."""
-    return {"num_warps": warps, "num_stages": stages, **launch_options(tensor)}
+def launch_config(tensor: Tensor, warps: int, stages: int = 1, registers: int = 0) -> dict[str, int | bool]:
+    """`launch_options` with the number of warps and of pipeline stages, and `max_registers`."""
+    return {"num_warps": warps, "num_stages": stages, **launch_options(tensor), **max_registers(tensor, registers)}

@@ -35,7 +35,7 @@ from thalweg.kernels.attend.triton import (
     wait_for_previous,
     waves,
 )
-from thalweg.kernels.launch import SMS, launch_config, max_registers
+from thalweg.kernels.launch import SMS, launch_config
 from thalweg.kernels.mla.triton import load_queries
 from thalweg.kernels.rope.triton import codes_of, encode, rotated
 
@@ -358,8 +358,7 @@ def choose(scores_TS: Tensor, positions_T: Tensor, topk: int) -> Tensor:
         return scores_TS.new_empty((tokens, *shape), dtype=dtype)
 
     def options(registers: int) -> dict[str, int | bool]:
-        config = launch_config(scores_TS, min(max(block // 512, 4), 16))
-        return {"BLOCK": block} | config | max_registers(scores_TS, registers)
+        return {"BLOCK": block} | launch_config(scores_TS, min(max(block // 512, 4), 16), registers=registers)
 
     out, bounds, given = empty(torch.int32, topk), empty(torch.float32), (scores_TS, positions_T)
     highest, groups = empty(torch.float32, block) if parts > 1 else scores_TS, {"GROUPS": block // 16} | align

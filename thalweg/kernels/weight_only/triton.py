@@ -54,6 +54,7 @@ class WeightOnlyTile:
     warps: int
     splits: int = 1  # parts of K, of `linear`
     tail: int = 0  # more rows of x, in a product of their own: 128 and 32 hold 143 rows with less padding than 256
+    registers: int = 0  # of a thread at most, of experts; 0: as many as it takes
 
 
 def linear_tile(rows: int, outputs: int, inputs: int, group: int, is_paired: bool) -> WeightOnlyTile:
@@ -107,7 +108,9 @@ def expert_tile(rows: float, inputs: int, group: int, is_paired: bool, has_8bit_
         return WeightOnlyTile(64, 128, k, 4, 8)
     if rows <= 48:
         return WeightOnlyTile(m, 64, k, 4, 4)
-    return WeightOnlyTile(64 if rows <= 128 else 128, 128, 64 if group % 128 else k, 3, 8)
+    # its loop takes so few, so that two programs find room on a multiprocessor
+    registers = 128 if has_8bit_activations and not is_paired and not group else 0
+    return WeightOnlyTile(64 if rows <= 128 else 128, 128, 64 if group % 128 else k, 3, 8, registers=registers)
 
 
 @triton.jit
@@ -416,14 +419,16 @@ def _tile_of(
 
 
 @triton.jit
-def _rows_of(begin, end, order, BLOCK_M: constexpr, TAIL: constexpr, IS_DIRECT: constexpr):
-    """→ of each block of a tile's rows: positions, pairs, and which there are."""
+def _rows_of(begin, end, order, BLOCK_M: constexpr, TAIL: constexpr, IS_DIRECT: constexpr, AGAIN: constexpr = False):
+    """→ of each block of a tile's rows: positions, pairs, and which there are. AGAIN: pairs are read once more, since
+    those that stay in registers through the products leave less room for these.
+    """
     positions, pairs, lives = (begin + tl.arange(0, BLOCK_M),), (), ()
     if TAIL > 0:
         positions = positions + (begin + BLOCK_M + tl.arange(0, TAIL),)  # type: ignore[assignment]
     for i in tl.static_range(len(positions)):
         live_M = positions[i] < end
-        pair = positions[i] if IS_DIRECT else tl.load(order + positions[i], mask=live_M, other=0)
+        pair = positions[i] if IS_DIRECT else tl.load(order + positions[i], mask=live_M, other=0, volatile=AGAIN)
         pairs, lives = pairs + (pair,), lives + (live_M,)  # type: ignore[assignment]
     return positions, pairs, lives
 
@@ -457,8 +462,9 @@ def _up(
             HIDDEN, GROUP, KIND, IS_EXPONENT, X_GROUP, BLOCK_N, BLOCK_K, STAGES, PDL,
         )  # fmt: skip
         i_H = block * HALF + tl.arange(0, HALF)
+        positions, pairs, lives = _rows_of(begin, end, order, BLOCK_M, TAIL, IS_DIRECT, True)
         for i in tl.static_range(len(sums)):
-            sums_NM = _finished(sums[i], row, n_N, live_N, x_scale_TG, rows[i], lives[i], X_GROUP)
+            sums_NM = _finished(sums[i], row, n_N, live_N, x_scale_TG, pairs[i] // CHOICES, lives[i], X_GROUP)
             gate, up = tl.split(tl.permute(tl.reshape(sums_NM, (2, HALF, sums_NM.shape[1])), (1, 2, 0)))
             at = inner_PI + positions[i][None, :].to(tl.int64) * INNER + i_H[:, None]
             inside = (i_H < INNER)[:, None] & lives[i][None, :]
@@ -489,6 +495,7 @@ def _down(
             inner_PI, inner_scale_PG, positions, INNER, lives, 0, INNER, HIDDEN,
             INNER, GROUP, KIND, IS_EXPONENT, X_GROUP, BLOCK_N, BLOCK_K, STAGES, PDL,
         )  # fmt: skip
+        positions, pairs, lives = _rows_of(begin, end, order, BLOCK_M, TAIL, IS_DIRECT, True)
         for i in tl.static_range(len(sums)):
             sums_NM = _finished(sums[i], row, n_N, live_N, inner_scale_PG, positions[i], lives[i], X_GROUP)
             at = y_PH + pairs[i][None, :].to(tl.int64) * HIDDEN + h[:, None]
@@ -534,11 +541,11 @@ def run_experts(
     x_TH, x_scale = _quantized(x_TH, w13)
     _up[(count * triton.cdiv(inner, up.n // 2),)](
         inner_PI, x_TH, x_scale, *_tensors(w13), *table, x_TH.stride(0), *_constants(w13), experts, inner, choices,
-        is_direct, up.m, up.tail, up.n, up.k, up.stages, **launch_config(x_TH, up.warps, up.stages),
+        is_direct, up.m, up.tail, up.n, up.k, up.stages, **launch_config(x_TH, up.warps, up.stages, up.registers),
     )  # fmt: skip
     inner_PI, inner_scale = _quantized(inner_PI, w2)
     _down[(count * triton.cdiv(hidden, down.n),)](
         y_PH, inner_PI, inner_scale, *_tensors(w2), *table, *_constants(w2), experts, hidden, is_direct,
-        up.m, up.tail, down.n, down.k, down.stages, **launch_config(x_TH, down.warps, down.stages),
+        up.m, up.tail, down.n, down.k, down.stages, **launch_config(x_TH, down.warps, down.stages, down.registers),
     )  # fmt: skip
     combine(out_TH, y_PH, None, routed.ids_TK, routed.weights_TK, experts, accumulate)
