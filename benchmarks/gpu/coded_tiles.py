@@ -62,6 +62,14 @@ TILES: dict[str, dict[tuple[int, ...], tuple[Tile, ...]]] = {  # of a kind, by t
             Tile(64, 128, 128, 3, 8, tail=16, registers=128),
         ),
     },
+    "w8a8 blocks": {
+        (1024,): (Tile(64, 64, 128, 4, 4), Tile(128, 64, 128, 3, 4)),
+        (4096, 16384): (
+            Tile(128, 128, 128, 3, 8),
+            Tile(64, 128, 128, 3, 8),
+            *(Tile(128, 64, 128, 3, 4, tail=tail) for tail in (0, 16)),
+        ),
+    },
 }
 
 

@@ -57,16 +57,19 @@ class WeightOnlyTile:
     registers: int = 0  # of a thread at most, of experts; 0: as many as it takes
 
 
-def linear_tile(rows: int, outputs: int, inputs: int, group: int, is_paired: bool) -> WeightOnlyTile:
-    """From times of V3's and Qwen2.5-7B's shapes on an H100. is_paired: codes of 4 bits. With many rows, more of them
-    share the numbers that a code becomes.
+def linear_tile(rows: int, weight: KernelCodes) -> WeightOnlyTile:
+    """From times of V3's and Qwen2.5-7B's shapes on an H100. With many rows, more of them share the numbers that a code
+    becomes.
     """
+    outputs, inputs, group, is_paired = len(weight.codes), weight.columns, weight.group, weight.kind in FOUR_BITS
     k = 64 if inputs % 128 or not is_paired and group in (16, 32, 64) else 128
     if rows <= 32 and is_paired and _has_long_steps(inputs, group):
         short, long = (_programs(outputs, 64, inputs // step) for step in (k, LONG_STEP))
         k = LONG_STEP if long == short else k  # rather than fewer parts of K
     if rows > 64:
         m, n, stages, warps = 64 if rows <= 128 else 128, 128, 3, 8
+        if _has_groups_of_x(weight):
+            m, n, warps = 128, 64, 4
     else:
         m, n, warps = 16 if rows <= 16 else 32 if rows <= 32 else 64, 64, 4
         stages = 3 if k == LONG_STEP else 4
@@ -93,10 +96,17 @@ def _has_long_steps(inputs: int, group: int) -> bool:
     return inputs % LONG_STEP == 0 and group % 128 == 0
 
 
-def expert_tile(rows: float, inputs: int, group: int, is_paired: bool, has_8bit_activations: bool) -> WeightOnlyTile:
-    """From times of V3's experts on an H200, with up to 150 rows. rows: those that an expert is expected to have.
-    is_paired: codes of 4 bits.
+def _has_groups_of_x(weight: KernelCodes) -> bool:
+    """Whether products read a scale for each row of x in each step. 128 rows of them are read once by 4 warps, and
+    anew by every thread of 8: 17 and 42 copies a thread and step, and registers for two programs and for one.
     """
+    return weight.activations is not None and weight.activations.group > 0
+
+
+def expert_tile(rows: float, weight: KernelCodes) -> WeightOnlyTile:
+    """From times of V3's experts on an H200, with up to 150 rows. rows: those that an expert is expected to have."""
+    inputs, group, is_paired = weight.columns, weight.group, weight.kind in FOUR_BITS
+    has_8bit_activations = weight.activations is not None
     k = 64 if inputs % 128 or group == 64 else 128
     m = 16 if rows <= 12 else 32 if rows <= 24 else 64
     if is_paired and _has_long_steps(inputs, group) and rows <= 192:
@@ -108,6 +118,8 @@ def expert_tile(rows: float, inputs: int, group: int, is_paired: bool, has_8bit_
         return WeightOnlyTile(64, 128, k, 4, 8)
     if rows <= 48:
         return WeightOnlyTile(m, 64, k, 4, 4)
+    if _has_groups_of_x(weight) and rows > 64:
+        return WeightOnlyTile(128, 64, k, 3, 4)
     # its loop takes so few, so that two programs find room on a multiprocessor
     registers = 128 if has_8bit_activations and not is_paired and not group else 0
     return WeightOnlyTile(64 if rows <= 128 else 128, 128, 64 if group % 128 else k, 3, 8, registers=registers)
@@ -362,9 +374,9 @@ def linear(x: Rows, weight: KernelCodes, epilogue: Epilogue = PLAIN, determinist
     row's bits depend on nothing but the row.
     """
     assert epilogue.bias_N is None, "no layer of codes has a bias"
-    x_MK, outputs, inputs = rows_of(x), len(weight.codes), weight.columns
-    rows, group = len(x_MK), weight.group if weight.scale is not None else 0
-    tile = linear_tile(1 if deterministic else rows, outputs, inputs, group, weight.kind in FOUR_BITS)
+    x_MK, outputs = rows_of(x), len(weight.codes)
+    rows = len(x_MK)
+    tile = linear_tile(1 if deterministic else rows, weight)
     y, residual = epilogue.result(rows, outputs, x_MK), epilogue.residual_MN
     x_MK, x_scale = _quantized(x_MK, weight)
     parts = torch.empty(tile.splits, rows, outputs, dtype=torch.float32, device=y.device) if tile.splits > 1 else None
@@ -526,10 +538,7 @@ def run_experts(
     experts, hidden, inner = w2.codes.shape[0], w2.codes.shape[1], w2.columns
     rows = tokens * choices / experts
     rows = DETERMINISTIC if deterministic else rows
-    up, down = (
-        expert_tile(rows, columns, w.group, w.kind in FOUR_BITS, w.activations is not None)
-        for columns, w in ((hidden, w13), (inner, w2))
-    )
+    up, down = expert_tile(rows, w13), expert_tile(rows, w2)
     is_direct, pairs = tokens <= DIRECT and not deterministic, tokens * choices
     count = pairs
     table: tuple[Tensor | None, ...] = (None, routed.ids_TK, None, None, None)
