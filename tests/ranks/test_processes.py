@@ -279,8 +279,8 @@ def test_an_engine_in_the_callers_process(layout: dict[str, Any], want: list[int
         for _ in range(5):
             engine.step()
         ranks = set[str]() if layout is COPIES else {"rank0", "rank1"}
-        written = eventually(lambda: {path.name.split("-")[1] for path in tmp_path.glob("*-rank*.gz")} == ranks)
-        asyncio.run(written)
+        asyncio.run(eventually(lambda: len(list(tmp_path.glob("*.trace.json.gz"))) == 2))
+        assert {path.name.split("-")[1] for path in tmp_path.glob("*-rank*")} == ranks
         os.kill(engine.others._processes.children[0].pid, signal.SIGKILL)  # type: ignore[union-attr]
         begun = time.monotonic()
         with pytest.raises(EngineDead, match="ended with exit code -9"):

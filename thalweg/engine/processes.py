@@ -29,7 +29,7 @@ BLAME_S = 0.5  # after a process is killed, another may report a broken connecti
 
 @contextlib.contextmanager
 def socket_folder() -> Iterator[Path]:
-    """A new folder, locked until this process ends. Removes this user's folders that a killed start has left."""
+    """A new folder, locked while it is in use. Removes this user's folders that a killed start has left."""
     for folder in Path(tempfile.gettempdir()).glob(FOLDER + "*"):
         with contextlib.suppress(OSError):  # another user's, or locked
             # a folder is not locked at once

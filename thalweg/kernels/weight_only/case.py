@@ -89,8 +89,10 @@ def _weight(kind: str, prefix: str, inputs: dict[str, Any]) -> Codes:
     return Codes(kind, *(inputs.pop(f"{prefix}_{part}") for part in PARTS))
 
 
-def cases(generator: torch.Generator, weights: Sequence[Any] = WEIGHTS) -> Iterator[KernelCase]:
-    for (kind, group, scale, has_row, *rule), rows in product(weights, (1, 40)):
+def cases(
+    generator: torch.Generator, weights: Sequence[Any] = WEIGHTS, counts: Sequence[int] = (1, 40)
+) -> Iterator[KernelCase]:
+    for (kind, group, scale, has_row, *rule), rows in product(weights, counts):
         weight = draw_weight(generator, (136, 256), kind, group, scale, has_row, *rule)
         x = draw_tensor(generator, rows, 256)
         exact = _exact(weight, x) @ ref.dequantize(weight, torch.float64).t()
@@ -113,9 +115,10 @@ def _named(rule: Activations | None = None) -> str:
 def cases_of_experts(generator: torch.Generator, weights: Sequence[Any] = WEIGHTS) -> Iterator[KernelCase]:
     experts, topk = 6, 2
     sizes = [(weight, 256, tokens) for weight, tokens in product(weights, (2, 30))]
-    # several long steps, and all numbers of rows that have tiles of their own
+    # several long steps, and numbers of rows that have tiles of their own
     sizes += [(weight, 768, tokens) for weight in weights if weight[:2] == ("int4", 128) for tokens in (60, 120, 180)]
-    sizes += [(weight, 256, 60) for weight in weights if weight[0] == "int8"]
+    many = [weight for weight in weights if weight[0] == "int8" or weight[0] == "e4m3" and len(weight) > 4]
+    sizes += [(weight, 256, tokens) for weight in many for tokens in (60, 240, 420)]
     for (kind, group, scale, has_row, *rule), hidden, tokens in sizes:
         inner = 128 if group == 128 or rule else 192  # blocks of 64 columns
         stacks = [
@@ -174,5 +177,5 @@ def run_experts_triton(
 
 BACKENDS = with_triton(run, run_triton)
 EXPERTS = Operation(cases_of_experts, with_triton(run_experts, run_experts_triton))
-EIGHT_BIT = Operation(partial(cases, weights=EIGHT_BITS), BACKENDS)
+EIGHT_BIT = Operation(partial(cases, weights=EIGHT_BITS, counts=(1, 40, 70, 130)), BACKENDS)
 EIGHT_BIT_EXPERTS = Operation(partial(cases_of_experts, weights=EIGHT_BITS), EXPERTS.backends)

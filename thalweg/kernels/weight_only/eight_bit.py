@@ -53,7 +53,7 @@ def beside(left, right):
 
 
 @triton.jit
-def zeros(x_Ms, N: constexpr, TYPE: constexpr):
+def no_sums(x_Ms, N: constexpr, TYPE: constexpr):
     """[N, M] for each block of rows of x."""
     made = ()
     for i in tl.static_range(len(x_Ms)):
@@ -79,7 +79,7 @@ def products(numbers_NK, x_Ms, live_Ms, at_K, sums_NM, IS_INT: constexpr = False
 
 @triton.jit
 def plus(sums_NM, parts_NM, scale_N, scale_Ms, group):
-    """sums + parts · scales, of each block of rows. scale_N, scale_Ms: None: 1; scale_Ms are those of group 0."""
+    """sums + parts · scale_N · scale_M of a group, of each block of rows. None: 1; scale_Ms only beside scale_N."""
     made = ()
     for i in tl.static_range(len(sums_NM)):
         part_NM = parts_NM[i].to(tl.float32)
@@ -109,7 +109,7 @@ def int4_sum(
     128 columns, or several. The scales of a step are on their way while its products are computed.
     """
     tl.static_assert(BLOCK_K % 128 == 0)
-    sums_NM, k = zeros(x_Ms, BLOCK_N, tl.float32), tl.arange(0, 128)
+    sums_NM, k = no_sums(x_Ms, BLOCK_N, tl.float32), tl.arange(0, 128)
     code_at = codes_NK + n_N[:, None] * (K // 2) + tl.arange(0, 64)[None, :]
     for start in tl.range(first, last, BLOCK_K, num_stages=STAGES):
         scales, parts = (), ()
@@ -138,9 +138,10 @@ def byte_sum(
     IS_SCALED: constexpr = scale_GN is not None
     IS_INT: constexpr = not codes_NK.dtype.element_ty.is_fp8()
     STEP: constexpr = GROUP if IS_SCALED else BLOCK_K
+    tl.static_assert(IS_SCALED or X_GROUP <= 0)
     k = tl.arange(0, STEP)
     code_at = codes_NK + n_N[:, None] * K + k[None, :]
-    sums_NM = zeros(x_Ms, BLOCK_N, tl.int32 if IS_INT and not IS_SCALED else tl.float32)
+    sums_NM = no_sums(x_Ms, BLOCK_N, tl.int32 if IS_INT and not IS_SCALED else tl.float32)
     for start in tl.range(first, last, STEP, num_stages=STAGES):
         codes = tl.load(code_at + start)
         if IS_INT and not IS_SCALED:

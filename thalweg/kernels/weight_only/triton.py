@@ -34,7 +34,16 @@ from thalweg.kernels.pdl import pdl_launch, pdl_wait
 from thalweg.kernels.quantize.triton import quantize_rows
 from thalweg.kernels.router.triton import RouterOutput
 from thalweg.kernels.silu_mul.triton import gated
-from thalweg.kernels.weight_only.eight_bit import beside, byte_sum, group_scales, int4_sum, plus, products, times, zeros
+from thalweg.kernels.weight_only.eight_bit import (
+    beside,
+    byte_sum,
+    group_scales,
+    int4_sum,
+    no_sums,
+    plus,
+    products,
+    times,
+)
 from thalweg.kernels.weight_only.ref import FOUR_BITS, KernelCodes
 
 DETERMINISTIC = 48  # rows of an expert for which tiles are chosen where bits must not depend on the batch
@@ -53,13 +62,14 @@ class WeightOnlyTile:
     stages: int
     warps: int
     splits: int = 1  # parts of K, of `linear`
+    # of experts:
     tail: int = 0  # more rows of x, in a product of their own: 128 and 32 hold 143 rows with less padding than 256
-    registers: int = 0  # of a thread at most, of experts; 0: as many as it takes
+    registers: int = 0  # of a thread at most; 0: as many as it takes
 
 
 def linear_tile(rows: int, weight: KernelCodes) -> WeightOnlyTile:
-    """From times of V3's and Qwen2.5-7B's shapes on an H100. With many rows, more of them share the numbers that a code
-    becomes.
+    """From times of V3's and Qwen2.5-7B's shapes on an H100; for INT8 in blocks with many rows, from compiled code.
+    With many rows, more of them share the numbers that a code becomes.
     """
     outputs, inputs, group, is_paired = len(weight.codes), weight.columns, weight.group, weight.kind in FOUR_BITS
     k = 64 if inputs % 128 or not is_paired and group in (16, 32, 64) else 128
@@ -69,7 +79,7 @@ def linear_tile(rows: int, weight: KernelCodes) -> WeightOnlyTile:
     if rows > 64:
         m, n, stages, warps = 64 if rows <= 128 else 128, 128, 3, 8
         if _has_groups_of_x(weight):
-            m, n, warps = 128, 64, 4
+            m, n, warps = 128, 64, 4  # as in `expert_tile`
     else:
         m, n, warps = 16 if rows <= 16 else 32 if rows <= 32 else 64, 64, 4
         stages = 3 if k == LONG_STEP else 4
@@ -97,14 +107,14 @@ def _has_long_steps(inputs: int, group: int) -> bool:
 
 
 def _has_groups_of_x(weight: KernelCodes) -> bool:
-    """Whether products read a scale for each row of x in each step. 128 rows of them are read once by 4 warps, and
-    anew by every thread of 8: 17 and 42 copies a thread and step, and registers for two programs and for one.
-    """
+    """Whether each step of a product reads a scale for each row of x."""
     return weight.activations is not None and weight.activations.group > 0
 
 
 def expert_tile(rows: float, weight: KernelCodes) -> WeightOnlyTile:
-    """From times of V3's experts on an H200, with up to 150 rows. rows: those that an expert is expected to have."""
+    """From times of V3's experts on an H200, with up to 150 rows; the last two tiles from compiled code alone. rows:
+    those that an expert is expected to have.
+    """
     inputs, group, is_paired = weight.columns, weight.group, weight.kind in FOUR_BITS
     has_8bit_activations = weight.activations is not None
     k = 64 if inputs % 128 or group == 64 else 128
@@ -116,12 +126,13 @@ def expert_tile(rows: float, weight: KernelCodes) -> WeightOnlyTile:
         if has_8bit_activations and rows > 48:
             return WeightOnlyTile(64, 128, LONG_STEP, 3, 4)
         return WeightOnlyTile(64, 128, k, 4, 8)
-    if rows <= 48:
+    if rows <= 48 or _has_groups_of_x(weight) and rows <= 64:
         return WeightOnlyTile(m, 64, k, 4, 4)
-    if _has_groups_of_x(weight) and rows > 64:
+    if _has_groups_of_x(weight):
+        # 4 warps copy the scales of 128 rows once, and with 8 each thread copies those of its columns, 32 in each step
         return WeightOnlyTile(128, 64, k, 3, 4)
-    # its loop takes so few, so that two programs find room on a multiprocessor
-    registers = 128 if has_8bit_activations and not is_paired and not group else 0
+    # the loop of INT8 takes fewer, so that two programs find room on a multiprocessor
+    registers = 128 if has_8bit_activations and weight.kind == "int8" and not group and rows > 128 else 0
     return WeightOnlyTile(64 if rows <= 128 else 128, 128, 64 if group % 128 else k, 3, 8, registers=registers)
 
 
@@ -207,7 +218,7 @@ def _paired_sum(
     DOT_K: constexpr = BLOCK if GROUP == 0 or GROUP > BLOCK else MIN_K if IS_SMALL else GROUP  # columns of a product
     IS_LATE: constexpr = STEP // DOT_K <= 2  # few products of a step wait for their scales; more take registers
     c, k = tl.arange(0, BLOCK // 8), tl.arange(0, DOT_K)
-    sums_NM = zeros(x_Ms, BLOCK_N, tl.float32)
+    sums_NM = no_sums(x_Ms, BLOCK_N, tl.float32)
     word_at = words_NK + n_N[:, None] * (K // 8) + c[None, :]
     for start in tl.range(first, last, STEP, num_stages=STAGES):
         scales, zero_codes, parts = (), (), ()
@@ -258,7 +269,7 @@ def _byte_sum(
     ALL: constexpr = K if GROUP == 0 else GROUP
     GROUPS: constexpr = BLOCK_K // ALL if ALL < BLOCK_K else 1  # in a step
     k, g = tl.arange(0, BLOCK_K), tl.arange(0, GROUPS)
-    sums_NM = zeros(x_Ms, BLOCK_N, tl.float32)
+    sums_NM = no_sums(x_Ms, BLOCK_N, tl.float32)
     for start in tl.range(first, last, BLOCK_K, num_stages=STAGES):
         codes = tl.load(codes_NK + n_N[:, None] * K + start + k[None, :])  # rows past the end read another row
         number, scale_N = codes.to(tl.float32), None
@@ -409,7 +420,7 @@ def _tensors(weight: KernelCodes) -> tuple[Tensor | None, ...]:
 
 
 def _constants(weight: KernelCodes) -> tuple[int, int, str, bool, int]:
-    """K, group, kind, whether scales are exponents, and columns of x that share a scale (`_sum`)."""
+    """K, group, kind, whether scales are exponents, and columns of x that share a scale (`_sums`)."""
     is_exponent = weight.scale is not None and weight.scale.dtype == torch.float8_e8m0fnu
     x_group = -1 if weight.activations is None else weight.activations.group
     return weight.columns, weight.group, weight.kind, is_exponent, x_group
@@ -463,8 +474,8 @@ def _up(
         positions, pairs, lives = _rows_of(begin, end, order, BLOCK_M, TAIL, IS_DIRECT)
         i_N = block * HALF + tl.arange(0, BLOCK_N) % HALF
         live_N = i_N < INNER
-        row_N = tl.where(live_N, i_N + tl.arange(0, BLOCK_N) // HALF * INNER, 0)
-        n_N, groups = expert * (2 * INNER) + row_N, HIDDEN // GROUP if GROUP else 1
+        row_N = i_N + tl.arange(0, BLOCK_N) // HALF * INNER
+        n_N, groups = expert * (2 * INNER) + tl.where(live_N, row_N, 0), HIDDEN // GROUP if GROUP else 1
         rows = ()
         for i in tl.static_range(len(pairs)):
             rows = rows + (pairs[i] // CHOICES,)  # type: ignore[assignment]
@@ -500,10 +511,9 @@ def _down(
         positions, pairs, lives = _rows_of(begin, end, order, BLOCK_M, TAIL, IS_DIRECT)
         h = block * BLOCK_N + tl.arange(0, BLOCK_N)
         live_N = h < HIDDEN
-        row_N = tl.where(live_N, h, 0)
-        n_N, groups = expert * HIDDEN + row_N, INNER // GROUP if GROUP else 1
+        n_N, groups = expert * HIDDEN + tl.where(live_N, h, 0), INNER // GROUP if GROUP else 1
         sums = _sums(
-            codes, scale, zero, n_N, expert * (groups * HIDDEN) + row_N, live_N,
+            codes, scale, zero, n_N, expert * (groups * HIDDEN) + h, live_N,
             inner_PI, inner_scale_PG, positions, INNER, lives, 0, INNER, HIDDEN,
             INNER, GROUP, KIND, IS_EXPONENT, X_GROUP, BLOCK_N, BLOCK_K, STAGES, PDL,
         )  # fmt: skip
