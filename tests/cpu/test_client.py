@@ -171,7 +171,7 @@ def test_a_dead_engine_fails_its_requests_and_is_replaced() -> None:
 
 
 def test_a_request_without_output_goes_to_one_more_engine() -> None:
-    """It is computed by the next engine, or aborted while none serves; the second engine that dies of it is the last."""
+    """The next engine computes it, or it is aborted while none serves; a second engine that dies of it is the last."""
 
     async def test() -> None:
         async with serving() as front:

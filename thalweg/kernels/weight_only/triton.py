@@ -484,13 +484,13 @@ def _up(
             x_TH, x_scale_TG, rows, stride_x, lives, 0, HIDDEN, 2 * INNER,
             HIDDEN, GROUP, KIND, IS_EXPONENT, X_GROUP, BLOCK_N, BLOCK_K, STAGES, PDL,
         )  # fmt: skip
-        i_H = block * HALF + tl.arange(0, HALF)
+        column = block * HALF + tl.arange(0, HALF)
         positions, pairs, lives = _rows_of(begin, end, order, BLOCK_M, TAIL, IS_DIRECT, True)
         for i in tl.static_range(len(sums)):
             sums_NM = _finished(sums[i], row, n_N, live_N, x_scale_TG, pairs[i] // CHOICES, lives[i], X_GROUP)
             gate, up = tl.split(tl.permute(tl.reshape(sums_NM, (2, HALF, sums_NM.shape[1])), (1, 2, 0)))
-            at = inner_PI + positions[i][None, :].to(tl.int64) * INNER + i_H[:, None]
-            inside = (i_H < INNER)[:, None] & lives[i][None, :]
+            at = inner_PI + positions[i][None, :].to(tl.int64) * INNER + column[:, None]
+            inside = (column < INNER)[:, None] & lives[i][None, :]
             tl.store(at, gated(gate, up).to(inner_PI.dtype.element_ty), mask=inside)
 
 
